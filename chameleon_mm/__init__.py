@@ -1,0 +1,48 @@
+"""Train models larger than the GPU's memory in eager PyTorch: swap activations to pinned host memory, exactly, overlapped.
+
+    import chameleon_mm as cm
+
+    session = cm.SwapSession(hbm_budget="20GiB")
+    with session:
+        for batch in loader:
+            with session.step():
+                loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
+    print(session.report())
+
+Importing this starts no CUDA and imports neither cupy nor triton.
+"""
+
+from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
+from chameleon_mm.errors import (
+    BlockReleasedError,
+    ChameleonError,
+    HostMemoryExhausted,
+    InfeasibleBudget,
+    SessionClosedError,
+    SimLifetimeError,
+    SimRaceError,
+)
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.report import SwapReport
+from chameleon_mm.save_on_cpu import save_on_cpu
+from chameleon_mm.session import SwapSession
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockReleasedError",
+    "ChameleonError",
+    "CudaDevice",
+    "HostMemoryExhausted",
+    "InfeasibleBudget",
+    "PinnedBlock",
+    "PinnedPool",
+    "SessionClosedError",
+    "SimDevice",
+    "SimLifetimeError",
+    "SimRaceError",
+    "SwapReport",
+    "SwapSession",
+    "resolve_device",
+    "save_on_cpu",
+]

@@ -1,0 +1,9 @@
+"""`python -m chameleon_mm` is `chameleon-mm`."""
+
+from __future__ import annotations
+
+import sys
+
+from chameleon_mm.cli import main
+
+sys.exit(main())

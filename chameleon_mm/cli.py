@@ -1,0 +1,150 @@
+"""The command line: arguments in, text out. Everything it prints comes from below.
+
+    chameleon-mm demo | doctor | bench THEME
+    0 done   1 failed   2 bad usage   130 interrupted
+
+Only the command that was named is imported, so that help does not wait for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from chameleon_mm.bench import THEMES
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.protocols import Device
+
+DONE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_DESCRIPTION = """\
+Swaps the activations of eager PyTorch training to pinned host memory and back, bit-exactly, overlapped with compute.
+"""
+_EPILOG = """\
+examples:
+  chameleon-mm demo                              train a small GPT with and without swapping, and compare every bit
+  chameleon-mm demo --device sim:a100 --steps 5  the same on a simulated A100; needs no GPU
+  chameleon-mm doctor                            what this machine offers
+  chameleon-mm bench copy --json copy.json       copy rates of this machine
+
+Sizes are bytes or text such as 300MiB, 1.5GiB or 8GB. Exit codes: 0 done, 1 failed, 2 bad usage.
+"""
+_DEMO = """\
+Trains a byte-level GPT on the sources of Python's standard library, once without swapping and once with, from the same
+seed. Prints peaks, bytes moved, stall and step times, and whether the two runs are bit-identical: every loss, every
+gradient norm, the final weights and the random state. On a simulated GPU the numbers are computed on the CPU and the
+times are simulated.
+"""
+_DEMO_EPILOG = """\
+examples:
+  chameleon-mm demo --hbm-budget 200MiB          a budget of your own (default: half of the unswapped peak)
+  chameleon-mm demo --device cuda --steps 50     on the first GPU, with larger default sizes
+  chameleon-mm demo --json demo.json --trace trace.json
+
+Exits with 1 if one bit differs or the swapped peak passes the budget.
+"""
+_DOCTOR = """\
+Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
+A part that is missing is a finding, not an error.
+"""
+_BENCH = {
+    "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
+    "overlap": "compute beside copies: how much each slows the other, and the share of copy time hidden",
+    "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` None means `sys.argv[1:]`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(arguments).parse_args(arguments)
+        return int(args.handler(args, Console()))
+    except SystemExit as done:  # argparse has printed its help, or what it did not understand
+        return done.code if isinstance(done.code, int) else FAILED
+    except (ValueError, OSError) as error:
+        return _complain(error, BAD_USAGE)
+    except MemoryError as error:
+        return _complain(error, FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", INTERRUPTED)
+
+
+def _complain(what: object, code: int) -> int:
+    Console(stderr=True).print(f"chameleon-mm: {what}", markup=False, highlight=False, soft_wrap=True)
+    return code
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser, with the options of the command that `arguments` name and only the names of the others."""
+    parser = argparse.ArgumentParser(
+        prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"chameleon-mm {_version()}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    command, theme = (*arguments[:2], "", "")[:2]
+
+    demo = _add(commands, "demo", "train a small GPT with and without swapping, and compare every bit", _DEMO, _DEMO_EPILOG)
+    if command == "demo":
+        from chameleon_mm.demo.command import add_arguments
+
+        add_arguments(demo)
+        demo.set_defaults(handler=_run_demo)
+
+    doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
+    doctor.set_defaults(handler=_run_doctor)
+
+    bench = _add(
+        commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
+    )
+    themes = bench.add_subparsers(title="themes", metavar="THEME", required=True)
+    for name, path in THEMES.items():
+        about = _BENCH.get(name, "")
+        parser_of_theme = _add(themes, name, about, about)
+        if (command, theme) == ("bench", name):
+            module = importlib.import_module(path)
+            module.add_arguments(parser_of_theme)
+            parser_of_theme.set_defaults(handler=module.run)
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, about: str, description: str, epilog: str = ""
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _run_demo(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.demo.command import run
+
+    return run(args, console, _environment)
+
+
+def _environment(theme: str, device: Device) -> Mapping[str, Any]:
+    from chameleon_mm.bench._measure import environment
+
+    return environment(theme, device)
+
+
+def _run_doctor(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm import doctor
+
+    return doctor.run(args.json, console)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("chameleon-mm")
+    except metadata.PackageNotFoundError:
+        return "(from a checkout, not installed)"

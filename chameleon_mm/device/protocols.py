@@ -1,0 +1,151 @@
+"""Where GPU and simulator meet: three small protocols.
+
+    ready = compute.record()              # an event: everything enqueued on `compute` so far
+    d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
+    d2h.copy(host, hbm)
+    done = d2h.record()
+    compute.wait(done); compute.free(hbm); del hbm      # the block is compute's again, in stream order
+
+A buffer is a flat, contiguous `torch.uint8` tensor: device memory from `Stream.alloc`, pinned host memory (or a slice of
+it) from `Device.alloc_pinned`. A method belongs here only if the simulator can tell the truth about it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Event(Protocol):
+    """A point in a stream's work. Complete when everything enqueued on that stream before it is done."""
+
+    def query(self) -> bool:
+        """Whether the event is complete now. Never waits. True orders the caller's later launches after the event."""
+        ...
+
+    def synchronize(self) -> None:
+        """The host waits until the event is complete."""
+        ...
+
+    def elapsed_us(self, since: Event) -> float:
+        """Microseconds on the device from `since` to this event. Both must be `timed` and complete (`ValueError` otherwise)."""
+        ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A queue of device work, done in order."""
+
+    @property
+    def name(self) -> str:
+        """`compute`, `d2h`, `h2d`, or what `new_stream` was given."""
+        ...
+
+    def alloc(self, nbytes: int) -> Tensor:
+        """A flat uint8 tensor of device memory that belongs to this stream: usable by it at once, by others after a wait.
+
+        Raises `torch.OutOfMemoryError` when the device has no such memory left.
+        """
+        ...
+
+    def free(self, buffer: Tensor) -> None:
+        """Say that this stream hands `buffer` back: call it right before dropping the last reference.
+
+        Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
+        complete by the host). On CUDA this costs nothing; the simulator checks it.
+        """
+        ...
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Enqueue an asynchronous copy between two flat uint8 tensors of equal size; the direction follows from where they
+        live. The caller keeps both alive until an event after the copy is complete or waited on. Raises `ValueError` for
+        unequal sizes or other dtypes or layouts."""
+        ...
+
+    def record(self, *, timed: bool = False) -> Event:
+        """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Order this stream's later work after `event`, on the device. The host does not wait."""
+        ...
+
+
+@runtime_checkable
+class Device(Protocol):
+    """One GPU, real or simulated."""
+
+    @property
+    def name(self) -> str:
+        """For people: "NVIDIA H200" or "simulated H200"."""
+        ...
+
+    @property
+    def simulated(self) -> bool: ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where models and batches for this device are put: `cuda:N`, or `cpu` for the simulator."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of device memory that the allocator may hand out."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The calling thread's compute stream. Ask on the thread and at the moment of use; never inside one's own
+        `with stream(...)`."""
+        ...
+
+    def new_stream(self, name: str) -> Stream: ...
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        """A flat uint8 tensor of `nbytes` of page-locked host memory (plain memory on the simulator).
+
+        Page-aligned. Raises `HostMemoryExhausted` (a `MemoryError`) saying what was asked and why it failed.
+        """
+        ...
+
+    def free_pinned(self, memory: Tensor) -> None:
+        """Give back what `alloc_pinned` returned, whole. All device work on it must be complete."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
+        ...
+
+    def peak_allocated_bytes(self) -> int:
+        """The most `allocated_bytes` has been since the process or the last reset by the user."""
+        ...
+
+    def peak_reserved_bytes(self) -> int | None:
+        """The most the caching allocator has reserved, or None where there is no such allocator (the simulator)."""
+        ...
+
+    def reset_peaks(self) -> None:
+        """Start both peaks again from now. For benchmarks and demos: the library itself never resets what a user reads."""
+        ...
+
+    def allocation_odometer_bytes(self) -> int:
+        """Bytes ever allocated, never decreasing: its growth between two points bounds the peak between them."""
+        ...
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor`'s memory is this device's (the simulator: a plain CPU tensor that is not pinned memory of its)."""
+        ...
+
+    def synchronize(self) -> None:
+        """The host waits for all streams of the device."""
+        ...
+
+    def compute(self) -> AbstractContextManager[Any]:
+        """A context in which this thread's torch ops are this device's compute. Re-entrant.
+
+        On CUDA nothing needs doing. The simulator prices, counts and orders the CPU ops that run inside.
+        """
+        ...

@@ -1,0 +1,8 @@
+"""A simulated GPU for everything above the device layer: same code, no hardware, stricter."""
+
+from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.device import SimDevice
+from chameleon_mm.device.sim.link import Span
+from chameleon_mm.device.sim.stream import SimEvent, SimStream
+
+__all__ = ["CostModel", "SimDevice", "SimEvent", "SimStream", "Span"]

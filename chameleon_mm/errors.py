@@ -1,0 +1,35 @@
+"""Errors: each says what was expected, what it got and the way out, and is a built-in a caller would already catch."""
+
+from __future__ import annotations
+
+
+class ChameleonError(Exception):
+    """Base of every error that chameleon_mm raises on purpose."""
+
+
+class InfeasibleBudget(ChameleonError, ValueError):
+    """The HBM budget cannot be met by swapping: it is below what never moves (parameters, gradients, optimizer state)."""
+
+
+class HostMemoryExhausted(ChameleonError, MemoryError):
+    """A pinned-host allocation passed its limit, or the machine could not pin that much."""
+
+
+class BlockReleasedError(ChameleonError, ValueError):
+    """A pinned block was used, or a view of it asked for, after its release."""
+
+
+class PoolStateError(ChameleonError, RuntimeError):
+    """A pinned pool was closed while blocks of it were live, or used after it was closed."""
+
+
+class SessionClosedError(ChameleonError, RuntimeError):
+    """A session was used outside `with session:`, or after it was closed."""
+
+
+class SimRaceError(ChameleonError, RuntimeError):
+    """Two conflicting accesses to one address have no happens-before between them. Raised by the simulator alone."""
+
+
+class SimLifetimeError(ChameleonError, RuntimeError):
+    """A copy that was still pending lost its source or destination. Raised by the simulator alone."""

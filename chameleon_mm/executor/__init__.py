@@ -1,0 +1,8 @@
+"""Carries swapping out: the life of each saved storage, in stream order."""
+
+from chameleon_mm.executor.classify import ProtectedStorages
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.executor.handles import KeptTensor, SwappedView
+from chameleon_mm.executor.meter import CopySpan, Totals
+
+__all__ = ["CopySpan", "Executor", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals"]

@@ -1,0 +1,61 @@
+"""Which saved tensors nobody may move, and why.
+
+    facts_of(t) -> SaveFacts(nbytes, kind)        kind: "" for a plain activation, else the reason under which it is counted
+
+Note [Parameters]: a parameter, or a view of one, passes by reference: its storage may be freed and refilled under us (FSDP2
+resizes it to nothing), and it lives on the device anyway.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from chameleon_mm.device import Device
+from chameleon_mm.policy import SaveFacts
+
+
+class ProtectedStorages:
+    """Storages that live on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for t in tensors:
+            self.add(t.untyped_storage())
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        key, refs = id(storage), self._refs
+
+        def died(ref: weakref.ref[torch.UntypedStorage]) -> None:
+            if refs.get(key) is ref:
+                del refs[key]
+
+        self._refs[key] = weakref.ref(storage, died)
+
+    def __contains__(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._refs.get(id(storage))
+        return ref is not None and ref() is storage
+
+
+def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
+    """What the rule needs to know of `t`; a kind it must not move for whatever cannot be rebuilt exactly."""
+    if isinstance(t, Parameter) or isinstance(t._base, Parameter):
+        return SaveFacts(nbytes=0, kind="parameter")
+    if type(t) is not Tensor:
+        return SaveFacts(nbytes=0, kind="subclass")
+    if t.layout is not torch.strided or t.is_quantized or t.is_mkldnn:
+        return SaveFacts(nbytes=0, kind="layout")
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return SaveFacts(nbytes=0, kind="functorch")
+    if not device.owns(t):
+        return SaveFacts(nbytes=0, kind="other_device")
+    if t.is_leaf and t.requires_grad:
+        return SaveFacts(nbytes=0, kind="leaf")
+    storage = t.untyped_storage()
+    if storage in protected:
+        return SaveFacts(nbytes=0, kind="persistent")
+    return SaveFacts(nbytes=storage.nbytes())

@@ -1,0 +1,274 @@
+"""Carries the rule out: swap out after the saving op is over, reclaim under pressure, prefetch in order, restore on demand.
+
+    save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
+    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones; rebuild the view
+    advance(): queue copies of saves whose op is over; hand over pieces; drop what is copied; keep within the budget
+
+Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
+Note [No plan, no harm].
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.classify import ProtectedStorages, facts_of
+from chameleon_mm.executor.handles import KeptTensor, SwappedView
+from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy import DefaultRule, Limits, UseOrder
+from chameleon_mm.transfer import Transfer
+
+PREFETCH_LOOK = 32
+"""How many of the coming uses are looked at for a prefetch at each use."""
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+"""The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
+
+
+class Executor:
+    """Swaps the saved tensors of one device. Thread-safe: autograd may use on one thread what another saved."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: PinnedPool,
+        *,
+        rule: DefaultRule,
+        limits: Limits,
+        protected: ProtectedStorages,
+        steps_end_by_themselves: bool = False,
+    ) -> None:
+        self.device = device
+        self.meter = Meter()
+        self._rule = rule
+        self._protected = protected
+        self._transfer = Transfer(device)
+        self._tools = Tools(pool, self._transfer, self.meter)
+        self._order = UseOrder()
+        self._guard = BudgetGuard(device, limits, self._order, self.meter, lambda: list(self._live.values()))
+        self._steps_end_by_themselves = steps_end_by_themselves
+        self._lock = threading.Lock()
+        self._dropped: deque[SavedStorage] = deque()
+        self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
+        self._claims: dict[int, weakref.ref[Claim]] = {}
+        self._live: dict[tuple[int, int], SavedStorage] = {}
+        self._epoch = 0
+        self._next_index = 0
+
+    # --- autograd's two hooks
+
+    def save(self, t: Tensor) -> KeptTensor | SwappedView:
+        """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        reason = self._rule.reason_to_keep(facts_of(t, self.device, self._protected))
+        with self._entered():
+            self._advance(look=reason is None)
+            if reason is None:
+                return SwappedView(self._claim(t), t)
+            self.meter.totals.kept_by_reason[reason] += 1
+            return KeptTensor(t, by_reference=reason == "parameter")
+
+    def use(self, handle: KeptTensor | SwappedView) -> Tensor:
+        """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        handle.check_version()
+        if isinstance(handle, KeptTensor):
+            return handle.tensor
+        saved = handle.claim.saved
+        with self._entered():
+            self._advance(look=True)
+            storage = self._bring(saved, self.device.current_stream())
+            self._count_use(handle, saved)
+            self._prefetch_after(saved)
+            self._guard.looked()
+            return handle.rebuild(storage)
+
+    # --- steps
+
+    def begin_step(self, *, timed: bool) -> None:
+        """A new step: saves are numbered from 0 again."""
+        with self._entered():
+            self._epoch += 1
+            self._next_index = 0
+            self.meter.begin_step(self.device.current_stream(), timed=timed)
+
+    def end_step(self, *, completed: bool) -> None:
+        """Give back what is still on its way out; learn from the step if it `completed`."""
+        with self._entered():
+            self._advance(look=False)
+            self._guard.reclaim.flush(lambda: False)
+            self._learn(completed=completed)
+            self.meter.resolve()
+
+    @property
+    def peak_seen_bytes(self) -> int:
+        """The most device memory that any hook saw allocated."""
+        return self._guard.peak_seen_bytes
+
+    @property
+    def live_storages(self) -> int:
+        """Saved storages that some handle still claims."""
+        with self._entered():
+            return len(self._live)
+
+    # --- entering, and what autograd lets go of
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """One thread at a time. What was dropped meanwhile is retired before, after, and once the lock is free again."""
+        with self._lock:
+            self._retire_dropped()
+            try:
+                yield
+            finally:
+                self._retire_dropped()
+        self._retire_if_idle()
+
+    def _on_claim_end(self, saved: SavedStorage) -> None:
+        """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours."""
+        self._dropped.append(saved)
+        self._retire_if_idle()
+
+    def _retire_if_idle(self) -> None:
+        # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._retire_dropped()
+            finally:
+                self._lock.release()
+
+    def _retire_dropped(self) -> None:
+        retired = False
+        while self._dropped:
+            saved = self._dropped.popleft()
+            retired = True
+            self._live.pop((saved.epoch, saved.index), None)
+            saved.retire()
+            kept_alive = saved.first()
+            if saved.place is Place.RETIRED and kept_alive is not None:
+                self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
+        if retired and not self._live:
+            self._claims.clear()
+            self._guard.reclaim.flush(lambda: False)
+            if self._steps_end_by_themselves:
+                self._next_index = 0
+                self._learn(completed=True)
+
+    def _learn(self, *, completed: bool) -> None:
+        self._guard.end_step(completed=completed)
+        if completed:
+            self._order.end_step()
+
+    # --- what happens at every hook
+
+    def _advance(self, *, look: bool) -> None:
+        self._swap_out_finished()
+        self._transfer.pump()
+        self._guard.reclaim.sweep()
+        if look:
+            self._guard.look()
+            self._guard.looked()
+
+    def _swap_out_finished(self) -> None:
+        """Queue the copies of saves whose op is over: an op may write what it saved until its end. Note [Swap-out]."""
+        if not self._fresh:
+            return
+        thread, now = threading.get_ident(), _sequence_nr()
+        waiting = [entry for entry in self._fresh if entry[1] != thread or entry[2] >= now]
+        over = [saved for saved, on_thread, number in self._fresh if on_thread == thread and number < now]
+        self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
+        for saved in over:
+            saved.op_is_over = True
+            # Written to since: no handle may ever see it again (its use raises), so there is nothing worth a copy.
+            if saved.place is not Place.RESIDENT or saved.probe.moved:
+                continue
+            try:
+                saved.swap_out()
+            except HostMemoryExhausted:
+                self.meter.totals.fallbacks += 1
+                continue
+            self._guard.reclaim.add(saved)
+
+    def _claim(self, t: Tensor) -> Claim:
+        """The claim on `t`'s storage: one copy per storage and version, whatever number of views. Note [Identity]."""
+        storage = t.untyped_storage()
+        ref = self._claims.get(id(storage))
+        claim = None if ref is None else ref()
+        if claim is None or not claim.saved.holds(storage, t._version):
+            saved = SavedStorage(t, self.device.current_stream(), self._tools, epoch=self._epoch, index=self._next_index)
+            self._next_index += 1
+            self._live[saved.epoch, saved.index] = saved
+            self._fresh.append((saved, threading.get_ident(), _sequence_nr()))
+            claim = Claim(saved, self._on_claim_end)
+            self._claims[id(storage)] = weakref.ref(claim)
+        claim.saved.views += 1
+        claim.saved.to_come += 1
+        return claim
+
+    def _bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        """The storage, on the device, ready for `compute`."""
+        if saved.place in (Place.ARRIVING, Place.RESTORED) and not saved.home_is(compute):
+            saved.drop_restored()  # its block belongs to another stream's pool; ours gets its own
+        if saved.place is Place.LEAVING:
+            saved.take_back()
+        if saved.place is Place.ON_HOST:
+            elsewhere = saved.alive_elsewhere(compute)
+            if elsewhere is not None:
+                self.meter.totals.uses_on_device += 1
+                return elsewhere
+            self._swap_in_now(saved, compute)
+            self.meter.totals.swap_ins_on_demand += 1
+            return saved.arrive(compute)
+        self.meter.totals.uses_on_device += 1
+        if saved.place in (Place.ARRIVING, Place.RESTORED):
+            return saved.arrive(compute)
+        assert saved.device is not None
+        return saved.device
+
+    def _swap_in_now(self, saved: SavedStorage, compute: Stream) -> None:
+        self._guard.make_room(saved.nbytes, keep=saved)
+        try:
+            saved.swap_in(compute)
+        except torch.OutOfMemoryError:
+            pass  # retried below, outside: the exception's traceback would keep tensors alive
+        if saved.place is Place.ARRIVING:
+            return
+        self.meter.totals.oom_retries += 1
+        self._guard.give_back_all(keep=saved)
+        saved.swap_in(compute)
+
+    def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
+        if saved.epoch == self._epoch:
+            self._order.used(saved.index)
+        if handle.round != saved.round:
+            handle.round = saved.round
+            saved.to_come -= 1
+        if saved.place is Place.RESTORED and saved.to_come <= 0:
+            saved.let_go()
+
+    def _prefetch_after(self, saved: SavedStorage) -> None:
+        """Swap in what is used next, as far as the budget allows."""
+        if saved.epoch != self._epoch:
+            return
+        compute = self.device.current_stream()
+        for index in self._order.upcoming(saved.index, PREFETCH_LOOK):
+            coming = self._live.get((self._epoch, index))
+            if coming is None or coming.place is not Place.ON_HOST or coming.first() is not None:
+                continue
+            if not self._guard.room_for(coming.nbytes):
+                return
+            try:
+                coming.swap_in(compute)
+            except torch.OutOfMemoryError:
+                return
+            self.meter.totals.prefetches += 1

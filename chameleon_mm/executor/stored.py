@@ -1,0 +1,253 @@
+"""The life of one saved storage: on the device, on its way out, on the host, on its way back.
+
+    RESIDENT --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> ARRIVING --use--> RESTORED --drop--> ON_HOST
+        ^____take_back_________|                                         any of them --retire (last handle gone)--> RETIRED
+
+Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.executor.handles import VersionProbe, flat_bytes
+from chameleon_mm.executor.meter import Meter
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.transfer import Move, Transfer
+
+class Place(enum.Enum):
+    """Where the bytes of a saved storage are."""
+
+    RESIDENT = "resident"
+    """Begins when it is saved; ends when its copy out is queued."""
+    LEAVING = "leaving"
+    """Begins when its copy out is queued; ends when compute is ordered after that copy and the HBM is dropped."""
+    ON_HOST = "on_host"
+    """Begins when its HBM is dropped; ends when a copy back is queued."""
+    ARRIVING = "arriving"
+    """Begins when its copy back is queued; ends at the first use, which orders compute after it."""
+    RESTORED = "restored"
+    """Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
+    RETIRED = "retired"
+    """The last handle is gone: nothing is held any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a storage needs to move: one set per executor."""
+
+    pool: PinnedPool
+    transfer: Transfer
+    meter: Meter
+
+
+class SavedStorage:
+    """The buffers of one saved storage and the copies between them."""
+
+    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
+        storage = t.untyped_storage()
+        self.place = Place.RESIDENT
+        self.nbytes = storage.nbytes()
+        self.device: torch.UntypedStorage | None = storage
+        """The device copy, held strongly. None when it was dropped."""
+        self.first = weakref.ref(storage)
+        """The storage that was saved, as long as anybody holds it."""
+        self.latest = self.first
+        """The device copy, whoever holds it: the saved storage itself, later what a swap-in made."""
+        self.probe = VersionProbe(t)
+        """Whether it was written to since its first save: the host copy is then of no use."""
+        self.op_is_over = False
+        """Whether the op that saved it has ended, so that it may be copied."""
+        self.epoch = epoch
+        """The step in which it was saved, and the `index` of the save within it."""
+        self.index = index
+        self.views = 0
+        """Handles made for it; `to_come` of them have not been used in this `round` (a round begins with a swap-in)."""
+        self.to_come = 0
+        self.round = 0
+        self._home = home
+        self._tools = tools
+        self._block: PinnedBlock | None = None
+        self._out: Move | None = None
+        self._in: Move | None = None
+        self._arrived_on: Stream | None = None
+
+    # --- out
+
+    def swap_out(self) -> None:
+        """Queue the copy out. Raises `HostMemoryExhausted` with nothing changed."""
+        assert self.place is Place.RESIDENT and self.device is not None
+        block = self._tools.pool.allocate(self.nbytes)
+        # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
+        ready = self._home.record()
+        after = [ready, *block.pending_events]
+        self._block = block
+        self._out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
+        self._tools.meter.moved(self._out, "out", self.nbytes)
+        self.place = Place.LEAVING
+
+    @property
+    def reclaimed(self) -> bool:
+        return self.place is not Place.LEAVING
+
+    def copied(self) -> bool:
+        assert self._out is not None
+        if self._out.done is None or not self._out.done.query():
+            return False
+        # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
+        self._drop_device()
+        return True
+
+    def reclaim(self) -> None:
+        assert self._out is not None
+        done = self._tools.transfer.issue_out(self._out)
+        self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
+        self._drop_device()
+
+    def take_back(self) -> bool:
+        """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
+        assert self._out is not None
+        if self.place is not Place.LEAVING or not self._tools.transfer.cancel_out(self._out):
+            return False
+        self._tools.meter.totals.bytes_swapped_out -= self.nbytes
+        self._release_block()
+        self._out = None
+        self.place = Place.RESIDENT
+        return True
+
+    def _drop_device(self) -> None:
+        assert self.device is not None
+        self._home.free(flat_bytes(self.device))
+        self.device = None
+        self._tools.meter.totals.bytes_reclaimed += self.nbytes
+        self.place = Place.ON_HOST
+
+    # --- back
+
+    def swap_in(self, compute: Stream) -> None:
+        """Allocate on `compute` and queue the copy back. Raises `torch.OutOfMemoryError` with nothing changed."""
+        assert self.place is Place.ON_HOST and self._block is not None and self._out is not None
+        done_out = self._out.done
+        assert done_out is not None, "HBM was dropped before its copy was handed over"
+        destination = compute.alloc(self.nbytes)
+        # Note [Swap-in]: the block came from compute's pool, whose earlier owner may still be running there; and the host
+        # copy must be whole before it is read.
+        after = [compute.record(), done_out]
+        self._in = self._tools.transfer.swap_in(destination, self._block.buffer, after, timed=self._tools.meter.timed)
+        self._tools.meter.moved(self._in, "in", self.nbytes)
+        self.device = destination.untyped_storage()
+        self.latest = weakref.ref(self.device)
+        self._home = compute
+        self._arrived_on = None
+        self.round += 1
+        self.to_come = self.views
+        self.place = Place.ARRIVING
+
+    def arrive(self, compute: Stream) -> torch.UntypedStorage:
+        """Order `compute` after the copy back; the storage may then be used there."""
+        assert self._in is not None and self.device is not None
+        arrived = self._tools.transfer.issue_in(self._in)
+        if self._arrived_on is not compute:
+            if not arrived.query():
+                self._tools.meter.wait(compute, arrived)  # Note [Swap-in]: use after the bytes are there
+            self._arrived_on = compute
+        self.place = Place.RESTORED
+        return self.device
+
+    def drop_restored(self) -> int:
+        """Give back a device copy that the host still has: no copy is needed. Returns its bytes."""
+        assert self.place in (Place.ARRIVING, Place.RESTORED) and self.device is not None
+        if self.place is Place.ARRIVING:
+            self._settle_arrival()
+        self._home.free(flat_bytes(self.device))
+        self.device = None
+        self.place = Place.ON_HOST
+        return self.nbytes
+
+    def let_go(self) -> None:
+        """All views were used: hold the device copy no longer; whoever still uses it does."""
+        assert self.place is Place.RESTORED
+        self.device = None
+        self.place = Place.ON_HOST
+
+    def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own."""
+        return self.first() is storage and self.probe.expected == version and not self.probe.moved
+
+    def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
+        """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
+        storage = self.latest()
+        if storage is None or storage.nbytes() != self.nbytes or not self.home_is(compute):
+            return None
+        return storage
+
+    def home_is(self, compute: Stream) -> bool:
+        return self._home is compute
+
+    def _settle_arrival(self) -> None:
+        assert self._in is not None
+        if self._tools.transfer.cancel_in(self._in):
+            self._tools.meter.totals.bytes_swapped_in -= self.nbytes
+            self._in = None
+            return
+        arrived = self._tools.transfer.issue_in(self._in)
+        if not arrived.query():
+            self._tools.meter.wait(self._home, arrived)  # Note [Reclaim]: the copy must be done before the block is reused
+
+    # --- the end
+
+    def retire(self) -> None:
+        """Give everything back, once the last handle is gone.
+
+        A copy out that still reads the device buffer keeps it: `place` stays LEAVING and the reclaim queue ends it.
+        """
+        if self.place is Place.RETIRED:
+            return
+        if self.place is Place.LEAVING and not self.take_back():
+            assert self._out is not None
+            unsent = self._tools.transfer.curtail_out(self._out)
+            self._tools.meter.totals.bytes_swapped_out -= unsent
+            self._release_block()
+            return
+        if self.place is Place.ARRIVING:
+            self._settle_arrival()
+            assert self.device is not None
+            self._home.free(flat_bytes(self.device))
+        self._release_block()
+        self.device = None
+        self.place = Place.RETIRED
+
+    def _release_block(self) -> None:
+        if self._block is None:
+            return
+        # Note [Host block]: the next owner's copy out waits for our last copy, on its stream. A copy back comes after the
+        # copy out, so its event covers both.
+        after = self._in.done if self._in is not None else self._out.done if self._out is not None else None
+        self._block.release(after=after)
+        self._block = None
+
+
+class Claim:
+    """What the handles of one saved storage share: its end is the end of the storage's life. Note [Life].
+
+    `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
+    registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is.
+    """
+
+    __slots__ = ("__weakref__", "_retire", "saved")
+
+    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
+        self.saved = saved
+        self._retire = retire
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self._retire(self.saved)

@@ -1,0 +1,73 @@
+"""HBM back the moment an offload is done, without the host ever waiting. Note [Reclaim].
+
+    queue.add(entry)                  # a device buffer whose copy to the host is queued or running; the queue's owner holds it
+    queue.sweep()                     # those already complete: dropped, no wait
+    queue.flush(enough)               # under pressure, oldest first: compute waits for the copy, then the buffer is dropped
+
+Why not `record_stream`: it returns a block only when the host polls an event, and the host runs far ahead of the device, so
+while a step is being issued nothing would come back. A wait on the stream that owns the block makes it reusable for that
+stream's later work at once, in stream order, whatever the host does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Reclaimable(Protocol):
+    """A device buffer on its way out."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def reclaimed(self) -> bool:
+        """Already given back, or not leaving any more: the queue forgets it."""
+        ...
+
+    def copied(self) -> bool:
+        """Whether the copy is complete, seen by the host."""
+        ...
+
+    def reclaim(self) -> None:
+        """Order the owner stream after the copy, issuing what was still queued of it, and drop the buffer."""
+        ...
+
+
+class ReclaimQueue:
+    """Buffers on their way out, oldest first."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Reclaimable] = deque()
+        self.pending_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Reclaimable) -> None:
+        self._entries.append(entry)
+        self.pending_bytes += entry.nbytes
+
+    def sweep(self) -> int:
+        """Drop what is complete, from the oldest on. Returns the bytes given back."""
+        freed = 0
+        while self._entries and (self._entries[0].reclaimed or self._entries[0].copied()):
+            freed += self._drop_oldest()
+        return freed
+
+    def flush(self, enough: Callable[[], bool]) -> int:
+        """Give back oldest first until `enough()`. Returns the bytes given back."""
+        freed = 0
+        while self._entries and not enough():
+            freed += self._drop_oldest()
+        return freed
+
+    def _drop_oldest(self) -> int:
+        entry = self._entries.popleft()
+        self.pending_bytes -= entry.nbytes
+        if entry.reclaimed:
+            return 0
+        entry.reclaim()
+        return entry.nbytes

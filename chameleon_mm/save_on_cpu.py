@@ -1,0 +1,75 @@
+"""Drop-in for `torch.autograd.graph.save_on_cpu`: same call, exact, overlapped, reclaimed in stream order.
+
+    with save_on_cpu(pin_memory=True):        # hooks for this block; what it saved is swapped until its last use
+        loss = model(x)
+    loss.backward()                           # the first time last saved first, afterwards in the order seen before
+
+There is no step here and no budget: two fixed limits bound what is held on the device for copies each way.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.units import MIB, parse_size
+
+LEAVING_BYTES = 256 * MIB
+"""HBM held by copies on their way out before compute waits for the oldest: 5 ms of copying at 55 GB/s."""
+
+AHEAD_BYTES = 256 * MIB
+"""HBM that prefetches may hold before their first use."""
+
+
+class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
+    """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
+
+    `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the
+    device decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator).
+    `min_bytes`: smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
+
+    May be entered again and nested (the innermost acts), and keeps its pool and what it learned between entries. Hooks act
+    on the thread that entered. Raises `ValueError` for a malformed size, an unknown device or a pool of another device.
+    """
+
+    def __init__(
+        self,
+        pin_memory: bool = False,
+        device_type: str = "cuda",
+        *,
+        device: Device | str | None = None,
+        min_bytes: int | str | None = None,
+        pool: PinnedPool | None = None,
+    ) -> None:
+        del pin_memory, device_type
+        rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        if pool is None:
+            self.device = resolve_device(device)
+            pool = PinnedPool(max_bytes=None, device=self.device)
+        else:
+            self.device = pool.device if device is None else resolve_device(device)
+            if self.device is not pool.device:
+                raise ValueError(f"pool: expected one of {self.device.name}, got one of {pool.device.name}; pass device=pool.device")
+        self.pool = pool
+        self._executor = Executor(
+            self.device,
+            pool,
+            rule=rule,
+            limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
+            protected=ProtectedStorages(),
+            steps_end_by_themselves=True,
+        )
+        self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._executor.save, self._executor.use)
+        hooks.__enter__()
+        self._entered.append(hooks)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered.pop().__exit__(kind, error, trace)

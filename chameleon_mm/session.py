@@ -1,0 +1,172 @@
+"""Swapping around a training loop: hooks for as long as the session is open, a boundary for every optimizer step.
+
+    session = SwapSession(hbm_budget="20GiB")
+    with session:                                  # NEW -> OPEN: budget checked, hooks installed on this thread
+        with session.step():                       # one optimizer step, micro-batches inside
+            loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
+    print(session.report())                        # OPEN -> CLOSED at the end of the block
+
+This module only keeps order: what moves and when is `policy` and `executor`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
+from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.report import SwapReport
+from chameleon_mm.units import MIB, format_size, parse_size
+
+DEFAULT_BUDGET_SHARE = 0.9
+"""Of the device's capacity, when no budget is given: the rest is for fragmentation and what lies outside the allocator."""
+
+ALWAYS_TIMED_STEPS = 3
+TIMED_EVERY = 16
+"""On a GPU timing a copy or a wait costs two timed events of 5 us on the host, so only some steps are timed."""
+
+
+class Phase(enum.Enum):
+    """Where a session is in its life."""
+
+    NEW = "new"
+    """From the constructor until `with session:`."""
+    OPEN = "open"
+    """Inside `with session:`, between steps."""
+    IN_STEP = "in step"
+    """Inside `with session.step():`."""
+    CLOSED = "closed"
+    """After `with session:`. Graphs made inside stay valid; the report stays readable."""
+
+
+_NEXT = {
+    Phase.NEW: (Phase.OPEN,),
+    Phase.OPEN: (Phase.IN_STEP, Phase.CLOSED),
+    Phase.IN_STEP: (Phase.OPEN,),
+    Phase.CLOSED: (),
+}
+
+
+class SwapSession:
+    """Keeps a training loop's activations within an HBM budget by swapping them to pinned host memory. Bit-identical.
+
+    `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity,
+    and half of the host memory available. `device` is a `Device`, "cuda", "cuda:1", "sim", "sim:a100", or None for CUDA
+    where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB). `model`, where
+    given, names the parameters and buffers that never move, and whose bytes the budget is checked against first.
+
+    Hooks act on the thread that entered the session. Raises `ValueError` for malformed sizes or an unknown device, and
+    `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the device.
+    """
+
+    def __init__(
+        self,
+        hbm_budget: int | str | None = None,
+        host_budget: int | str | None = None,
+        device: Device | str | None = None,
+        min_bytes: int | str | None = None,
+        *,
+        model: nn.Module | None = None,
+    ) -> None:
+        budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
+        host = None if host_budget is None else parse_size(host_budget, what="host_budget")
+        self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        self.device = resolve_device(device)
+        self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
+        self._model = model
+        self.pool = PinnedPool(max_bytes=host, device=self.device)
+        self._executor = Executor(
+            self.device,
+            self.pool,
+            rule=self._rule,
+            limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
+            protected=ProtectedStorages(_tensors_of(model)),
+        )
+        self._phase = Phase.NEW
+        self._stack = ExitStack()
+        self._steps = 0
+        self._peak_before = 0
+
+    # --- the session
+
+    def __enter__(self) -> SwapSession:
+        if self._phase is not Phase.NEW:
+            raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
+        self._check_budget()
+        self._peak_before = self.device.peak_allocated_bytes()
+        self._to(Phase.OPEN)
+        with ExitStack() as stack:
+            stack.enter_context(self.device.compute())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._executor.save, self._executor.use))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._to(Phase.CLOSED)
+        self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def step(self) -> Iterator[SwapSession]:
+        """One optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
+        if self._phase is not Phase.OPEN:
+            raise SessionClosedError(
+                f"session.step(): expected an open session, got one that is {self._phase.value}; use it inside "
+                f"`with session:`, one step at a time"
+            )
+        self._to(Phase.IN_STEP)
+        timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
+        completed = False
+        try:
+            self._executor.begin_step(timed=timed)
+            yield self
+            completed = True
+        finally:
+            self._steps += completed
+            self._to(Phase.OPEN)
+            self._executor.end_step(completed=completed)
+
+    def report(self) -> SwapReport:
+        """What the session has done so far."""
+        return SwapReport.of(
+            self._executor.meter,
+            self.pool.stats(),
+            self.device,
+            steps=self._steps,
+            hbm_budget_bytes=self.hbm_budget_bytes,
+            peak_hbm_bytes=self._peak_bytes(),
+        )
+
+    # --- what it keeps in order
+
+    def _to(self, phase: Phase) -> None:
+        if phase not in _NEXT[self._phase]:
+            raise SessionClosedError(f"a session that is {self._phase.value} cannot become {phase.value}")
+        self._phase = phase
+
+    def _peak_bytes(self) -> int:
+        # A peak that the process reached before the session says nothing of it; then what the hooks saw is all there is.
+        peak = self.device.peak_allocated_bytes()
+        return peak if peak > self._peak_before else self._executor.peak_seen_bytes
+
+    def _check_budget(self) -> None:
+        named = sum(t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values())
+        held = max(named, self.device.allocated_bytes())
+        if self.hbm_budget_bytes <= held:
+            raise InfeasibleBudget(
+                f"hbm_budget: expected more than the {format_size(held)} of parameters, optimizer state and other tensors that "
+                f"are on {self.device.name} already and never move, got {format_size(self.hbm_budget_bytes)}; raise the "
+                f"budget or make the model smaller"
+            )
+
+
+def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
+    return [] if model is None else [*model.parameters(), *model.buffers()]

@@ -1,0 +1,57 @@
+"""Sizes: `parse_size("20GiB") -> 21474836480` and back. Suffixes in names elsewhere: `_bytes`, `_us`, `_gbps` (1e9 B/s)."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+TIB = 1 << 40
+
+_FACTORS = {
+    "": 1, "B": 1,
+    "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str, *, what: str = "size") -> int:
+    """Bytes of `size`: an int of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
+
+    `what` names the argument in the error. Raises `TypeError` for another type, `ValueError` for text that is no size,
+    for a negative size and for a fraction of a byte.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"{what}: expected 0 bytes or more, got {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].upper() not in _FACTORS:
+        raise ValueError(f'{what}: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB"), got {size!r}')
+    exact = Fraction(match[1]) * _FACTORS[match[2].upper()]  # not a float: 1.003 * 1000 is 1002.9999999999999
+    if exact.denominator != 1:
+        raise ValueError(f"{what}: expected a whole number of bytes, got {size!r} = {float(exact)} bytes")
+    return exact.numerator
+
+
+def format_size(nbytes: float) -> str:
+    """Text of `nbytes` for people: "1.50 GiB", "12.0 MiB", "512 B"."""
+    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(nbytes) >= factor:
+            value = nbytes / factor
+            return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def format_us(us: float) -> str:
+    """Text of a duration for people: "3.20 s", "12.4 ms", "8.0 us"."""
+    if us >= 1e6:
+        return f"{us / 1e6:.2f} s"
+    if us >= 1e3:
+        return f"{us / 1e3:.2f} ms"
+    return f"{us:.1f} us"

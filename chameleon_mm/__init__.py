@@ -12,6 +12,8 @@
 Importing this starts no CUDA and imports neither cupy nor triton.
 """
 
+from __future__ import annotations
+
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
     BlockReleasedError,

@@ -1,8 +1,8 @@
 """What moves and when, as pure arithmetic: no torch, no device.
 
-    rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
-    headroom.need(position)               -> bytes to leave free until the next look at memory, from the previous step
-    order.upcoming(index)                 -> saved storages in the order in which the previous step used them
+rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
+headroom.need(position)               -> bytes to leave free until the next look at memory, from the previous step
+order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a session did: text for people, a dict for programs, an HTML page, a trace for chrome://tracing and Perfetto.
 
-    report = session.report();  print(report);  report.to_dict();  report.save_html("swap.html");  report.save_trace("swap.json")
+    report = session.report()
+    print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
 
 A figure that was not measured is None in the dict and "not measured" in the text. Simulated times say so.
 """
@@ -103,6 +104,7 @@ class SwapReport:
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
         clock = " (simulated)" if self.simulated else ""
+        host = format_size(self.peak_host_bytes)
         held = "held" if self.peak_hbm_bytes <= self.hbm_budget_bytes else "PASSED"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         return [
@@ -115,7 +117,7 @@ class SwapReport:
             ("uses found on the device", str(self.uses_on_device)),
             (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
             (f"stall{clock}", _measured(self.stall_us, format_us)),
-            ("pinned host memory", f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"),
+            ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
             ("kept on the device", kept),
             ("fallbacks, OOM retries", f"{self.fallbacks}, {self.oom_retries}"),
         ]  # fmt: skip
@@ -142,18 +144,18 @@ class SwapReport:
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in _LANES.values()
         ]
-        for span in self.spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": f"swap_{span.direction} {format_size(span.nbytes)}",
-                    "pid": 0,
-                    "tid": _LANES[span.direction][0],
-                    "ts": span.start_us,
-                    "dur": span.end_us - span.start_us,
-                    "args": {"bytes": span.nbytes},
-                }
-            )
+        events.extend(
+            {
+                "ph": "X",
+                "name": f"swap_{span.direction} {format_size(span.nbytes)}",
+                "pid": 0,
+                "tid": _LANES[span.direction][0],
+                "ts": span.start_us,
+                "dur": span.end_us - span.start_us,
+                "args": {"bytes": span.nbytes},
+            }
+            for span in self.spans
+        )
         document = {"traceEvents": events, "otherData": {"device": self.device, "simulated": self.simulated}}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 

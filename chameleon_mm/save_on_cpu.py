@@ -54,7 +54,9 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         else:
             self.device = pool.device if device is None else resolve_device(device)
             if self.device is not pool.device:
-                raise ValueError(f"pool: expected one of {self.device.name}, got one of {pool.device.name}; pass device=pool.device")
+                raise ValueError(
+                    f"pool: expected one of {self.device.name}, got one of {pool.device.name}; pass device=pool.device"
+                )
         self.pool = pool
         self._executor = Executor(
             self.device,

@@ -15,6 +15,7 @@ import enum
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ class SwapSession:
 
     # --- the session
 
-    def __enter__(self) -> SwapSession:
+    def __enter__(self) -> Self:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget()
@@ -158,7 +159,9 @@ class SwapSession:
         return peak if peak > self._peak_before else self._executor.peak_seen_bytes
 
     def _check_budget(self) -> None:
-        named = sum(t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values())
+        named = sum(
+            t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values()
+        )
         held = max(named, self.device.allocated_bytes())
         if self.hbm_budget_bytes <= held:
             raise InfeasibleBudget(

@@ -1,5 +1,7 @@
 """Carries swapping out: the life of each saved storage, in stream order."""
 
+from __future__ import annotations
+
 from chameleon_mm.executor.classify import ProtectedStorages
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.handles import KeptTensor, SwappedView

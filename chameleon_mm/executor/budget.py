@@ -1,10 +1,10 @@
 """Keeps the device within its budget by giving back what the host already has, or soon will.
 
-    look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
-        no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
-              2. drop what was swapped in and is used last               (its host copy is still good)
-              3. swap out again what was taken back for a use
-    room_for(nbytes)       # may a prefetch take this much now?
+look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
+    no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
+          2. drop what was swapped in and is used last               (its host copy is still good)
+          3. swap out again what was taken back for a use
+room_for(nbytes)       # may a prefetch take this much now?
 """
 
 from __future__ import annotations

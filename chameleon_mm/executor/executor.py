@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -237,10 +237,8 @@ class Executor:
 
     def _swap_in_now(self, saved: SavedStorage, compute: Stream) -> None:
         self._guard.make_room(saved.nbytes, keep=saved)
-        try:
+        with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             saved.swap_in(compute)
-        except torch.OutOfMemoryError:
-            pass  # retried below, outside: the exception's traceback would keep tensors alive
         if saved.place is Place.ARRIVING:
             return
         self.meter.totals.oom_retries += 1

@@ -23,6 +23,7 @@ from chameleon_mm.executor.meter import Meter
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
+
 class Place(enum.Enum):
     """Where the bytes of a saved storage are."""
 

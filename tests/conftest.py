@@ -1,0 +1,69 @@
+"""Fixtures for every test.
+
+    def test_x(sim):     one fresh simulated GPU
+    def test_x(device):  the same behaviour twice: on a fresh simulated GPU, and on CUDA where there is one
+    def test_x(no_gc):   nothing is freed by the collector's luck
+
+Tests marked `gpu` are skipped, with that reason, where torch finds no CUDA GPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.sim import SimDevice
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # the operators tested are small: more threads only wait for each other
+    settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
+    settings.load_profile("chameleon_mm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_cuda = pytest.mark.skip(reason="needs a CUDA GPU; torch finds none here")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(no_cuda)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def sim() -> SimDevice:
+    """A fresh simulated H200."""
+    return SimDevice()
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    """A device of each kind: fresh and simulated, then the first CUDA GPU."""
+    if request.param == "sim":
+        return SimDevice()
+    from chameleon_mm.device.cuda import CudaDevice
+
+    return CudaDevice()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """No garbage collection during the test: what is still alive at its end is held by a reference, what is gone was let go."""
+    was_enabled = gc.isenabled()
+    gc.collect()  # the litter of earlier tests is not this test's
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

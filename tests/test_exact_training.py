@@ -117,7 +117,9 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
     assert len(left) == len(right)
     for number, (a, b) in enumerate(zip(left, right, strict=True)):
         assert a.dtype == b.dtype and a.shape == b.shape
-        same = torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bits(a) == bits(b)
+        same = (
+            torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bits(a) == bits(b)
+        )
         assert same, f"tensor {number} of {len(left)} differs"
 
 

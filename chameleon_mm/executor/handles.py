@@ -15,24 +15,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from chameleon_mm.executor.inplace_error import Origin, inplace_message
+
 if TYPE_CHECKING:
     from chameleon_mm.executor.stored import Claim
 
 
 class VersionProbe:
-    """The version counter of a tensor, without its memory, and what eager would say if it moved."""
+    """The version counter of a tensor, without its memory."""
 
-    __slots__ = ("_alias", "_origin", "_shape", "_type", "expected")
+    __slots__ = ("_alias", "_origin", "_what", "expected")
 
     def __init__(self, t: Tensor) -> None:
         self.expected = t._version
         self._alias = t.detach()
-        self._alias.data = _nothing(t)
-        self._shape = list(t.shape)
-        self._type = t.type()
-        # The node itself would close a cycle (node -> saved tensor -> handle -> node), so only its words are kept.
-        node = t.grad_fn
-        self._origin = "" if node is None else f", which is output {t.output_nr} of {node.name()},"
+        self._alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
+        self._what = (t.type(), t.shape)
+        self._origin = Origin(t)
 
     @property
     def moved(self) -> bool:
@@ -41,11 +40,7 @@ class VersionProbe:
     def check(self) -> None:
         """Raise what eager raises when a saved tensor was written to since it was saved."""
         if self.moved:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._type} {self._shape}]{self._origin} is at version {self._alias._version}; expected version "
-                f"{self.expected} instead. {_hint()}"
-            )
+            raise RuntimeError(inplace_message(self._what, self._origin, self._alias._version, self.expected))
 
 
 class KeptTensor:
@@ -56,16 +51,12 @@ class KeptTensor:
     def __init__(self, t: Tensor, *, by_reference: bool) -> None:
         self.tensor = t if by_reference or t.is_leaf else t.detach()
         self._expected = t._version
-        node = t.grad_fn
-        self._origin = "" if node is None else f", which is output {t.output_nr} of {node.name()},"
+        self._origin = Origin(t)
 
     def check_version(self) -> None:
         if self.tensor._version != self._expected:
-            raise RuntimeError(
-                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.tensor.type()} {list(self.tensor.shape)}]{self._origin} is at version {self.tensor._version}; "
-                f"expected version {self._expected} instead. {_hint()}"
-            )
+            what = (self.tensor.type(), self.tensor.shape)
+            raise RuntimeError(inplace_message(what, self._origin, self.tensor._version, self._expected))
 
 
 class SwappedView:
@@ -100,19 +91,3 @@ class SwappedView:
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:
     """A flat uint8 tensor over all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
-def _nothing(t: Tensor) -> Tensor:
-    return torch.empty(0, dtype=t.dtype, device=t.device)
-
-
-def _hint() -> str:
-    if torch.is_anomaly_enabled():
-        return (
-            "Hint: the backtrace further above shows the operation that failed to compute its gradient. The variable in "
-            "question was changed in there or anywhere later. Good luck!"
-        )
-    return (
-        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
-    )

@@ -1,0 +1,76 @@
+# make demo | test | check:  .venv (made when missing, refreshed when this file or pyproject.toml changes)  ->  the command
+# make gpu | gpu-smoke:      no .venv; this checkout and the machine's own python3, torch and cupy
+#
+# Needs make and Python 3.11 or newer, nothing else. `make` alone lists what there is.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The torch that is installed: the one place where it is pinned. A machine with a GPU takes the newest build for it.
+CUDA = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+TORCH ?= $(if $(CUDA),torch>=2.11,torch==2.13.0)
+EXTRAS ?= $(if $(CUDA),[dev$(comma)cuda],[dev])
+comma := ,
+
+# Which tests `make test` runs, as a pytest marker expression, and more arguments for pytest or the demo.
+MARKERS ?= not slow and not gpu
+PYTEST_ARGS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-slow check format gpu gpu-smoke clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP) ## Train a small GPT with and without swapping, and compare (ARGS="--steps 5")
+	@$(BIN)/python -m chameleon_mm demo $(ARGS)
+
+test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-k pool")
+	@$(BIN)/python -m pytest -m "$(MARKERS)" $(PYTEST_ARGS)
+
+test-slow: $(STAMP) ## Run the slow ones
+	@$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+
+check: $(STAMP) ## Lint, formatting, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
+
+format: $(STAMP) ## Format the sources, and fix what lint can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+gpu: ## Tests and benches on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
+	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}"
+
+gpu-smoke: ## Its first minute: versions, one swapped step, one copy each way
+	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}" --smoke
+
+clean: ## Remove what builds and tools leave behind
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find bench chameleon_mm kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## ... and .venv
+	rm -rf $(VENV)
+
+# torch first: asking for it together with the rest would let the rest choose its version.
+$(STAMP): pyproject.toml Makefile
+	@command -v "$(PYTHON)" >/dev/null || { \
+	    echo "make: expected Python 3.11 or newer as '$(PYTHON)', found no such command; say where it is: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "make: expected Python 3.11 or newer, got $$("$(PYTHON)" --version 2>&1); name a newer one: make PYTHON=python3.12" >&2; \
+	    exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "make: $(PYTHON) has no venv module; install your system's package for it (Debian and Ubuntu: python3-venv)" >&2; \
+	    exit 1; }
+	@echo "Setting up $(VENV) with $(TORCH): minutes the first time, seconds after that."
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
+	@touch $@

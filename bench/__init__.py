@@ -1,0 +1,15 @@
+"""Benchmarks, one file per theme.
+
+    THEMES[name] -> module path; module.add_arguments(parser); module.run(args, console) -> exit code
+
+The map holds paths, not modules: the command line lists the themes without importing torch.
+"""
+
+from __future__ import annotations
+
+THEMES: dict[str, str] = {
+    "copy": "chameleon_mm.bench.copy",
+    "overlap": "chameleon_mm.bench.overlap",
+    "training": "chameleon_mm.bench.training",
+}
+"""Theme -> module with `add_arguments(parser)` and `run(args, console) -> int` (0 done, 1 failed; `ValueError`: bad usage)."""

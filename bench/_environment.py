@@ -1,0 +1,90 @@
+"""What a number needs beside it before it means anything.
+
+    header = environment("copy", device)     # schema, device, simulated, commit, dirty, versions, date
+    path = results / result_name("copy", device.name)
+
+The commit is read from the checkout the code runs from, never passed in: a result cannot claim another tree.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from chameleon_mm.device.protocols import Device
+
+_DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy")
+_GIT_TIMEOUT_S = 10
+
+
+def environment(theme: str, device: Device) -> dict[str, Any]:
+    """The header of a result file: what ran (`theme`), on which device, from which commit, with which versions, when (UTC)."""
+    return {
+        "schema": f"chameleon_mm.bench.{theme}/1",
+        "theme": theme,
+        "device": device.name,
+        "simulated": device.simulated,
+        **commit(),
+        "versions": versions(),
+        "host": {"platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()},
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the installed distributions that decide a figure; what is not installed is not listed."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def checkout_root() -> Path | None:
+    """The directory of the checkout this module runs from, or None for an installed wheel.
+
+    Resolving first follows the link from the package to `bench/`. A wheel may lie inside somebody else's repository (a
+    virtual environment in a project), whose commit would be a lie here: so the directory must be this project's.
+    """
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "chameleon_mm" / "bench").exists() else None
+
+
+def commit(root: Path | None = None) -> dict[str, Any]:
+    """`{"commit": hash or "unknown", "dirty": bool or None}` of the checkout at `root` (default: the one that runs)."""
+    unknown = {"commit": "unknown", "dirty": None}
+    root = root or checkout_root()
+    git = shutil.which("git")
+    if root is None or git is None or not (root / ".git").exists():
+        return unknown
+    head = _git(git, root, "rev-parse", "--verify", "HEAD")
+    if head is None:
+        return unknown
+    status = _git(git, root, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": head.strip(), "dirty": None if status is None else bool(status.strip())}
+
+
+def _git(git: str, root: Path, *arguments: str) -> str | None:
+    # safe.directory: a checkout that was copied to a machine may belong to another user there, and git refuses those.
+    command = [git, "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def result_name(theme: str, device_name: str, date: str | None = None) -> str:
+    """`<theme>_<device>_<date>.json`: lower case, one hyphen for whatever a file name should not hold; `date` as YYYY-MM-DD,
+    today in UTC by default."""
+    slug = re.sub(r"[^a-z0-9.]+", "-", device_name.lower()).strip("-") or "unknown"
+    return f"{theme}_{slug}_{date or datetime.now(UTC).date().isoformat()}.json"

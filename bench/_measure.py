@@ -1,0 +1,243 @@
+"""How every benchmark here measures and writes down what it measured.
+
+    samples = interleave({"pinned": lambda: timed_us(stream, copy), "pageable": ...})   # same process, rotating order
+    results = Results("copy", device, columns)
+    results.add("H2D", {"bytes": n}, {"pinned": Figure.of(samples["pinned"], "us", simulated=...), "ratio": Waived("why")})
+    results.deliver(args, console)
+
+A cell is a `Figure` or a `Waived` with its reason; a row that leaves a column out is an error. A simulated figure may only
+stand in a column that is marked simulated, and a measured one never may.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from chameleon_mm.bench._environment import commit, environment, result_name, versions
+from chameleon_mm.device.protocols import Device, Stream
+
+__all__ = [
+    "Cell", "Column", "Figure", "Results", "Waived",
+    "add_output_arguments", "commit", "environment", "interleave", "result_name", "timed_us", "versions",
+]  # fmt: skip
+
+
+_Sample = TypeVar("_Sample")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A measured quantity: median of `count` samples, with its 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+    count: int
+    unit: str
+    simulated: bool
+
+    @classmethod
+    def of(cls, samples: Sequence[float], unit: str, *, simulated: bool) -> Figure:
+        """Summarise `samples` (at least one; `ValueError` otherwise) of a quantity in `unit`."""
+        if not samples:
+            raise ValueError(f"Figure.of: expected at least one sample ({unit}), got none; run the peer at least once")
+        cuts = statistics.quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else [samples[0]] * 4
+        median = statistics.median(samples)
+        return cls(median=median, p20=cuts[0], p80=cuts[3], count=len(samples), unit=unit, simulated=simulated)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "median": self.median, "p20": self.p20, "p80": self.p80,
+            "count": self.count, "unit": self.unit, "simulated": self.simulated,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        low, middle, high = (f"{value:.4g}" for value in (self.p20, self.median, self.p80))
+        return middle if low == middle == high else f"{middle} ({low}..{high})"
+
+
+@dataclass(frozen=True, slots=True)
+class Waived:
+    """A quantity that could not be measured here, and why."""
+
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not self.reason:
+            raise ValueError("Waived: expected the reason why there is no figure, got an empty text")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"waived": self.reason}
+
+    def __str__(self) -> str:
+        return "WAIVED"
+
+
+Cell = Figure | Waived
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a result table."""
+
+    key: str
+    title: str
+    """For people, with the unit: "pinned GB/s"."""
+    formula: str
+    """How a sample comes about: "bytes * copies / elapsed"."""
+    simulated: bool = False
+    """Figures of a simulator stand in such a column and in no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    name: str
+    params: Mapping[str, Any]
+    cells: Mapping[str, Cell]
+
+
+class Results:
+    """The table of one theme on one device: rows of cells under fixed columns, as text, Markdown and JSON."""
+
+    def __init__(self, theme: str, device: Device, columns: Sequence[Column]) -> None:
+        self.header = environment(theme, device)
+        self.columns = tuple(columns)
+        self.rows: list[Row] = []
+        self.notes: list[str] = []
+
+    def add(self, name: str, params: Mapping[str, Any], cells: Mapping[str, Cell]) -> None:
+        """Append a row. Raises `ValueError` if `cells` are not exactly the columns, or a figure's `simulated` is not its
+        column's."""
+        expected = {column.key for column in self.columns}
+        if set(cells) != expected:
+            raise ValueError(
+                f"row {name!r}: expected cells {sorted(expected)}, got {sorted(cells)}; say Waived(reason) where there is none"
+            )
+        for column in self.columns:
+            cell = cells[column.key]
+            if isinstance(cell, Figure) and cell.simulated != column.simulated:
+                raise ValueError(
+                    f"row {name!r}, column {column.key!r}: expected simulated={column.simulated}, got a figure with "
+                    f"simulated={cell.simulated}; put it in a column of its own"
+                )
+        self.rows.append(Row(name=name, params=dict(params), cells=dict(cells)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **self.header,
+            "columns": [{"key": c.key, "title": c.title, "formula": c.formula, "simulated": c.simulated} for c in self.columns],
+            "rows": [
+                {"name": row.name, **row.params, "cells": {key: cell.to_dict() for key, cell in row.cells.items()}}
+                for row in self.rows
+            ],
+            "notes": list(self.notes),
+        }
+
+    def write_json(self, path: str | Path) -> None:
+        """Write the table with its header to `path`, making the folder where it is missing."""
+        _write(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def write_markdown(self, path: str | Path) -> None:
+        """Write the table as Markdown to `path`, making the folder where it is missing."""
+        _write(Path(path), self.markdown())
+
+    def deliver(self, args: argparse.Namespace, console: Console) -> None:
+        """Print the table, and write the files that `add_output_arguments` let the user ask for."""
+        self.show(console)
+        if args.json:
+            self.write_json(args.json)
+        if args.markdown:
+            self.write_markdown(args.markdown)
+
+    def markdown(self) -> str:
+        """The table as Markdown, the header and every waived reason below it."""
+        lines = ["| | " + " | ".join(_title(column) for column in self.columns) + " |"]
+        lines.append("|---|" + "---:|" * len(self.columns))
+        lines += [f"| {row.name} | " + " | ".join(str(row.cells[c.key]) for c in self.columns) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer())]) + "\n"
+
+    def show(self, console: Console) -> None:
+        """Print the table, then what its numbers depend on."""
+        table = Table(title=f"{self.header['theme']} on {self.header['device']}")
+        table.add_column("")
+        for column in self.columns:
+            table.add_column(_title(column), justify="right")
+        for row in self.rows:
+            table.add_row(row.name, *(str(row.cells[column.key]) for column in self.columns))
+        console.print(table)
+        for line in self._footer():
+            console.print(line, style="dim", highlight=False, markup=False)
+
+    def _footer(self) -> list[str]:
+        header = self.header
+        lines = ["median (p20..p80); " + "; ".join(f"{_title(column)} = {column.formula}" for column in self.columns)]
+        for column in self.columns:
+            cells = [row.cells[column.key] for row in self.rows]
+            reasons = dict.fromkeys(cell.reason for cell in cells if isinstance(cell, Waived))
+            lines += [f"WAIVED, {_title(column)}: {reason}" for reason in reasons]
+        lines += self.notes
+        dirty = ", with uncommitted changes" if header["dirty"] else ""
+        lines.append(", ".join(f"{name} {version}" for name, version in header["versions"].items()))
+        lines.append(f"commit {header['commit']}{dirty}, {header['date']}")
+        return lines
+
+
+def _title(column: Column) -> str:
+    return f"{column.title} (simulated)" if column.simulated else column.title
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def timed_us(stream: Stream, work: Callable[[], None]) -> float:
+    """Microseconds on the device between two timed events of `stream` around `work`. The host waits for the second."""
+    start = stream.record(timed=True)
+    work()
+    end = stream.record(timed=True)
+    end.synchronize()
+    return end.elapsed_us(start)
+
+
+def interleave(
+    peers: Mapping[str, Callable[[], _Sample]], *, warmup: int = 2, repeats: int = 9, limit_s: float | None = None
+) -> dict[str, list[_Sample]]:
+    """Sample every peer `repeats` times, after `warmup` rounds that do not count.
+
+    One round runs every peer once, starting one further each time, so that drift (clocks, heat, other tenants) and the
+    place in the round fall on all alike. After `limit_s` seconds of wall clock no further round starts, but one always counts.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(f"interleave: expected repeats >= 1 and warmup >= 0, got repeats={repeats}, warmup={warmup}")
+    names = list(peers)
+    samples: dict[str, list[_Sample]] = {name: [] for name in names}
+    start = time.monotonic()
+    for done in range(-warmup, repeats):
+        if done > 0 and limit_s is not None and time.monotonic() - start > limit_s:
+            break
+        shift = done % len(names) if names else 0
+        for name in names[shift:] + names[:shift]:
+            sample = peers[name]()
+            if done >= 0:
+                samples[name].append(sample)
+    return samples
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that every theme has: where it runs and where its table goes."""
+    parser.add_argument(
+        "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown to FILE")

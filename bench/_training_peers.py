@@ -1,0 +1,197 @@
+"""The training benchmark's peers: ways to hold activations, each a context around a run.
+
+    with peer.over_run(device, model, budget) as around:
+        for each step:
+            with around.step():
+                with around.forward(): loss = model.loss(x, target)
+                loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+A peer may not change the numbers it is compared by: the same model, data and optimizer run inside all of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.save_on_cpu import save_on_cpu
+from chameleon_mm.session import SwapSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What a peer puts around each step and around each forward inside it."""
+
+    step: Callable[[], AbstractContextManager[Any]] = nullcontext
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+OverRun = Callable[[Device, nn.Module, int], AbstractContextManager[Around]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One way to hold activations."""
+
+    key: str
+    """For programs: the row's `peer`."""
+    name: str
+    note: str
+    """What it does, for the table's footer."""
+    over_run: OverRun
+    """Device, model and HBM budget in bytes -> a context around the run."""
+    checkpointed: bool = False
+    ours: bool = False
+    """Whether it is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
+
+
+def peers(device: Device) -> tuple[Peer, ...]:
+    """Every peer, the one that the others are compared with first.
+
+    torch's own save_on_cpu comes last: what it pins stays in torch's cache until the process ends.
+    """
+    stock = (
+        Peer(
+            key="torch_save_on_cpu_modelled",
+            name="save_on_cpu (modelled)",
+            note="torch's save_on_cpu(pin_memory=True) needs CUDA: here a pair of hooks issues the copies that it would, "
+            "one per save, parameters included, both ways on the compute stream",
+            over_run=_modelled,
+        )
+        if device.simulated
+        else Peer(
+            key="torch_save_on_cpu",
+            name="torch save_on_cpu",
+            note="torch.autograd.graph.save_on_cpu(pin_memory=True)",
+            over_run=_stock,
+        )
+    )
+    return (
+        Peer(key="no_swap", name="no swap", note="torch as it comes", over_run=_nothing),
+        Peer(
+            key="checkpoint",
+            name="checkpointing",
+            note="torch.utils.checkpoint of every block, non-reentrant",
+            over_run=_nothing,
+            checkpointed=True,
+        ),
+        Peer(
+            key="swap_session",
+            name="SwapSession",
+            note="chameleon_mm.SwapSession with half of the unswapped peak as its HBM budget",
+            over_run=_session,
+            ours=True,
+        ),
+        Peer(
+            key="chameleon_save_on_cpu",
+            name="chameleon_mm save_on_cpu",
+            note="chameleon_mm.save_on_cpu: no budget, everything worth moving is moved",
+            over_run=_ours_on_cpu,
+            ours=True,
+        ),
+        stock,
+    )
+
+
+@contextmanager
+def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    yield Around()
+
+
+@contextmanager
+def _session(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    session = SwapSession(hbm_budget=hbm_budget, device=device, model=model)
+    with session.pool, session:  # the pool ends with the run: what it pinned is host memory that the next peer needs
+        yield Around(step=session.step)
+
+
+@contextmanager
+def _ours_on_cpu(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    with PinnedPool(max_bytes=None, device=device) as pool:
+        hooks = save_on_cpu(device=device, pool=pool)  # one for the whole run: it learns the order of use
+        yield Around(forward=lambda: hooks)
+
+
+@contextmanager
+def _stock(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    yield Around(forward=lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+
+@contextmanager
+def _modelled(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
+    with ModelledSaveOnCpu(device) as model_of_stock:
+        yield Around(forward=model_of_stock.hooks)
+
+
+class _Saved:
+    """What autograd holds in place of a saved tensor. Its end gives the host memory back to the cache."""
+
+    __slots__ = ("__weakref__", "dtype", "host", "shape")
+
+    def __init__(self, host: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.host, self.shape, self.dtype = host, shape, dtype
+
+
+class ModelledSaveOnCpu:
+    """The copies of torch's `save_on_cpu(pin_memory=True)`, issued through the device protocol.
+
+        on save:  pinned memory (cached by power of two, as torch's host allocator does); compute.copy(host, tensor)
+        on use:   buffer = compute.alloc(); compute.copy(buffer, host)
+
+    Both are on the compute stream, so every copy is ordered by its place in it, reuse of host memory included, and compute
+    waits for each: that is what there is to hide. Like the stock one it knows no storages (two views are two copies),
+    spares no parameters, and gives back contiguous tensors. Strides are lost and rounding with them.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._pinned: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._device.synchronize()
+        self._free.clear()
+        while self._pinned:
+            self._device.free_pinned(self._pinned.pop())
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """A context for one forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._on_save, self._on_use)
+
+    @torch.no_grad()
+    def _on_save(self, tensor: Tensor) -> _Saved:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        host = self._take(flat.numel())
+        if flat.numel():
+            self._device.current_stream().copy(host[: flat.numel()], flat)
+        saved = _Saved(host, tensor.shape, tensor.dtype)
+        weakref.finalize(saved, self._free[host.numel()].append, host)
+        return saved
+
+    @torch.no_grad()
+    def _on_use(self, saved: _Saved) -> Tensor:
+        nbytes = saved.shape.numel() * saved.dtype.itemsize
+        stream = self._device.current_stream()
+        buffer = stream.alloc(nbytes)
+        if nbytes:
+            stream.copy(buffer, saved.host[:nbytes])
+        return buffer.view(saved.dtype).view(saved.shape)
+
+    def _take(self, nbytes: int) -> Tensor:
+        size = 1 << max(nbytes - 1, 0).bit_length()
+        if not self._free[size]:
+            self._pinned.append(self._device.alloc_pinned(size))
+            return self._pinned[-1]
+        return self._free[size].pop()

@@ -1,0 +1,154 @@
+"""Copies between host and device: each way by size, pinned against pageable, and both ways at once.
+
+for size: interleave H2D and D2H from pinned and from pageable memory      -> GB/s, ratio
+          H2D and D2H together, a stream for each                          -> GB/s in total
+
+chameleon-mm bench copy --sizes 1MiB,64MiB --json copy.json
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from torch import Tensor
+
+from chameleon_mm.bench._buffers import Buffers
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
+from chameleon_mm.device import resolve_device
+from chameleon_mm.device.protocols import Device, Stream
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.units import GIB, KIB, MIB, format_size, parse_size
+
+_GPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 * GIB)
+_SIM_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)  # every byte is moved for real by one core
+_GPU_SAMPLE_BYTES = 256 * MIB
+_SIM_SAMPLE_BYTES = 4 * MIB
+_MAX_COPIES = 64
+_LIMIT_S = 4.0
+
+_COLUMNS = (
+    Column(key="pinned", title="pinned GB/s", formula="size * copies / time between two events around them / 1e9"),
+    Column(key="pageable", title="pageable GB/s", formula="the same from and to memory that is not page-locked"),
+    Column(key="ratio", title="pinned / pageable", formula="ratio of the samples taken in the same round"),
+    Column(key="simulated", title="pinned GB/s", formula="the same in virtual time", simulated=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the options of `chameleon-mm bench copy`."""
+    add_output_arguments(parser)
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZE,...",
+        help="sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB on the simulator",
+    )
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="samples of each figure (default: %(default)s)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure, print, write what was asked for. Returns 0; raises `ValueError` for an unknown device or a malformed size."""
+    device = resolve_device(args.device)
+    sizes = _parse_sizes(args.sizes) if args.sizes else _SIM_SIZES if device.simulated else _GPU_SIZES
+    results = measure(device, sizes, repeats=args.repeats)
+    results.deliver(args, console)
+    return 0
+
+
+def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Results:
+    """The table of `sizes` on `device`: a row for each direction, and one for both at once."""
+    results = Results("copy", device, _COLUMNS)
+    results.notes.append("both ways: the bytes of both directions over the time from their common start until both are done")
+    h2d, d2h = device.new_stream("h2d"), device.new_stream("d2h")
+    for size in sizes:
+        copies = copies_per_sample(size, simulated=device.simulated)
+        params = {"bytes": size, "copies": copies}
+        names = [f"{way} {format_size(size)}" for way in ("H2D", "D2H", "both ways")]
+        try:
+            with Buffers(device) as buffers:
+                rows = _measure_size(device, buffers, h2d, d2h, size, copies, repeats)
+        except HostMemoryExhausted as error:  # a machine that cannot pin this much still has the other sizes
+            rows = [_row(device, [], None, why_not=str(error))] * 3
+        for name, cells in zip(names, rows, strict=True):
+            results.add(name, params, cells)
+    return results
+
+
+def copies_per_sample(size: int, *, simulated: bool) -> int:
+    """How many copies of `size` bytes one sample issues back to back: enough that neither the events nor the last copy's tail
+    decide the figure, few enough that the driver's queue never fills up and makes the host wait."""
+    wanted = _SIM_SAMPLE_BYTES if simulated else _GPU_SAMPLE_BYTES
+    return max(1, min(_MAX_COPIES, wanted // max(1, size)))
+
+
+def _measure_size(
+    device: Device, buffers: Buffers, h2d: Stream, d2h: Stream, size: int, copies: int, repeats: int
+) -> list[dict[str, Cell]]:
+    hbm_in, hbm_out = buffers.on_device(size), buffers.on_device(size)
+    pinned_in, pinned_out = buffers.pinned(size), buffers.pinned(size)
+    ways: dict[str, tuple[Stream, Tensor, Tensor]] = {
+        "h2d pinned": (h2d, hbm_in, pinned_in),
+        "d2h pinned": (d2h, pinned_out, hbm_out),
+    }
+    if not device.simulated:
+        ways["h2d pageable"] = (h2d, hbm_in, buffers.pageable(size))
+        ways["d2h pageable"] = (d2h, buffers.pageable(size), hbm_out)
+
+    def one_way(stream: Stream, dst: Tensor, src: Tensor) -> Callable[[], float]:
+        def issue() -> None:
+            for _ in range(copies):
+                stream.copy(dst, src)
+
+        return lambda: size * copies / timed_us(stream, issue) / 1e3
+
+    def both_ways() -> float:
+        start = device.current_stream().record(timed=True)
+        h2d.wait(start)  # neither direction may begin before the time that both are measured from
+        d2h.wait(start)
+        for _ in range(copies):
+            h2d.copy(hbm_in, pinned_in)
+            d2h.copy(pinned_out, hbm_out)
+        ends = [stream.record(timed=True) for stream in (h2d, d2h)]
+        for end in ends:
+            end.synchronize()
+        return 2 * size * copies / max(end.elapsed_us(start) for end in ends) / 1e3
+
+    peers = {name: one_way(*way) for name, way in ways.items()} | {"both": both_ways}
+    samples = interleave(peers, repeats=repeats, limit_s=_LIMIT_S)
+    blocking = "a pageable copy holds the host until it is staged: one thread cannot keep both directions busy"
+    return [
+        _row(device, samples["h2d pinned"], samples.get("h2d pageable")),
+        _row(device, samples["d2h pinned"], samples.get("d2h pageable")),
+        _row(device, samples["both"], None, no_pageable=blocking),
+    ]
+
+
+def _row(
+    device: Device, pinned: list[float], pageable: list[float] | None, *, no_pageable: str = "", why_not: str = ""
+) -> dict[str, Cell]:
+    """The cells of one row: real figures under the measured columns, virtual ones under the simulated column alone."""
+    if why_not:
+        return {column.key: Waived(why_not) for column in _COLUMNS}
+    if device.simulated:
+        no_gpu = f"this run is on {device.name}; measure on a CUDA GPU"
+        return {
+            "pinned": Waived(no_gpu),
+            "pageable": Waived(no_gpu),
+            "ratio": Waived(no_gpu),
+            "simulated": Figure.of(pinned, "GB/s", simulated=True),
+        }
+    ratio = [fast / slow for fast, slow in zip(pinned, pageable or [], strict=pageable is not None)]
+    return {
+        "pinned": Figure.of(pinned, "GB/s", simulated=False),
+        "pageable": Figure.of(pageable, "GB/s", simulated=False) if pageable else Waived(no_pageable),
+        "ratio": Figure.of(ratio, "1", simulated=False) if ratio else Waived(no_pageable),
+        "simulated": Waived("this run is on a real GPU; --device sim gives the simulator's figures"),
+    }
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(parse_size(part, what="--sizes") for part in text.split(","))
+    if not all(sizes):
+        raise ValueError(f"--sizes: expected sizes of at least one byte, got {text!r}; leave out the empty one")
+    return sizes

@@ -1,0 +1,105 @@
+"""What no source tells about a machine: questions put to its driver, its link and torch, each answered on its own.
+
+    for name, item in ITEMS: answers[name] = item()     # an exception becomes {"error": ...}; out of time {"waived": ...}
+    the record is rewritten after every answer
+
+    python3 -m chameleon_mm.bench.gpu_probe --json probe.json --item oom_retry
+
+This file's siblings `gpu_probe_*.py` use torch.cuda and CuPy directly, which nothing else outside the device layer does: they
+ask about what lies below that layer, and the layer's own choices (registering or allocating, copy engine or kernel) rest on
+the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from chameleon_mm.bench import gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning
+from chameleon_mm.bench._environment import environment
+from chameleon_mm.device import resolve_device
+
+Item = Callable[[], dict[str, Any]]
+
+ITEMS: Mapping[str, Item] = {
+    "copies_by_engine": gpu_probe_copies.by_engine,
+    "copies_by_kernel": gpu_probe_copies.by_kernel,
+    "pinning": gpu_probe_pinning.rates,
+    "pinning_beside_gemm": gpu_probe_pinning.beside_gemm,
+    "host_costs": gpu_probe_costs.host_costs,
+    "reclaim": gpu_probe_memory.reclaim,
+    "oom_retry": gpu_probe_memory.oom_retry,
+    "host_pointers": gpu_probe_pinning.host_pointers,
+}
+"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0 if every question was answered or waived, 1 if one raised or there is no CUDA device."""
+    parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.gpu_probe", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", type=Path, required=True, help="where the record goes")
+    parser.add_argument("--seconds", type=float, default=90, metavar="N", help="start no item later (default: %(default)s)")
+    parser.add_argument("--item", choices=sorted(ITEMS), action="append", help="only this one; may be repeated")
+    args = parser.parse_args(arguments)
+    console = Console()
+    try:
+        header = environment("probe", resolve_device("cuda"))
+    except RuntimeError as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
+    items = {name: item for name, item in ITEMS.items() if not args.item or name in args.item}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(answers: Mapping[str, Any]) -> None:
+        record = header | {"headline": headline(answers), "items": dict(answers)}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+    answers = ask(items, args.seconds, keep)
+    console.print_json(data=answers)
+    console.print(headline(answers), markup=False)
+    return 1 if any("error" in answer for answer in answers.values()) else 0
+
+
+def ask(
+    items: Mapping[str, Item],
+    seconds: float,
+    keep: Callable[[Mapping[str, Any]], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, dict[str, Any]]:
+    """Ask `items` in turn; `keep` gets all answers so far after each. No item starts later than `seconds` from now."""
+    start = clock()
+    answers: dict[str, dict[str, Any]] = {}
+    for name, item in items.items():
+        began = clock()
+        if began - start > seconds:
+            answers[name] = {"waived": f"no time left: {began - start:.0f} of {seconds:.0f} s were over"}
+        else:
+            try:
+                answers[name] = item()
+            except Exception as error:  # noqa: BLE001 - what an item raises is its answer; the others are still asked
+                where = traceback.format_exc(limit=-3)
+                answers[name] = {"error": f"{type(error).__name__}: {error}", "where": where}
+            answers[name]["took_s"] = round(clock() - began, 2)
+        keep(answers)
+    return answers
+
+
+def headline(answers: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many questions were answered, and which were not."""
+    broken = [name for name, answer in answers.items() if "error" in answer]
+    waived = [name for name, answer in answers.items() if "waived" in answer]
+    text = f"{len(answers) - len(broken) - len(waived)} of {len(answers)} answered"
+    text += f"; errors: {', '.join(broken)}" if broken else ""
+    return text + (f"; waived: {', '.join(waived)}" if waived else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""`chameleon-mm demo`: arguments in, two runs, a table and an exit code out.
+
+    check everything that can be checked          # bad usage costs seconds, not a run
+    unswapped = train(...)                        # its peak gives the default budget
+    swapped = train(..., SwapSession)
+    differs?  train unswapped once more           # does the machine reproduce itself at all?
+    table, JSON, exit code
+
+torch is imported when the command runs, not when its arguments are declared: help stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from chameleon_mm.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from chameleon_mm.demo.outcome import Outcome
+    from chameleon_mm.demo.train import Rows, RunResult, Session, TrainConfig
+    from chameleon_mm.device.protocols import Device
+
+SIZES: dict[str, dict[str, int]] = {
+    "simulated": {"steps": 12, "layers": 6, "width": 192, "heads": 6, "context": 256, "batch": 16},
+    "real": {"steps": 20, "layers": 12, "width": 1024, "heads": 16, "context": 1024, "batch": 16},
+}
+"""Default sizes by kind of device. Activations dominate in both: parameters, gradients and AdamW's state together are less
+than a fifth of the unswapped peak. Simulated ones are computed on the CPU, in well under a minute on two cores; real ones need
+about 20 GiB of device memory."""
+
+Environment = Callable[[str, "Device"], Mapping[str, Any]]
+"""Theme and device -> the header of a result file: device, simulated, commit, versions."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the demo's options on `parser`."""
+    where = parser.add_argument_group("where it runs and what it may use")
+    where.add_argument(
+        "--device", default="auto", metavar="DEVICE",
+        help="auto (CUDA where there is one, else sim), cuda, cuda:1, sim (an H200), sim:a100, ... (default: auto)",
+    )  # fmt: skip
+    where.add_argument(
+        "--hbm-budget",
+        metavar="SIZE",
+        help='device memory the swapped run may use: "300MiB" (default: half of what it uses unswapped)',
+    )
+    where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory it may use (default: decided by what is free)")
+    where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
+    model = parser.add_argument_group("the model and its training (fp32)")
+    model.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps of each run ({_default('steps')})")
+    model.add_argument("--layers", type=int, metavar="N", help=f"transformer blocks ({_default('layers')})")
+    model.add_argument("--width", type=int, metavar="N", help=f"width of the residual stream ({_default('width')})")
+    model.add_argument("--heads", type=int, metavar="N", help=f"attention heads, a divisor of the width ({_default('heads')})")
+    model.add_argument("--context", type=int, metavar="N", help=f"bytes per row ({_default('context')})")
+    model.add_argument("--batch", type=int, metavar="N", help=f"rows per step ({_default('batch')})")
+    model.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, dropout and rows (default 0)")
+    model.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="AdamW's learning rate (default 1e-3)")
+    model.add_argument("--dropout", type=float, default=0.1, metavar="SHARE", help="0 <= share < 1 (default 0.1)")
+    model.add_argument(
+        "--text", type=Path, metavar="FOLDER", help="its *.py files are the text (default: Python's standard library)"
+    )
+    out = parser.add_argument_group("what it writes")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
+    out.add_argument("--report", type=Path, metavar="FILE.html", help="the swapped run's report as a page")
+    out.add_argument(
+        "--trace", type=Path, metavar="FILE.json", help="the swapped run's copies as a trace for chrome://tracing or Perfetto"
+    )
+
+
+def _default(name: str) -> str:
+    simulated, real = (SIZES[kind][name] for kind in ("simulated", "real"))
+    return f"default {simulated}" if simulated == real else f"default {simulated} simulated, {real} on a GPU"
+
+
+def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
+    """Run the demo and return its exit code: 0 if the runs are bit-identical and the budget held, 1 if not.
+
+    Raises `ValueError` for bad usage, before anything is trained where that can be known.
+    """
+    import torch
+
+    from chameleon_mm.demo.show import show
+
+    job = _Job(args)
+    try:
+        outcome = job.run(console)
+    except torch.OutOfMemoryError as error:
+        smaller = "lower --batch, --context, --layers or --width, or name a larger --device"
+        Console(stderr=True).print(
+            f"chameleon-mm demo: {job.device().name} ran out of memory: {error}; {smaller}", markup=False, highlight=False
+        )
+        return 1
+    show(outcome, console)
+    if args.json is not None:
+        args.json.write_text(
+            json.dumps(outcome.to_dict(environment("demo", outcome.device)), indent=1) + "\n", encoding="utf-8"
+        )
+    return 0 if outcome.passed else 1
+
+
+class _Job:
+    """One demo with its arguments checked. Raises `ValueError` for those that cannot be."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from chameleon_mm.demo.model import GPTConfig
+        from chameleon_mm.demo.text import draw_batches, read_text
+        from chameleon_mm.demo.train import TrainConfig
+
+        self._args = args
+        for path in (args.json, args.report, args.trace):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"expected a file in an existing folder, got {path}; make {path.parent} first")
+        self._budgets = {
+            name: None if value is None else parse_size(value, what="--" + name.replace("_", "-"))
+            for name, value in (
+                ("hbm_budget", args.hbm_budget),
+                ("host_budget", args.host_budget),
+                ("min_bytes", args.min_bytes),
+            )
+        }
+        sizes = SIZES["simulated" if self.device().simulated else "real"]
+        size = {name: default if (given := getattr(args, name)) is None else given for name, default in sizes.items()}
+        self.config: TrainConfig = TrainConfig(
+            model=GPTConfig(
+                layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"], dropout=args.dropout
+            ),
+            steps=size["steps"], batch=size["batch"], seed=args.seed, lr=args.lr,
+        )  # fmt: skip
+        self._rows: Rows = draw_batches(
+            read_text(args.text), steps=size["steps"], batch=size["batch"], context=size["context"], seed=args.seed
+        )
+
+    def device(self) -> Device:
+        """A device as the user named it: a fresh one on the simulator, the same GPU again on CUDA."""
+        from chameleon_mm.device import resolve_device
+
+        name = self._args.device
+        try:
+            return resolve_device(None if name == "auto" else name)
+        except RuntimeError as error:  # a GPU that is not there is a wrong --device, not a failed run
+            raise ValueError(f"--device {name}: {error}") from error
+
+    def run(self, console: Console) -> Outcome:
+        from chameleon_mm.demo.compare import first_difference
+        from chameleon_mm.demo.outcome import Outcome
+        from chameleon_mm.session import SwapSession
+
+        self._check_budgets()
+        with _progress(console) as progress:
+            unswapped = self._train(progress, "no swapping")
+            given = self._budgets["hbm_budget"]
+            hbm_budget = unswapped.peak_bytes // 2 if given is None else given
+            self._check_host_budget(unswapped.peak_bytes, hbm_budget)
+            device = self.device()
+            sessions: list[SwapSession] = []
+
+            def swapped_session(model: Any) -> Session:
+                sessions.append(SwapSession(**{**self._budgets, "hbm_budget": hbm_budget}, device=device, model=model))
+                return sessions[0]
+
+            swapped = self._train(progress, "swapping", device=device, session_of=swapped_session)
+            difference = first_difference(unswapped, swapped)
+            reproducible = None
+            if difference is not None:
+                reproducible = first_difference(unswapped, self._train(progress, "no swapping, again")) is None
+        report = sessions[0].report()
+        if self._args.report is not None:
+            report.save_html(self._args.report)
+        if self._args.trace is not None:
+            report.save_trace(self._args.trace)
+        return Outcome(
+            config=self.config, device=device, unswapped=unswapped, swapped=swapped, report=report.to_dict(),
+            hbm_budget_bytes=hbm_budget, difference=difference, reproducible=reproducible,
+        )  # fmt: skip
+
+    def _check_budgets(self) -> None:
+        """Let a session refuse the user's budgets now rather than after a run without it."""
+        from chameleon_mm.demo.model import GPT
+        from chameleon_mm.session import SwapSession
+
+        if all(value is None for value in self._budgets.values()):
+            return
+        device = self.device()
+        with device.compute():
+            model = GPT(self.config.model, device=device.torch_device)
+            with SwapSession(**self._budgets, device=device, model=model):
+                pass
+
+    def _check_host_budget(self, peak_bytes: int, hbm_budget: int) -> None:
+        """Whatever was live at the unswapped peak and is above the HBM budget must be on the host at that moment."""
+        host_budget, needed = self._budgets["host_budget"], peak_bytes - hbm_budget
+        if host_budget is not None and host_budget < needed:
+            raise ValueError(
+                f"--host-budget: expected at least {format_size(needed)}, the unswapped peak of {format_size(peak_bytes)} less "
+                f"the HBM budget of {format_size(hbm_budget)}, got {format_size(host_budget)}; raise either budget"
+            )
+
+    def _train(self, progress: Progress, what: str, *, device: Device | None = None, **session: Any) -> RunResult:
+        from chameleon_mm.demo.train import train
+
+        task = progress.add_task(what, total=self.config.steps)
+        return train(self.config, self._rows, device or self.device(), **session, on_step=lambda: progress.advance(task))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console)

@@ -1,0 +1,67 @@
+"""What the demo found out: both runs, and whether swapping kept its promises.
+
+promises: not one bit differs; the swapped peak stays within the HBM budget
+passed = both hold
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chameleon_mm.demo.train import RunResult, TrainConfig
+from chameleon_mm.device.protocols import Device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Both runs of one demo and what comparing them gave."""
+
+    config: TrainConfig
+    device: Device
+    unswapped: RunResult
+    swapped: RunResult
+    report: Mapping[str, Any]
+    """`SwapReport.to_dict()` of the swapped run."""
+    hbm_budget_bytes: int
+    difference: str | None
+    """The first difference between the runs; None if there is none."""
+    reproducible: bool | None
+    """Whether a second unswapped run gave the first one's bits; None where nothing differed, so nothing needed asking."""
+
+    @property
+    def budget_held(self) -> bool:
+        return self.swapped.peak_bytes <= self.hbm_budget_bytes
+
+    @property
+    def passed(self) -> bool:
+        return self.difference is None and self.budget_held
+
+    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything as plain data. `environment` comes first: device, simulated, commit, versions."""
+        return {
+            **environment,
+            "schema": "chameleon_mm.demo/1",
+            "config": asdict(self.config),
+            "hbm_budget_bytes": self.hbm_budget_bytes,
+            "budget_held": self.budget_held,
+            "bit_identical": self.difference is None,
+            "first_difference": self.difference,
+            "unswapped_reproduces_itself": self.reproducible,
+            "passed": self.passed,
+            "unswapped": _figures(self.unswapped),
+            "swapped": _figures(self.swapped),
+            "report": dict(self.report),
+        }
+
+
+def _figures(run: RunResult) -> dict[str, Any]:
+    return {
+        "model_bytes": run.model_bytes,
+        "peak_bytes": run.peak_bytes,
+        "median_step_us": run.median_step_us,
+        "step_us": list(run.step_us),
+        "losses": run.losses.tolist(),
+        "grad_norms": run.grad_norms.tolist(),
+    }

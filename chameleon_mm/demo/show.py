@@ -1,0 +1,87 @@
+"""The demo's outcome for people: one table, two columns, then what it means.
+
+rows(outcome) -> [(what, without swapping, with swapping)]         # pure, so that tests read it
+show(outcome, console)
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from chameleon_mm.demo.outcome import Outcome
+from chameleon_mm.demo.train import RunResult
+from chameleon_mm.units import format_size, format_us
+
+
+def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """The table's rows: what, without swapping, with swapping."""
+    report, unswapped, swapped = outcome.report, outcome.unswapped, outcome.swapped
+    clock = " (simulated)" if outcome.device.simulated else ""
+    return [
+        ("peak device memory", format_size(unswapped.peak_bytes), format_size(swapped.peak_bytes)),
+        ("HBM budget", "-", f"{format_size(outcome.hbm_budget_bytes)}, {'held' if outcome.budget_held else 'NOT held'}"),
+        ("model (parameters, buffers)", format_size(unswapped.model_bytes), format_size(swapped.model_bytes)),
+        ("swapped out", "-", format_size(report["bytes_swapped_out"])),
+        ("swapped in", "-", format_size(report["bytes_swapped_in"])),
+        (f"share of copy time hidden{clock}", "-", f"{report['hidden_fraction']:.1%}"),
+        (f"stall{clock}", "-", format_us(report["stall_us"])),
+        ("peak host memory", "-", format_size(report["peak_host_bytes"])),
+        (f"step time, median{clock}", format_us(unswapped.median_step_us), _step_time(unswapped, swapped)),
+        ("loss, first step", _exact(unswapped, 0), _exact(swapped, 0)),
+        ("loss, last step", _exact(unswapped, -1), _exact(swapped, -1)),
+    ]
+
+
+def verdicts(outcome: Outcome) -> list[str]:
+    """What the figures mean, one line each; the first is always about the bits."""
+    steps = outcome.config.steps
+    if outcome.difference is None:
+        lines = [f"bit-identical: yes ({steps} losses, {steps} gradient norms, final weights, random state)"]
+    elif outcome.reproducible is False:
+        lines = [
+            f"bit-identical: no - {outcome.difference}",
+            "the unswapped run does not reproduce itself on this device, so this comparison says nothing about swapping",
+        ]
+    else:
+        lines = [f"bit-identical: no - {outcome.difference}"]
+    if not outcome.budget_held:
+        kept = ", ".join(f"{reason}: {count}" for reason, count in outcome.report["kept_by_reason"].items()) or "nothing"
+        lines.append(
+            f"budget not held: the peak is {format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)} above it; "
+            f"kept on the device: {kept}"
+        )
+    return lines
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """Print the table and the verdicts."""
+    model = outcome.config.model
+    table = Table(title=f"chameleon-mm demo on {outcome.device.name}", title_justify="left")
+    table.add_column("")
+    table.add_column("no swapping", justify="right")
+    table.add_column("swapping", justify="right")
+    for row in rows(outcome):
+        table.add_row(*row)
+    console.print(table)
+    lines = [
+        f"GPT: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}; "
+        f"{outcome.config.steps} steps of {outcome.config.batch} rows, seed {outcome.config.seed}"
+    ]
+    if outcome.device.simulated:
+        lines.append("no GPU took part: the numbers are computed on the CPU, the times and the copies' speed are simulated")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in verdicts(outcome):
+        console.print(line, markup=False, highlight=False, soft_wrap=True, style="bold" if outcome.passed else "bold red")
+
+
+def _exact(run: RunResult, step: int) -> str:
+    return f"{run.losses[step].item():.9g}"
+
+
+def _step_time(unswapped: RunResult, swapped: RunResult) -> str:
+    text = format_us(swapped.median_step_us)
+    if unswapped.median_step_us:
+        text += f" ({swapped.median_step_us / unswapped.median_step_us - 1:+.1%})"
+    return text

@@ -1,0 +1,172 @@
+"""One training run, swapped or not: the same lines for both, so that nothing but the swapping can differ.
+
+seed; model; AdamW
+with session_of(model) as session:            # Unswapped, or a SwapSession
+    for ids, targets in rows:
+        with session.step():
+            forward; backward; clip the gradient; optimizer step; gradients dropped
+every loss, every gradient norm, the final weights and the random state -> RunResult, on the CPU
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states
+
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.device.protocols import Device
+
+Rows = Sequence[tuple[Tensor, Tensor]]
+
+
+class Session(Protocol):
+    """What a run needs of a `SwapSession`."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> object: ...
+
+    def step(self) -> AbstractContextManager[object]: ...
+
+
+class Unswapped:
+    """The session of a run that swaps nothing: torch as it comes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One run: the model, the text is given apart. Raises `ValueError` for what cannot be run."""
+
+    model: GPTConfig
+    steps: int
+    batch: int
+    """Rows per step."""
+    seed: int = 0
+    """Of weights, dropout and rows."""
+    lr: float = 1e-3
+    max_norm: float = 1.0
+    """The gradient is scaled down to this norm where it is longer."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
+        if not 0.0 < self.lr < float("inf"):
+            raise ValueError(f"lr: expected a finite rate above 0, got {self.lr}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What one run gave. Tensors are on the CPU and outlive the device's own."""
+
+    losses: Tensor
+    """[steps], in the loss's own dtype."""
+    grad_norms: Tensor
+    """[steps], before clipping."""
+    weights: dict[str, Tensor]
+    """Every parameter and buffer after the last step."""
+    random_states: tuple[Tensor, ...]
+    """State of the CPU's generator and of the device's, after the last step."""
+    step_us: tuple[float, ...]
+    """Time of each step on the compute stream, by device events (simulated time on the simulator)."""
+    model_bytes: int
+    """Parameters and buffers."""
+    peak_bytes: int
+    """Most device memory allocated at once, model and optimizer included."""
+
+    @property
+    def median_step_us(self) -> float:
+        """Median over the steps after the first, which warms allocators and kernels up (over all if there is one)."""
+        return statistics.median(self.step_us[1:] or self.step_us)
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Two runs of the same program give the same bits inside: torch's deterministic kernels, put back afterwards.
+
+    On a GPU the backward of fused attention, and of embeddings, adds in whatever order threads finish unless asked not
+    to. Filling fresh memory, which torch switches on with it, is left off: it changes no result and costs bandwidth.
+    """
+    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def train(
+    config: TrainConfig,
+    rows: Rows,
+    device: Device,
+    session_of: Callable[[GPT], Session] = Unswapped,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+) -> RunResult:
+    """Train from `config.seed` on `device`, one step per element of `rows`, inside `session_of(model)`.
+
+    Seeds torch's default generators and resets the device's peaks. `on_step` is called as each step has been enqueued.
+    Raises what the session and the device raise: `torch.OutOfMemoryError` where the run does not fit.
+    """
+    device.reset_peaks()
+    with reproducible(), device.compute():
+        torch.manual_seed(config.seed)
+        model = GPT(config.model, device=device.torch_device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+        losses, grad_norms = [], []
+        marks = [device.current_stream().record(timed=True)]
+        with session_of(model) as session:
+            for ids, targets in rows:
+                with session.step():
+                    # copy=True: the simulator's device is the CPU, and a row must become device memory there too.
+                    loss = model.loss(ids.to(device.torch_device, copy=True), targets.to(device.torch_device, copy=True))
+                    loss.backward()
+                    grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), config.max_norm))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    # Kept on the device: reading a loss here would make the host wait and hide what swapping costs it.
+                    losses.append(loss.detach())
+                marks.append(device.current_stream().record(timed=True))
+                on_step()
+        marks[-1].synchronize()
+    device.synchronize()
+    # Outside compute(): these copies are the host's, not part of what the simulator prices and counts.
+    parameter = next(model.parameters())
+    return RunResult(
+        losses=torch.stack([_to_host(loss) for loss in losses]),
+        grad_norms=torch.stack([_to_host(norm) for norm in grad_norms]),
+        weights={name: _to_host(value) for name, value in model.state_dict().items()},
+        random_states=(torch.get_rng_state(), *get_device_states(parameter)[1]),
+        step_us=tuple(end.elapsed_us(start) for start, end in pairwise(marks)),
+        model_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        peak_bytes=device.peak_allocated_bytes(),
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,58 @@
+"""The device layer: three small protocols, a real GPU and a simulated one behind them.
+
+    device = resolve_device(None)              # CUDA where there is one, else the simulator; everything above is the same
+    h2d = device.new_stream("h2d")
+
+Importing it starts no CUDA and loads no CuPy; only building a `CudaDevice` does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chameleon_mm.device.cuda import CudaDevice, cuda_is_available
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
+
+__all__ = [
+    "SPECS",
+    "CudaDevice",
+    "Device",
+    "Event",
+    "GpuSpec",
+    "SimDevice",
+    "Stream",
+    "cuda_is_available",
+    "resolve_device",
+    "spec_by_name",
+]
+
+
+def resolve_device(device: Device | torch.device | str | None = None) -> Device:
+    """The device that `device` names: itself, or "cuda", "cuda:1", "sim", "sim:a100"; None is CUDA where there is one.
+
+    Raises `ValueError` for another name, an unknown spec or a GPU index that there is not, `TypeError` for another type,
+    `RuntimeError` for "cuda" where there is none.
+    """
+    if device is None:
+        return CudaDevice() if cuda_is_available() else SimDevice()
+    if isinstance(device, torch.device):
+        device = str(device)
+    if isinstance(device, str):
+        return _by_name(device)
+    if isinstance(device, Device):
+        return device
+    raise TypeError(f"device: expected a Device, a name or None, got {type(device).__name__}: {_NAMES}")
+
+
+_NAMES = 'pass "cuda", "cuda:0", "sim", "sim:h200" (any of chameleon_mm.device.SPECS), a SimDevice or a CudaDevice'
+
+
+def _by_name(name: str) -> Device:
+    kind, colon, which = name.partition(":")
+    if kind == "sim" and (which or not colon):
+        return SimDevice(which) if which else SimDevice()
+    if kind == "cuda" and (which.isdecimal() or not colon):
+        return CudaDevice(int(which)) if which else CudaDevice()
+    raise ValueError(f"device: expected the name of one, got {name!r}: {_NAMES}")

@@ -1,0 +1,100 @@
+"""What the doctor found, as data, and how it is shown.
+
+    finding = look("host", "memory", probe)      # the probe's text and value, or "unavailable: why": never an exception
+    report = DoctorReport(findings=(...))
+    console.print(render(report)); json.dump(report.to_dict(), file)
+
+A probe says that there is nothing to tell by raising: no row is ever missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+SCHEMA = "chameleon_mm.doctor/1"
+
+Probe = Callable[[], tuple[str, Any]]
+"""Looks at one thing: a text for people and a value for programs (what JSON can hold)."""
+
+
+class Unavailable(Exception):  # an answer among the doctor's findings, not an error
+    """Raised by a probe with the reason why there is nothing to tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Where probes look: `root` holds `proc` and `sys`; `run` starts a program and returns what it printed."""
+
+    root: Path
+    run: Callable[[Sequence[str]], str]
+
+    def read(self, path: str) -> str:
+        """The text of a file of the kernel's, stripped. Raises `Unavailable` where it cannot be read."""
+        try:
+            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError as error:
+            raise Unavailable(f"/{path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One row: what was looked at, and what was seen or why nothing was."""
+
+    section: str
+    name: str
+    text: str
+    value: Any
+    available: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorReport:
+    """All rows, in the order in which they are shown."""
+
+    findings: tuple[Finding, ...]
+
+    def find(self, section: str, name: str) -> Finding:
+        """The row of that name. Raises `KeyError` where there is none."""
+        for finding in self.findings:
+            if (finding.section, finding.name) == (section, name):
+                return finding
+        raise KeyError(f"doctor: expected a row {section!r} / {name!r}, got {[(f.section, f.name) for f in self.findings]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """`{"schema", "findings": {section: {name: {"available", "text", "value"}}}}`."""
+        sections: dict[str, dict[str, Any]] = {}
+        for finding in self.findings:
+            row = {"available": finding.available, "text": finding.text, "value": finding.value}
+            sections.setdefault(finding.section, {})[finding.name] = row
+        return {"schema": SCHEMA, "findings": sections}
+
+
+def look(section: str, name: str, probe: Probe) -> Finding:
+    """The row that `probe` makes. Whatever it raises becomes "unavailable: reason"."""
+    try:
+        text, value = probe()
+    except Exception as error:  # noqa: BLE001  # a machine may be broken in any way, and the other rows still matter
+        reason = str(error) or type(error).__name__
+        return Finding(section=section, name=name, text=f"unavailable: {reason}", value=None, available=False)
+    return Finding(section=section, name=name, text=text, value=value, available=True)
+
+
+def render(report: DoctorReport) -> Table:
+    """A table for a rich console, one section after the other."""
+    table = Table(title="What this machine offers", title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column("section", style="bold", no_wrap=True)
+    table.add_column("name", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    last = None
+    for finding in report.findings:
+        heading = "" if finding.section == last else finding.section
+        last = finding.section
+        # Text, not str: drivers answer "[N/A]", which rich would take for markup.
+        table.add_row(heading, Text(finding.name), Text(finding.text, style="" if finding.available else "yellow"))
+    return table

@@ -1,0 +1,130 @@
+"""`bench copy` and `bench overlap` on the simulator: who is waived, what the figures must obey."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from chameleon_mm.bench import copy, overlap
+from chameleon_mm.device import SimDevice, resolve_device
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.units import KIB, MIB
+
+SMALL = overlap.Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
+
+
+def run(module: ModuleType, *arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(arguments), Console(quiet=True)))
+
+
+def rows(results: Any) -> dict[str, Any]:
+    return {row["name"]: row["cells"] for row in results.to_dict()["rows"]}
+
+
+def test_copy_writes_what_it_measured(tmp_path: Path) -> None:
+    target = tmp_path / "copy.json"
+    assert run(copy, "--device", "sim:a100", "--sizes", "64KiB,1MiB", "--repeats", "2", "--json", str(target)) == 0
+    written = json.loads(target.read_text(encoding="utf-8"))
+    assert (written["theme"], written["simulated"]) == ("copy", True)
+    assert [row["name"] for row in written["rows"]] == [
+        f"{way} {size}" for size in ("64.0 KiB", "1.00 MiB") for way in ("H2D", "D2H", "both ways")
+    ]
+
+
+def test_simulated_copies_are_waived_as_measurements(sim: SimDevice) -> None:
+    for cells in rows(copy.measure(sim, [64 * KIB], repeats=1)).values():
+        assert cells["simulated"]["simulated"] is True
+        assert all("measure on a CUDA GPU" in cells[key]["waived"] for key in ("pinned", "pageable", "ratio"))
+
+
+def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
+    cells = rows(copy.measure(sim, [4 * MIB], repeats=2))
+    h2d, d2h, both = (cells[f"{way} 4.00 MiB"]["simulated"]["median"] for way in ("H2D", "D2H", "both ways"))
+    assert 0.8 * sim.spec.h2d_gbps < h2d <= sim.spec.h2d_gbps
+    assert 0.8 * sim.spec.d2h_gbps < d2h <= sim.spec.d2h_gbps
+    assert max(h2d, d2h) < both <= sim.spec.duplex_gbps
+
+
+def test_a_size_that_cannot_be_pinned_is_waived(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    pin = sim.alloc_pinned
+
+    def refuse_large(nbytes: int) -> torch.Tensor:
+        if nbytes > MIB:
+            raise HostMemoryExhausted("no more than 1 MiB here")
+        return pin(nbytes)
+
+    monkeypatch.setattr(sim, "alloc_pinned", refuse_large)
+    before = sim.allocated_bytes()
+    cells = rows(copy.measure(sim, [1 * MIB, 2 * MIB], repeats=1))
+    assert "median" in cells["H2D 1.00 MiB"]["simulated"]
+    for way in ("H2D", "D2H", "both ways"):
+        assert {cell["waived"] for cell in cells[f"{way} 2.00 MiB"].values()} == {"no more than 1 MiB here"}
+    assert sim.allocated_bytes() == before
+
+
+@pytest.mark.parametrize(("size", "copies"), [(64 * KIB, 64), (1 * MIB, 64), (64 * MIB, 4), (1024 * MIB, 1)])
+def test_copies_per_sample_on_a_gpu(size: int, copies: int) -> None:
+    assert copy.copies_per_sample(size, simulated=False) == copies
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (copy, ["--sizes", "64XiB"]),
+        (copy, ["--sizes", "0"]),
+        (copy, ["--device", "tpu"]),
+        (copy, ["--device", "sim", "--repeats", "0"]),
+        (overlap, ["--device", "tpu"]),
+    ],
+)
+def test_bad_usage_raises_before_anything_is_written(module: ModuleType, arguments: list[str], tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    with pytest.raises(ValueError, match="expected"):
+        run(module, *arguments, "--json", str(target))
+    assert not target.exists()
+
+
+def test_overlap_covers_both_loops_and_all_ways(sim: SimDevice) -> None:
+    cells = rows(overlap.measure(sim, SMALL))
+    assert list(cells) == [f"{work}, {ways}" for work in ("gemm", "memory-bound") for ways in ("H2D", "D2H", "both ways")]
+    for row in cells.values():
+        assert all(("waived" in cell) == (not key.startswith("simulated_")) for key, cell in row.items())
+        # The simulator's link takes nothing from its compute: copies cost the host time to issue them and hide but for that.
+        assert 1.0 <= row["simulated_slowdown"]["median"] < 1.25
+        assert 0.5 < row["simulated_hidden"]["median"] <= 1.0
+
+
+def test_a_device_that_overlaps_nothing_hides_nothing() -> None:
+    sample = overlap.Sample
+    rounds = {
+        "compute": [sample(100.0, 100.0)], "copies": [sample(50.0, 0.0)],
+        "serial": [sample(150.0, 100.0)], "together": [sample(150.0, 125.0)],
+    }  # fmt: skip
+    cells = overlap.derive(SimDevice(), rounds)
+    hidden, slowdown = cells["simulated_hidden"].to_dict(), cells["simulated_slowdown"].to_dict()
+    assert (hidden["median"], slowdown["median"]) == (0.0, 1.25)
+
+
+@pytest.mark.gpu
+def test_real_copies_stand_in_the_measured_columns() -> None:
+    cells = rows(copy.measure(resolve_device("cuda"), [1 * MIB], repeats=1))
+    for way in ("H2D", "D2H"):
+        row = cells[f"{way} 1.00 MiB"]
+        assert all(row[key]["simulated"] is False for key in ("pinned", "pageable", "ratio"))
+        assert "waived" in row["simulated"]
+    assert {key for key, cell in cells["both ways 1.00 MiB"].items() if "waived" in cell} == {"pageable", "ratio", "simulated"}
+
+
+@pytest.mark.gpu
+def test_real_overlap_stands_in_the_measured_columns() -> None:
+    for row in rows(overlap.measure(resolve_device("cuda"), SMALL, repeats=1)).values():
+        assert all(("waived" in cell) == key.startswith("simulated_") for key, cell in row.items())

@@ -1,0 +1,161 @@
+"""What the benchmarks share: samples, figures, waived cells, tables and the environment beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from chameleon_mm.bench import THEMES
+from chameleon_mm.bench._buffers import Buffers
+from chameleon_mm.bench._environment import checkout_root, commit, environment, result_name, versions
+from chameleon_mm.bench._measure import Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
+from chameleon_mm.device import Device, SimDevice
+
+REAL = Column(key="real", title="GB/s", formula="bytes / time")
+SIMULATED = Column(key="virtual", title="GB/s", formula="bytes / virtual time", simulated=True)
+
+
+def figure(*, simulated: bool) -> Figure:
+    return Figure.of([1.0, 2.0, 3.0], "GB/s", simulated=simulated)
+
+
+def test_figure_is_median_and_spread() -> None:
+    made = Figure.of([5.0, 1.0, 4.0, 2.0, 3.0, 0.0], "us", simulated=False)
+    assert (made.median, made.p20, made.p80, made.count, made.unit) == (2.5, 1.0, 4.0, 6, "us")
+    alone = Figure.of([7.0], "us", simulated=True)
+    assert (alone.median, alone.p20, alone.p80, alone.count, alone.simulated) == (7.0, 7.0, 7.0, 1, True)
+    with pytest.raises(ValueError, match="at least one sample"):
+        Figure.of([], "us", simulated=False)
+
+
+def test_waived_needs_a_reason() -> None:
+    assert Waived("no GPU").to_dict() == {"waived": "no GPU"}
+    with pytest.raises(ValueError, match="expected the reason"):
+        Waived("")
+
+
+def test_peers_are_interleaved_and_warmed_up() -> None:
+    order: list[str] = []
+
+    def peer(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    samples = interleave({name: partial(peer, name) for name in "abc"}, warmup=1, repeats=3)
+    assert order == ["c", "a", "b", "a", "b", "c", "b", "c", "a", "c", "a", "b"]  # a round each, one further every time
+    assert samples == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}  # the first three calls were the warm-up
+
+
+def test_time_limit_keeps_at_least_one_round() -> None:
+    assert interleave({"a": lambda: 1}, warmup=0, repeats=1000, limit_s=-1) == {"a": [1]}
+
+
+@pytest.mark.parametrize(("warmup", "repeats"), [(0, 0), (-1, 1)])
+def test_bad_counts_are_refused(warmup: int, repeats: int) -> None:
+    with pytest.raises(ValueError, match="repeats >= 1"):
+        interleave({"a": lambda: 1}, warmup=warmup, repeats=repeats)
+
+
+def test_timed_work_is_timed_by_the_device(sim: SimDevice) -> None:
+    stream = sim.new_stream("h2d")
+    with Buffers(sim) as buffers:
+        hbm, host = buffers.on_device(1 << 20), buffers.pinned(1 << 20)
+        once = timed_us(stream, lambda: stream.copy(hbm, host))
+        idle = timed_us(stream, lambda: None)
+    assert idle < once
+    assert once > (1 << 20) / (sim.spec.h2d_gbps * 1e3)  # no copy is faster than the link
+
+
+def test_rows_have_every_column(sim: SimDevice) -> None:
+    results = Results("copy", sim, [REAL, SIMULATED])
+    with pytest.raises(ValueError, match=r"expected cells \['real', 'virtual'\], got \['virtual'\]"):
+        results.add("H2D", {}, {"virtual": figure(simulated=True)})
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_a_figure_stands_only_in_a_column_of_its_kind(sim: SimDevice, simulated: bool) -> None:
+    results = Results("copy", sim, [REAL, SIMULATED])
+    with pytest.raises(ValueError, match="put it in a column of its own"):
+        results.add("H2D", {}, {"real": figure(simulated=simulated), "virtual": figure(simulated=simulated)})
+
+
+def test_results_as_json_markdown_and_text(sim: SimDevice, tmp_path: Path) -> None:
+    results = Results("copy", sim, [REAL, SIMULATED])
+    results.add("H2D 1 MiB", {"bytes": 1 << 20}, {"real": Waived("there is no GPU"), "virtual": figure(simulated=True)})
+    parser = argparse.ArgumentParser()
+    add_output_arguments(parser)
+    files = tmp_path / "new" / "copy.json", tmp_path / "new" / "copy.md"
+    console = Console(width=160, record=True, quiet=False, file=(tmp_path / "console").open("w", encoding="utf-8"))
+    results.deliver(parser.parse_args(["--json", str(files[0]), "--markdown", str(files[1])]), console)
+    console.file.close()
+
+    written = json.loads(files[0].read_text(encoding="utf-8"))
+    assert written["device"] == "simulated H200"
+    assert written["simulated"] is True
+    assert {"schema", "commit", "versions", "date"} <= set(written)
+    assert [column["simulated"] for column in written["columns"]] == [False, True]
+    row = written["rows"][0]
+    assert (row["name"], row["bytes"], row["cells"]["real"]) == ("H2D 1 MiB", 1 << 20, {"waived": "there is no GPU"})
+    assert row["cells"]["virtual"] == {"median": 2.0, "p20": 1.4, "p80": 2.6, "count": 3, "unit": "GB/s", "simulated": True}
+
+    for text in (files[1].read_text(encoding="utf-8"), console.export_text()):
+        assert "GB/s (simulated)" in text
+        assert "WAIVED, GB/s: there is no GPU" in text
+        assert "bytes / virtual time" in text
+
+
+def test_environment_of_a_result(device: Device) -> None:
+    header = environment("copy", device)
+    assert header["schema"] == "chameleon_mm.bench.copy/1"
+    assert (header["device"], header["simulated"]) == (device.name, device.simulated)
+    assert {"python", "torch"} <= set(versions()) == set(header["versions"])
+
+
+def test_result_names() -> None:
+    assert result_name("copy", "NVIDIA H200", "2026-01-31") == "copy_nvidia-h200_2026-01-31.json"
+    assert result_name("copy", "(?)", "2026-01-31") == "copy_unknown_2026-01-31.json"
+
+
+def test_code_runs_from_this_checkout() -> None:
+    assert checkout_root() == Path(__file__).resolve().parents[1]
+
+
+def test_commit_and_dirt_are_read_from_the_checkout(tmp_path: Path) -> None:
+    assert commit(tmp_path) == {"commit": "unknown", "dirty": None}
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed: every commit is unknown")
+    who = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True, text=True).stdout
+
+    git("init", "--quiet")
+    assert commit(tmp_path) == {"commit": "unknown", "dirty": None}
+    (tmp_path / "file").write_text("a", encoding="utf-8")
+    git("add", "file")
+    git(*who, "commit", "--quiet", "-m", "first")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit(tmp_path) == {"commit": head, "dirty": False}
+    (tmp_path / "file").write_text("b", encoding="utf-8")
+    assert commit(tmp_path) == {"commit": head, "dirty": True}
+
+
+def test_buffers_are_random_and_given_back(device: Device, no_gc: None) -> None:
+    before = device.allocated_bytes()
+    with Buffers(device) as buffers:
+        made = [buffers.on_device(1 << 20), buffers.pinned(1 << 20), buffers.pageable(1 << 20)]
+        assert all(len(set(buffer[:4096].tolist())) > 200 for buffer in made)
+        del made
+    assert device.allocated_bytes() == before
+
+
+def test_every_theme_names_a_module_of_the_package() -> None:
+    assert set(THEMES) == {"copy", "overlap", "training"}
+    assert all(path == f"chameleon_mm.bench.{theme}" for theme, path in THEMES.items())

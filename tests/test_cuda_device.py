@@ -1,0 +1,388 @@
+"""The real GPU: what the protocol promises, on the hardware; and, with the runtime played by functions, what needs none.
+
+copies are exact at every size, events order and time, memory is counted, a refused pin leaves no error behind
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.cuda import CudaDevice, CudaEvent, CudaStream, _pinning_calls, cuda_is_available, visible_gpus
+from chameleon_mm.device.pinning import PageLocker, PinningCalls
+from chameleon_mm.device.protocols import Device, Stream
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.units import MIB
+
+SIZES = [0, 1, 4095, MIB + 3]
+
+
+@pytest.fixture
+def cuda() -> CudaDevice:
+    return CudaDevice()
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def either(request: pytest.FixtureRequest) -> CudaDevice:
+    """A CUDA device that copies and pins by CuPy (skipped where there is none), then one that does so by torch alone."""
+    device = CudaDevice()
+    if request.param == "torch":
+        device.cupy_runtime = None
+        device._locker = PageLocker(_pinning_calls(None, device.index))
+    elif device.cupy_runtime is None:
+        pytest.skip("CuPy is not installed, or not for this driver")
+    return device
+
+
+def _random_bytes(nbytes: int) -> Tensor:
+    return torch.randint(256, (nbytes,), dtype=torch.uint8)
+
+
+def _round_trip(device: Device, nbytes: int) -> None:
+    """Random bytes to the device and back, through three streams ordered by events alone."""
+    want = _random_bytes(nbytes)
+    up, down = device.alloc_pinned(nbytes + 1), device.alloc_pinned(nbytes + 1)
+    up[:nbytes].copy_(want)
+    down.fill_(0)
+    h2d, d2h, compute = device.new_stream("h2d"), device.new_stream("d2h"), device.current_stream()
+    hbm = compute.alloc(nbytes)
+    h2d.wait(compute.record())
+    h2d.copy(hbm, up[:nbytes])
+    d2h.wait(h2d.record())
+    d2h.copy(down[:nbytes], hbm)
+    done = d2h.record()
+    done.synchronize()
+    compute.wait(done)
+    compute.free(hbm)
+    del hbm
+    assert torch.equal(down[:nbytes], want)
+    assert int(down[nbytes]) == 0  # not a byte further
+    for memory in (up, down):
+        device.free_pinned(memory)
+
+
+# ---------------------------------------------------------------------------------------------------------- on the hardware
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_copies_both_ways_are_exact(device: Device, nbytes: int) -> None:
+    _round_trip(device, nbytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [*SIZES, 64 * MIB + 1])
+def test_copies_are_exact_by_cupy_and_by_torch(either: CudaDevice, nbytes: int) -> None:
+    _round_trip(either, nbytes)
+
+
+@pytest.mark.gpu
+def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) -> None:
+    host = either.alloc_pinned(MIB)
+    host.fill_(0)
+    d2h, compute = either.new_stream("d2h"), either.current_stream()
+    hbm = compute.alloc(MIB)
+    hbm.fill_(1)
+    torch.cuda._sleep(200_000_000)  # about 0.1 s: a copy that did not wait would see ones
+    hbm.fill_(2)
+    ready = compute.record()
+    assert not ready.query()  # or the sleep was no test
+    d2h.wait(ready)
+    d2h.copy(host, hbm)
+    d2h.record().synchronize()
+    assert host.eq(2).all()
+    either.free_pinned(host)
+
+
+@pytest.mark.gpu
+def test_a_stream_that_waits_for_nothing_runs_beside_a_busy_one(cuda: CudaDevice) -> None:
+    source = cuda.alloc_pinned(MIB)
+    h2d, compute = cuda.new_stream("h2d"), cuda.current_stream()
+    hbm = compute.alloc(MIB)
+    h2d.wait(compute.record())
+    torch.cuda._sleep(1_000_000_000)  # about 0.5 s
+    busy = compute.record()
+    h2d.copy(hbm, source)
+    h2d.record().synchronize()
+    assert not busy.query()
+    busy.synchronize()
+    cuda.free_pinned(source)
+
+
+@pytest.mark.gpu
+def test_timed_events_measure_and_untimed_ones_say_why_not(cuda: CudaDevice) -> None:
+    stream = cuda.current_stream()
+    start = stream.record(timed=True)
+    torch.cuda._sleep(1_000_000)
+    end = stream.record(timed=True)
+    end.synchronize()
+    later = stream.record(timed=True)
+    later.synchronize()
+    assert 0 < end.elapsed_us(start) <= later.elapsed_us(start)
+    with pytest.raises(ValueError, match="timed=True"):
+        stream.record().elapsed_us(start)
+    torch.cuda._sleep(200_000_000)
+    pending = stream.record(timed=True)
+    with pytest.raises(ValueError, match="still pending"):
+        pending.elapsed_us(start)
+    pending.synchronize()
+
+
+@pytest.mark.gpu
+def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None) -> None:
+    stream = cuda.current_stream()
+    torch.cuda.empty_cache()  # a cached block that is a little larger would be handed out, and counted, whole
+    before, driven = cuda.allocated_bytes(), cuda.allocation_odometer_bytes()
+    cuda.reset_peaks()
+    hbm = stream.alloc(8 * MIB)
+    assert (hbm.dtype, tuple(hbm.shape), hbm.device) == (torch.uint8, (8 * MIB,), cuda.torch_device)
+    assert cuda.owns(hbm)
+    assert cuda.allocated_bytes() == before + 8 * MIB == torch.cuda.memory_allocated(cuda.index)
+    stream.free(hbm)
+    del hbm
+    assert cuda.allocated_bytes() == before
+    assert cuda.peak_allocated_bytes() == before + 8 * MIB
+    assert cuda.peak_reserved_bytes() >= cuda.peak_allocated_bytes()
+    assert cuda.allocation_odometer_bytes() == driven + 8 * MIB
+    torch.cuda.reset_accumulated_memory_stats(cuda.index)
+    assert cuda.allocation_odometer_bytes() >= driven + 8 * MIB
+
+
+@pytest.mark.gpu
+def test_a_side_stream_allocates_for_itself_and_leaves_the_current_one(cuda: CudaDevice) -> None:
+    before = torch.cuda.current_stream(cuda.index)
+    side = cuda.new_stream("h2d")
+    assert side.alloc(4096).numel() == 4096
+    assert torch.cuda.current_stream(cuda.index) == before
+
+
+@pytest.mark.gpu
+def test_too_much_raises_what_torch_raises(cuda: CudaDevice) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        cuda.current_stream().alloc(1 << 50)
+
+
+@pytest.mark.gpu
+def test_capacity_follows_the_process_fraction(cuda: CudaDevice) -> None:
+    _, total = torch.cuda.mem_get_info(cuda.index)
+    assert 0 < cuda.capacity <= total
+    fraction = torch.cuda.get_per_process_memory_fraction(cuda.index)
+    torch.cuda.set_per_process_memory_fraction(0.1, cuda.index)
+    try:
+        assert cuda.capacity <= total // 10
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction, cuda.index)
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_the_users(cuda: CudaDevice) -> None:
+    default = cuda.current_stream()
+    assert cuda.current_stream() is default
+    mine = torch.cuda.Stream(cuda.index)
+    with torch.cuda.stream(mine):
+        inside = cuda.current_stream()
+        assert inside.raw == mine
+        assert inside.name == "compute"
+    assert cuda.current_stream() is default
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_the_calling_threads(cuda: CudaDevice) -> None:
+    mine = torch.cuda.Stream(cuda.index)
+    seen: list[CudaStream] = []
+    with torch.cuda.stream(mine):
+        thread = threading.Thread(target=lambda: seen.append(cuda.current_stream()))
+        thread.start()
+        thread.join()
+    assert seen[0].raw == torch.cuda.default_stream(cuda.index)
+
+
+@pytest.mark.gpu
+def test_streams_seen_are_remembered_within_bounds(cuda: CudaDevice) -> None:
+    for address in range(1, 200):
+        foreign = torch.cuda.ExternalStream(address * 64, device=cuda.index)  # never used, so it need not exist
+        with torch.cuda.stream(foreign):
+            assert cuda.current_stream().raw == foreign
+    assert len(cuda._known_streams) <= 64
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_aligned(either: CudaDevice) -> None:
+    memory = either.alloc_pinned(3 * MIB + 1)
+    assert memory.is_pinned()
+    assert memory[4096:].is_pinned()
+    assert memory.data_ptr() % 4096 == 0
+    assert not either.owns(memory)
+    either.free_pinned(memory)
+    with pytest.raises(ValueError, match="not yet freed"):
+        either.free_pinned(memory)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runtime", ["cupy", "torch"])
+def test_a_refused_pin_leaves_the_next_kernel_launch_working(cuda: CudaDevice, runtime: str) -> None:
+    if runtime == "cupy" and cuda.cupy_runtime is None:
+        pytest.skip("CuPy is not installed, or not for this driver")
+    calls = _pinning_calls(cuda.cupy_runtime if runtime == "cupy" else None, cuda.index)
+    assert calls.register is not None
+    holding = PageLocker(calls)
+    taken = holding.pin(MIB)
+
+    def register_taken(address: int, nbytes: int) -> None:
+        assert calls.register is not None
+        calls.register(taken.data_ptr(), MIB)  # registered already: the runtime refuses, and remembers that it did
+
+    refusing = PageLocker(
+        PinningCalls(
+            register=register_taken,
+            unregister=calls.unregister,
+            host_alloc=calls.host_alloc,
+            host_free=calls.host_free,
+            clear_error=calls.clear_error,
+        )
+    )
+    memory = refusing.pin(MIB)  # by the fallback
+    assert memory.is_pinned()
+    doubled = torch.ones(8, device=cuda.torch_device) * 2
+    cuda.synchronize()
+    assert doubled.cpu().eq(2).all()
+    refusing.unpin(memory)
+    holding.unpin(taken)
+
+
+@pytest.mark.gpu
+def test_owns_its_own_tensors_alone(cuda: CudaDevice) -> None:
+    assert cuda.owns(torch.zeros(1, device=cuda.torch_device))
+    assert not cuda.owns(torch.zeros(1))
+
+
+@pytest.mark.gpu
+def test_it_says_what_it_is(cuda: CudaDevice) -> None:
+    assert not cuda.simulated
+    assert cuda.name == torch.cuda.get_device_name(cuda.index)
+    with cuda.compute(), cuda.compute():
+        assert torch.ones(2, device=cuda.torch_device).sum().item() == 2
+    gpus = visible_gpus()
+    assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
+    assert gpus[cuda.index].name == cuda.name
+
+
+@pytest.mark.gpu
+def test_a_simulated_event_is_refused(cuda: CudaDevice) -> None:
+    with pytest.raises(TypeError, match="got SimEvent"):
+        cuda.current_stream().wait(SimDevice().current_stream().record())
+
+
+# ------------------------------------------------------------------------------------- without hardware, the runtime played
+
+
+class FakeRuntime:
+    """CuPy's runtime module as far as it is used, over plain memory."""
+
+    def __init__(self, **attributes: int) -> None:
+        self.attributes = {91: attributes.get("same_pointer", 1), 99: attributes.get("register", 1)}
+        self.calls: list[tuple[Any, ...]] = []
+        self._memory: dict[int, ctypes.Array[ctypes.c_char]] = {}
+
+    def deviceGetAttribute(self, attribute: int, device: int) -> int:  # noqa: N802  # the name is CuPy's
+        return self.attributes[attribute]
+
+    def memcpyAsync(self, dst: int, src: int, nbytes: int, kind: int, stream: int) -> None:  # noqa: N802  # the name is CuPy's
+        self.calls.append(("memcpyAsync", nbytes, kind, stream))
+        ctypes.memmove(dst, src, nbytes)
+
+    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:  # noqa: N802  # the name is CuPy's
+        self.calls.append(("hostRegister", nbytes, flags))
+
+    def hostUnregister(self, address: int) -> None:  # noqa: N802  # the name is CuPy's
+        self.calls.append(("hostUnregister",))
+
+    def hostAlloc(self, nbytes: int, flags: int) -> int:  # noqa: N802  # the name is CuPy's
+        memory = ctypes.create_string_buffer(nbytes)
+        self._memory[ctypes.addressof(memory)] = memory
+        self.calls.append(("hostAlloc", nbytes, flags))
+        return ctypes.addressof(memory)
+
+    def freeHost(self, address: int) -> None:  # noqa: N802  # the name is CuPy's
+        del self._memory[address]
+        self.calls.append(("freeHost",))
+
+
+def _played_stream(runtime: FakeRuntime) -> Stream:
+    device: Any = SimpleNamespace(cupy_runtime=runtime)
+    raw: Any = SimpleNamespace(cuda_stream=0x70, stream_id=7)
+    return CudaStream(device, raw, "d2h")
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_a_copy_hands_the_runtime_addresses_size_and_stream(nbytes: int) -> None:
+    runtime = FakeRuntime()
+    src = _random_bytes(nbytes)
+    dst = torch.zeros(nbytes, dtype=torch.uint8)
+    _played_stream(runtime).copy(dst, src)
+    assert torch.equal(dst, src)
+    assert runtime.calls == ([("memcpyAsync", nbytes, 4, 0x70)] if nbytes else [])
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "match"),
+    [
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8), "dst of 4 and src of 5"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.uint8), "expected dst to be .* got torch.float32"),
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8), r"expected src .* shape \(2, 2\)"),
+        (torch.zeros(8, dtype=torch.uint8)[::2], torch.zeros(4, dtype=torch.uint8), r"expected dst .* strides \(2,\)"),
+    ],
+    ids=["sizes", "dtype", "dimensions", "strides"],
+)
+def test_a_copy_refuses_what_is_not_two_equal_flat_buffers(dst: Tensor, src: Tensor, match: str) -> None:
+    runtime = FakeRuntime()
+    with pytest.raises(ValueError, match=match):
+        _played_stream(runtime).copy(dst, src)
+    assert runtime.calls == []
+
+
+def test_elapsed_us_is_the_time_between_in_microseconds() -> None:
+    def event(at_ms: float, *, timed: bool = True, complete: bool = True) -> CudaEvent:
+        raw: Any = SimpleNamespace(at_ms=at_ms, query=lambda: complete, elapsed_time=lambda end: end.at_ms - at_ms)
+        return CudaEvent(raw, timed=timed)
+
+    assert event(2.5).elapsed_us(event(1.0)) == 1500.0
+    for wrong in (event(1.0, timed=False), SimDevice().current_stream().record()):
+        with pytest.raises(ValueError, match="timed=True"):
+            event(2.5).elapsed_us(wrong)
+    with pytest.raises(ValueError, match="still pending"):
+        event(2.5, complete=False).elapsed_us(event(1.0))
+
+
+def test_pinning_registers_portably_where_the_device_can_use_the_address() -> None:
+    runtime = FakeRuntime()
+    locker = PageLocker(_pinning_calls(runtime, 0))
+    locker.unpin(locker.pin(4096))
+    assert runtime.calls == [("hostRegister", 4096, 1), ("hostUnregister",)]
+
+
+@pytest.mark.parametrize("lacking", ["register", "same_pointer"])
+def test_without_either_attribute_nothing_is_registered(lacking: str) -> None:
+    assert _pinning_calls(FakeRuntime(**{lacking: 0}), 0).register is None
+
+
+def test_the_drivers_own_pinned_memory_is_a_tensor_and_is_given_back() -> None:
+    runtime = FakeRuntime()
+    calls = _pinning_calls(runtime, 0)
+    memory = calls.host_alloc(4096)
+    memory.fill_(9)
+    assert memory.eq(9).all()
+    calls.host_free(memory)
+    assert runtime.calls == [("hostAlloc", 4096, 1), ("freeHost",)]
+
+
+@pytest.mark.skipif(cuda_is_available(), reason="says what happens where there is no CUDA GPU")
+def test_without_cuda_it_says_what_is_missing_and_what_to_use() -> None:
+    with pytest.raises(RuntimeError, match=rf"got none: torch {torch.__version__.split('+')[0]}.*device='sim'"):
+        CudaDevice(0)
+    assert visible_gpus() == []

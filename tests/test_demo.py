@@ -1,0 +1,395 @@
+"""The demo: its parts, then the whole command on the simulator, with differences forced where none may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.cli import main
+from chameleon_mm.demo import train as train_module
+from chameleon_mm.demo.command import SIZES
+from chameleon_mm.demo.compare import first_difference, same_bits
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.demo.outcome import Outcome
+from chameleon_mm.demo.show import rows as table_rows
+from chameleon_mm.demo.show import verdicts
+from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
+from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, reproducible, train
+from chameleon_mm.device.sim import SimDevice
+
+TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
+TINY_ARGS = "--layers 2 --width 64 --heads 4 --context 64 --batch 8 --steps 3 --min-bytes 16KiB --device sim".split()
+REPORT = {
+    "bytes_swapped_out": 3 << 20, "bytes_swapped_in": 2 << 20, "hidden_fraction": 0.5, "stall_us": 1500.0,
+    "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7},
+}  # fmt: skip
+
+
+def tiny_rows(steps: int = 2, seed: int = 0) -> Rows:
+    return draw_batches(read_text(limit_bytes=1 << 16), steps=steps, batch=4, context=TINY.context, seed=seed)
+
+
+def tiny_run(device: SimDevice | None = None, *, seed: int = 0) -> RunResult:
+    return train(TrainConfig(model=TINY, steps=2, batch=4, seed=seed), tiny_rows(), device or SimDevice())
+
+
+# --- text
+
+
+def test_text_is_the_standard_library_in_the_order_of_its_names() -> None:
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    whole = b"".join(path.read_bytes() for path in files[:5])
+    assert read_text(limit_bytes=len(whole)) == whole
+
+
+def test_text_is_cut_at_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_bytes(b"second")
+    (tmp_path / "a.py").write_bytes(b"first ")
+    (tmp_path / "c.txt").write_bytes(b"not a source")
+    assert read_text(tmp_path) == b"first second"
+    assert read_text(tmp_path, limit_bytes=8) == b"first se"
+
+
+def test_a_folder_without_text_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(NoTextFound, match="found none") as caught:
+        read_text(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_row_longer_than_the_text_is_an_error() -> None:
+    assert len(draw_batches(b"x" * 9, steps=1, batch=1, context=8, seed=0)) == 1
+    with pytest.raises(NoTextFound, match="got 8"):
+        draw_batches(b"x" * 8, steps=1, batch=1, context=8, seed=0)
+
+
+def test_targets_are_the_next_bytes_and_drawing_moves_no_other_random_state() -> None:
+    text = bytes(range(256))
+    before = torch.get_rng_state()
+    batches = draw_batches(text, steps=3, batch=2, context=16, seed=5)
+    assert torch.equal(torch.get_rng_state(), before)
+    for ids, targets in batches:
+        assert ids.shape == targets.shape == (2, 16)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids + 1, targets)
+    again = draw_batches(text, steps=3, batch=2, context=16, seed=5)
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, again, strict=True))
+    assert not torch.equal(draw_batches(text, steps=1, batch=2, context=16, seed=6)[0][0], batches[0][0])
+
+
+# --- model
+
+
+def test_no_position_sees_a_later_byte() -> None:
+    model = GPT(TINY).eval()
+    ids = torch.randint(256, (1, TINY.context))
+    later = ids.clone()
+    later[0, 40] += 1
+    with torch.no_grad():
+        one, other = model(ids), model(later)
+    assert torch.equal(one[:, :40], other[:, :40])
+    assert not torch.equal(one[:, 40:], other[:, 40:])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_the_embedding_only_where_tied(tied: bool) -> None:
+    model = GPT(dataclasses.replace(TINY, tied=tied))
+    assert (model.head.weight is model.tokens.weight) is tied
+
+
+def test_the_model_learns() -> None:
+    rows = tiny_rows(steps=1) * 12
+    result = train(TrainConfig(model=TINY, steps=12, batch=4, lr=1e-2), rows, SimDevice())
+    assert result.losses[-1] < 0.8 * result.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"layers": 0}, "layers"), ({"heads": 3}, "multiple of heads"), ({"dropout": 1.0}, "dropout"), ({"context": -1}, "context")],
+)
+def test_a_shape_that_cannot_be_built_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)
+
+
+@pytest.mark.parametrize("change", [{"steps": 0}, {"batch": 0}, {"seed": -1}, {"lr": 0.0}, {"lr": float("nan")}])
+def test_a_run_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        TrainConfig(**{"model": TINY, "steps": 1, "batch": 1, **change})
+
+
+# --- one run
+
+
+def test_a_run_reproduces_itself_and_another_seed_does_not() -> None:
+    first = tiny_run()
+    assert first_difference(first, tiny_run()) is None
+    other = first_difference(first, tiny_run(seed=1))
+    assert other is not None
+    assert other.startswith("loss of step 1:")
+
+
+def test_a_run_leaves_nothing_on_the_device(sim: SimDevice, no_gc: None) -> None:
+    rows = tiny_rows()
+    result = train(TrainConfig(model=TINY, steps=2, batch=4), rows, sim)
+    del rows  # on the simulator the rows count from the moment compute read them
+    assert result.peak_bytes > 0
+    assert sim.allocated_bytes() == 0
+
+
+def test_the_model_counts_towards_the_peak() -> None:
+    result = tiny_run()
+    assert result.model_bytes == sum(p.nbytes for p in GPT(TINY).parameters())
+    assert result.peak_bytes > 4 * result.model_bytes  # parameters, gradients and two moments are alive together
+
+
+def test_activations_dominate_at_the_default_sizes() -> None:
+    sizes = SIZES["simulated"]
+    config = GPTConfig(layers=sizes["layers"], width=sizes["width"], heads=sizes["heads"], context=sizes["context"])
+    rows = draw_batches(read_text(), steps=2, batch=sizes["batch"], context=sizes["context"], seed=0)
+    result = train(TrainConfig(model=config, steps=2, batch=sizes["batch"]), rows, SimDevice())
+    assert 4 * result.model_bytes < result.peak_bytes / 5
+
+
+def test_deterministic_kernels_are_put_back() -> None:
+    before = torch.get_deterministic_debug_mode()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(KeyError), reproducible():
+        assert torch.get_deterministic_debug_mode() == 2  # "error"
+        raise KeyError
+    assert torch.get_deterministic_debug_mode() == before
+    assert torch.utils.deterministic.fill_uninitialized_memory == fill
+
+
+# --- comparing two runs
+
+
+def flipped(tensor: Tensor, index: int = 0) -> Tensor:
+    """`tensor` with the lowest bit of one value's first byte flipped."""
+    changed = tensor.clone()
+    changed.view(torch.uint8).view(-1)[index * tensor.element_size()] ^= 1
+    return changed
+
+
+def test_equality_is_of_bits() -> None:
+    nan = torch.tensor([float("nan")])
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.tensor([1]), torch.tensor([1.0]))
+    assert not same_bits(torch.tensor([1.0]), torch.tensor([[1.0]]))
+
+
+CHANGES: dict[str, tuple[Callable[[RunResult], dict[str, Any]], str]] = {
+    "loss": (lambda r: {"losses": flipped(r.losses, 1)}, r"loss of step 2: \S+ \(bits [0-9a-f]{8}\) against"),
+    "gradient norm": (lambda r: {"grad_norms": flipped(r.grad_norms, 0)}, "gradient norm of step 1:"),
+    "weight": (
+        lambda r: {"weights": {**r.weights, "norm.bias": flipped(r.weights["norm.bias"], 3)}},
+        "weight norm.bias: 1 of 32 values differ, the first at flat index 3:",
+    ),
+    "missing weight": (
+        lambda r: {"weights": {name: w for name, w in r.weights.items() if name != "norm.bias"}},
+        "weight norm.bias: only in the first run",
+    ),
+    "shape": (lambda r: {"weights": {**r.weights, "norm.bias": torch.zeros(2)}}, r"weight norm.bias: torch.float32 \[32\]"),
+    "random state": (lambda r: {"random_states": (flipped(r.random_states[0]),)}, "random state of the CPU's generator"),
+    "device's random state": (lambda r: {"random_states": r.random_states * 2}, "random state of the device's generator"),
+    "steps": (lambda r: {"losses": r.losses[:1], "grad_norms": r.grad_norms[:1]}, "number of steps: 2 against 1"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_one_bit_is_found_and_named(what: str) -> None:
+    change, message = CHANGES[what]
+    result = tiny_run()
+    changed = dataclasses.replace(result, **change(result))
+    difference = first_difference(result, changed)
+    assert difference is not None
+    assert re.match(message, difference)
+    assert first_difference(result, result) is None
+
+
+def test_the_earliest_difference_is_the_one_named() -> None:
+    result = tiny_run()
+    changed = dataclasses.replace(result, losses=flipped(result.losses, 1), grad_norms=flipped(result.grad_norms, 0))
+    assert str(first_difference(result, changed)).startswith("gradient norm of step 1:")
+
+
+# --- what it says
+
+
+def outcome(**changes: Any) -> Outcome:
+    result = tiny_run()
+    defaults: dict[str, Any] = {
+        "config": TrainConfig(model=TINY, steps=2, batch=4), "device": SimDevice("a100"), "unswapped": result, "swapped": result,
+        "report": REPORT, "hbm_budget_bytes": result.peak_bytes, "difference": None, "reproducible": None,
+    }  # fmt: skip
+    return Outcome(**{**defaults, **changes})
+
+
+def test_a_passed_outcome_says_yes_and_held() -> None:
+    passed = outcome()
+    assert passed.passed
+    assert verdicts(passed) == ["bit-identical: yes (2 losses, 2 gradient norms, final weights, random state)"]
+    budget = next(row for row in table_rows(passed) if row[0] == "HBM budget")
+    assert budget[2].endswith("held")
+    assert "NOT" not in budget[2]
+
+
+def test_simulated_time_says_so() -> None:
+    names = [row[0] for row in table_rows(outcome())]
+    assert {"stall (simulated)", "step time, median (simulated)", "share of copy time hidden (simulated)"} <= set(names)
+
+
+def test_a_broken_budget_fails_and_says_what_stayed() -> None:
+    failed = outcome(hbm_budget_bytes=1)
+    assert not failed.passed
+    assert verdicts(failed)[0].startswith("bit-identical: yes")
+    assert "kept on the device: small: 7" in verdicts(failed)[1]
+
+
+def test_a_run_that_does_not_reproduce_itself_is_another_finding() -> None:
+    differs = outcome(difference="loss of step 1: 1 against 2", reproducible=True)
+    shaky = outcome(difference="loss of step 1: 1 against 2", reproducible=False)
+    assert not differs.passed
+    assert not shaky.passed
+    assert verdicts(differs) == ["bit-identical: no - loss of step 1: 1 against 2"]
+    assert "does not reproduce itself" in verdicts(shaky)[1]
+
+
+# --- the command
+
+
+def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "demo.json"
+    assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "bit-identical: yes" in text
+    assert "simulated H200" in text
+    data = json.loads(path.read_text())
+    assert data["schema"] == "chameleon_mm.demo/1"
+    assert data["device"] == "simulated H200"
+    assert data["simulated"] is True
+    assert {"commit", "versions", "date"} <= data.keys()
+    assert data["passed"] is data["bit_identical"] is data["budget_held"] is True
+    assert data["hbm_budget_bytes"] == data["unswapped"]["peak_bytes"] // 2
+    assert data["swapped"]["peak_bytes"] <= data["hbm_budget_bytes"]
+    assert data["unswapped"]["losses"] == data["swapped"]["losses"]
+    assert len(data["swapped"]["step_us"]) == 3
+    # At the unswapped peak at least half of the bytes had to be elsewhere.
+    assert data["report"]["peak_host_bytes"] >= data["unswapped"]["peak_bytes"] - data["hbm_budget_bytes"]
+    assert min(data["report"]["bytes_swapped_out"], data["report"]["bytes_swapped_in"]) > 0
+
+
+def test_the_demo_writes_report_and_trace(tmp_path: Path) -> None:
+    page, trace = tmp_path / "report.html", tmp_path / "trace.json"
+    assert main(["demo", *TINY_ARGS, "--report", str(page), "--trace", str(trace)]) == 0
+    assert "<html" in page.read_text()
+    assert json.loads(trace.read_text())
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[RunResult, bool, int], RunResult]) -> None:
+    """Let `change(result, swapped?, which run)` alter what each run gives."""
+    real, count = train_module.train, 0
+
+    def fake(*args: Any, **kwargs: Any) -> RunResult:
+        nonlocal count
+        count += 1
+        return change(real(*args, **kwargs), "session_of" in kwargs, count)
+
+    monkeypatch.setattr(train_module, "train", fake)
+
+
+def test_one_different_bit_fails_the_demo_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tampered(monkeypatch, lambda r, swapped, _: dataclasses.replace(r, losses=flipped(r.losses, 2)) if swapped else r)
+    path = tmp_path / "demo.json"
+    assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 1
+    assert "bit-identical: no - loss of step 3:" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert data["bit_identical"] is data["passed"] is False
+    assert data["first_difference"].startswith("loss of step 3:")
+    assert data["unswapped_reproduces_itself"] is True
+
+
+def test_a_machine_that_does_not_reproduce_itself_is_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tampered(monkeypatch, lambda r, _, n: dataclasses.replace(r, grad_norms=flipped(r.grad_norms, 0)) if n > 1 else r)
+    assert main(["demo", *TINY_ARGS]) == 1
+    assert "the unswapped run does not reproduce itself" in capsys.readouterr().out
+
+
+def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tampered(monkeypatch, lambda r, swapped, _: dataclasses.replace(r, peak_bytes=r.peak_bytes * (3 if swapped else 1)))
+    assert main(["demo", *TINY_ARGS]) == 1
+    out = capsys.readouterr().out
+    assert "NOT held" in out
+    assert "bit-identical: yes" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "marmot"], "marmot"),
+        (["--device", "sim:marmot"], "marmot"),
+        (["--hbm-budget", "12 parsecs"], "--hbm-budget: expected a number"),
+        (["--host-budget", "-1"], "--host-budget"),
+        (["--min-bytes", "1.5"], "--min-bytes"),
+        (["--hbm-budget", "64KiB"], "hbm_budget: expected more than"),  # the model alone is larger
+        (["--steps", "0"], "steps: expected 1 or more"),
+        (["--heads", "5"], "multiple of heads"),
+        (["--dropout", "1"], "dropout"),
+        (["--text", "/nonexistent"], "--text"),
+        (["--json", "/nonexistent/demo.json"], "existing folder"),
+    ],
+)
+def test_bad_usage_is_told_before_anything_is_trained(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> RunResult:
+        raise AssertionError("trained in spite of bad usage")
+
+    monkeypatch.setattr(train_module, "train", never)
+    assert main(["demo", *TINY_ARGS, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_gpu_that_is_not_there_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cuda"]) == 2
+    assert "--device cuda:" in capsys.readouterr().err
+
+
+def test_a_host_budget_that_cannot_do_is_refused_before_the_swapped_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never_swapped(result: RunResult, swapped: bool, _: int) -> RunResult:
+        assert not swapped
+        return result
+
+    tampered(monkeypatch, never_swapped)
+    assert main(["demo", *TINY_ARGS, "--host-budget", "64KiB"]) == 2
+    assert "--host-budget: expected at least" in capsys.readouterr().err
+
+
+def test_a_device_that_is_too_small_fails_with_a_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("chameleon_mm.device.resolve_device", lambda _: SimDevice(hbm_bytes="1MiB"))
+    assert main(["demo", *TINY_ARGS]) == 1
+    err = capsys.readouterr().err
+    assert "ran out of memory" in err
+    assert "--batch" in err

@@ -1,0 +1,173 @@
+"""The free list against an oracle that keeps nothing but a list of live blocks and works everything out from it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from chameleon_mm.pinned import FreeList
+
+UNIT = 64  # small, so that a few hundred steps fill, split and join regions
+
+
+class Oracle:
+    """Regions and live blocks as plain lists; what is free is what is left."""
+
+    def __init__(self) -> None:
+        self.regions: list[tuple[int, int]] = []
+        self.live: list[tuple[int, int]] = []
+
+    def free_blocks(self) -> list[tuple[int, int]]:
+        gaps = []
+        for base, nbytes in self.regions:
+            at = base
+            for start, size in sorted(self.live):
+                if base <= start < base + nbytes:
+                    gaps.append((at, start - at))
+                    at = start + size
+            gaps.append((at, base + nbytes - at))
+        return [(start, size) for start, size in gaps if size]
+
+
+def observed(units: FreeList) -> tuple[int, ...]:
+    return (units.capacity, units.free_bytes, units.live_bytes, units.largest_free, units.num_live)
+
+
+class FreeListMachine(RuleBasedStateMachine):
+    @initialize(capacity=st.integers(0, 40).map(lambda n: n * UNIT))
+    def start(self, capacity: int) -> None:
+        self.units = FreeList(capacity, alignment=UNIT)
+        self.oracle = Oracle()
+        if capacity:
+            self.oracle.regions.append((0, capacity))
+
+    @rule(nbytes=st.integers(1, 12 * UNIT))
+    def allocate(self, nbytes: int) -> None:
+        need = -(-nbytes // UNIT) * UNIT
+        fitting = [(size, start) for start, size in self.oracle.free_blocks() if size >= need]
+        offset = self.units.allocate(nbytes)
+        if not fitting:
+            assert offset is None
+            return
+        best = min(fitting)[0]
+        assert offset in [start for size, start in fitting if size == best]
+        self.oracle.live.append((offset, need))
+
+    @precondition(lambda self: self.oracle.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.oracle.live) - 1))
+        offset, size = self.oracle.live.pop(at)
+        assert self.units.free(offset) == size
+        self.free_of_nothing(offset)
+
+    @rule(offset=st.integers(-UNIT, 60 * UNIT))
+    def free_of_nothing(self, offset: int) -> None:
+        if offset in dict(self.oracle.live):
+            return
+        before = observed(self.units)
+        with pytest.raises(ValueError, match="expected the offset of a live block"):
+            self.units.free(offset)
+        assert observed(self.units) == before
+
+    @rule(units=st.integers(1, 20))
+    def add_region(self, units: int) -> None:
+        base = self.units.add_region(units * UNIT)
+        assert all(base > start + nbytes for start, nbytes in self.oracle.regions), "regions must never be adjacent"
+        self.oracle.regions.append((base, units * UNIT))
+
+    @precondition(lambda self: self.oracle.regions)
+    @rule(data=st.data())
+    def remove_region(self, data: st.DataObject) -> None:
+        region = data.draw(st.sampled_from(self.oracle.regions))
+        base, nbytes = region
+        before = observed(self.units)
+        assert self.units.is_region_free(base) == (region in self.oracle.free_blocks())
+        if self.units.is_region_free(base):
+            assert self.units.remove_region(base) == nbytes
+            self.oracle.regions.remove(region)
+            with pytest.raises(ValueError, match="add_region"):
+                self.units.remove_region(base)
+        else:
+            with pytest.raises(ValueError, match="without live blocks"):
+                self.units.remove_region(base)
+            assert observed(self.units) == before
+
+    @rule()
+    def free_everything(self) -> None:
+        while self.oracle.live:
+            self.units.free(self.oracle.live.pop()[0])
+        assert self.units.is_empty
+        assert all(self.units.is_region_free(base) for base, _ in self.oracle.regions)
+
+    @invariant()
+    def agrees_with_the_oracle(self) -> None:
+        live = sorted(self.oracle.live)
+        for (start, size), (following, _) in pairwise(live):
+            assert start + size <= following, "two blocks overlap"
+        assert all(start % UNIT == 0 for start, _ in live)
+        gaps = [size for _, size in self.oracle.free_blocks()]
+        capacity, used = sum(nbytes for _, nbytes in self.oracle.regions), sum(size for _, size in live)
+        assert observed(self.units) == (capacity, sum(gaps), used, max(gaps, default=0), len(live))
+        assert self.units.free_bytes + self.units.live_bytes == self.units.capacity
+        assert self.units.is_empty == (not live)
+
+
+TestFreeListMachine = FreeListMachine.TestCase
+TestFreeListMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_the_smallest_block_that_holds_the_request_is_split() -> None:
+    units = FreeList(100 * 4096)
+    blocks = [units.allocate(n * 4096) for n in (10, 1, 4, 1, 6, 1)]
+    assert None not in blocks
+    for at in (0, 2, 4):  # holes of 10, 4 and 6 pages, and the tail of 77
+        units.free(blocks[at] or 0)
+    assert units.allocate(5 * 4096) == blocks[4]
+    assert units.allocate(4 * 4096) == blocks[2]
+    assert units.allocate(11 * 4096) == 23 * 4096
+
+
+def test_many_blocks_of_random_sizes_come_back_as_one() -> None:
+    units = FreeList(1 << 30)
+    offsets = [units.allocate(1 + 7919 * n % 100_000) for n in range(5_000)]
+    assert None not in offsets
+    for offset in offsets[::2] + offsets[1::2]:
+        units.free(offset or 0)
+    assert (units.is_empty, units.largest_free, units.free_bytes) == (True, 1 << 30, 1 << 30)
+
+
+@pytest.mark.parametrize("capacity", [-4096, 1, 4095, 4097])
+def test_a_capacity_that_is_no_multiple_of_the_alignment_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="4096"):
+        FreeList(capacity)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_block_of_nothing_has_no_address(nbytes: int) -> None:
+    units = FreeList(4096)
+    with pytest.raises(ValueError, match="1 byte or more"):
+        units.allocate(nbytes)
+    assert units.allocate(4096) == 0
+
+
+@pytest.mark.parametrize("bad", [4096.0, "4096", None])
+def test_an_offset_or_size_that_is_no_integer_changes_nothing(bad: Any) -> None:
+    units = FreeList(8192)
+    assert units.allocate(1) == 0
+    before = observed(units)
+    with pytest.raises(TypeError):
+        units.allocate(bad)
+    with pytest.raises(TypeError):
+        units.free(bad)
+    assert observed(units) == before
+
+
+def test_an_alignment_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="alignment"):
+        FreeList(4096, alignment=0)

@@ -1,0 +1,58 @@
+"""`import chameleon_mm` is light: no cupy, no Triton, no CUDA, and every public name is there without them.
+
+    a fresh interpreter imports  ->  reports which of them are loaded  ->  none
+
+Names resolve without them too: a device or a session asks for them when it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import chameleon_mm as cm
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PUBLIC = {"CudaDevice", "PinnedPool", "SimDevice", "SwapReport", "SwapSession", "save_on_cpu"}
+_REPORT = """
+import json, sys
+import torch
+heavy = sorted({"cuda", "cupy", "triton"} & set(sys.modules))
+print(json.dumps({"heavy": heavy, "cuda_started": torch.cuda.is_initialized()}))
+"""
+
+
+def _in_a_fresh_interpreter(code: str) -> dict[str, object]:
+    command = [sys.executable, "-c", code + _REPORT]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, object] = json.loads(done.stdout)
+    return report
+
+
+def test_the_report_sees_what_it_is_asked_about() -> None:
+    assert _in_a_fresh_interpreter("import sys, types; sys.modules['cupy'] = types.ModuleType('cupy')")["heavy"] == ["cupy"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import chameleon_mm",
+        f"import chameleon_mm as cm; [getattr(cm, name) for name in {sorted(_PUBLIC)}]",
+        "import chameleon_mm.cli",
+        "import chameleon_mm.device.cuda, chameleon_mm.doctor, chameleon_mm.bench, chameleon_mm.kernels",
+    ],
+    ids=["package", "public names", "command line", "device, doctor, bench, kernels"],
+)
+def test_importing_starts_nothing(code: str) -> None:
+    assert _in_a_fresh_interpreter(code) == {"heavy": [], "cuda_started": False}
+
+
+def test_the_public_names_are_there_and_listed() -> None:
+    assert set(cm.__all__) >= _PUBLIC
+    assert all(getattr(cm, name).__module__.startswith("chameleon_mm") for name in _PUBLIC)
+    assert set(dir(cm)) >= set(cm.__all__)

@@ -1,0 +1,174 @@
+"""Rules about the sources that no linter knows, each shown to notice its own breach.
+
+    CUDA is asked in device/ alone   |   `kernels` and `bench` are ours only below `chameleon_mm`   |   every ignore says why
+
+Which module imports which is import-linter's business, in `make check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_TOP_LEVEL_FOLDERS = {"bench", "kernels"}
+
+# The probe measures what CUDA itself does, below every layer of ours: going through them would measure something else.
+_MAY_USE_TORCH_CUDA = re.compile(r"chameleon_mm/(device/cuda|bench/gpu_probe\w*)\.py")
+_MAY_ASK_FOR_CUDA = re.compile(r"chameleon_mm/(device/\w+|bench/gpu_probe\w*)\.py")
+
+
+def _sources(folder: str) -> dict[str, str]:
+    """Path from the root -> text, for every module below `folder`, through the links."""
+    return {
+        (Path(where) / name).relative_to(_ROOT).as_posix(): (Path(where) / name).read_text(encoding="utf-8")
+        for where, _, names in os.walk(_ROOT / folder, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    }
+
+
+_PACKAGE = _sources("chameleon_mm")
+_TESTS = _sources("tests")
+
+
+def _torch_cuda_uses(source: str) -> list[int]:
+    """Lines that name `torch.cuda`, or torch's private way there."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
+                lines.append(node.lineno)
+            case ast.Attribute(attr=attr) if attr.startswith("_cuda_"):  # torch._C._cuda_memoryStats and its like
+                lines.append(node.lineno)
+            case ast.Import(names=names) if any(f"{alias.name}.".startswith("torch.cuda.") for alias in names):
+                lines.append(node.lineno)
+            case ast.ImportFrom(module=str(module), names=names) if any(
+                f"{module}.{alias.name}.".startswith("torch.cuda.") for alias in names
+            ):
+                lines.append(node.lineno)
+    return lines
+
+
+def _cuda_questions(source: str) -> list[int]:
+    """Lines that ask whether something is on CUDA."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr="is_cuda") | ast.Compare(comparators=[ast.Constant(value="cuda")]):
+                lines.append(node.lineno)
+            case ast.Compare(left=ast.Constant(value="cuda")):
+                lines.append(node.lineno)
+    return lines
+
+
+def _top_level_imports(source: str) -> list[int]:
+    """Lines that import `bench` or `kernels` as if they were top-level packages."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names) if any(alias.name.split(".")[0] in _TOP_LEVEL_FOLDERS for alias in names):
+                lines.append(node.lineno)
+            case ast.ImportFrom(level=0, module=str(module)) if module.split(".")[0] in _TOP_LEVEL_FOLDERS:
+                lines.append(node.lineno)
+    return lines
+
+
+_IGNORE = re.compile(r"#\s*(?:noqa|type:\s*ignore|pragma|mypy:|ruff:)", re.IGNORECASE)
+_IGNORE_WITH_REASON = re.compile(
+    r"#\s*(?:noqa:\s*[A-Z]+\d+(?:\s*,\s*[A-Z]+\d+)*|type:\s*ignore\[[\w, -]+\])"  # the rule that is ignored
+    r"(?:\s*#\s*(?:noqa:\s*[A-Z]+\d+|type:\s*ignore\[[\w, -]+\]))*"  # perhaps another tool's
+    r"[\s#:(\u2013-]+\w+\W+\w+"  # and at least two words of why
+)
+
+
+def _ignores_without_reason(source: str) -> list[int]:
+    """Lines that silence a tool without saying which rule, and why, in the same comment."""
+    comments = (token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT)
+    return [token.start[0] for token in comments if _IGNORE.match(token.string) and not _IGNORE_WITH_REASON.match(token.string)]
+
+
+def test_the_sources_are_found_through_the_links() -> None:
+    folders = {Path(name).parts[1] for name in _PACKAGE}
+    assert folders >= {"__init__.py", "device", *_TOP_LEVEL_FOLDERS}
+    assert "tests/test_layers.py" in _TESTS
+
+
+@pytest.mark.parametrize("path", sorted(name for name in _PACKAGE if not _MAY_USE_TORCH_CUDA.fullmatch(name)))
+def test_only_the_cuda_device_uses_torch_cuda(path: str) -> None:
+    assert _torch_cuda_uses(_PACKAGE[path]) == []
+
+
+@pytest.mark.parametrize("path", sorted(name for name in _PACKAGE if not _MAY_ASK_FOR_CUDA.fullmatch(name)))
+def test_only_the_device_layer_asks_for_cuda(path: str) -> None:
+    assert _cuda_questions(_PACKAGE[path]) == []
+
+
+@pytest.mark.parametrize("path", sorted(_PACKAGE | _TESTS))
+def test_kernels_and_bench_are_imported_as_ours(path: str) -> None:
+    assert _top_level_imports((_PACKAGE | _TESTS)[path]) == []
+
+
+@pytest.mark.parametrize("path", sorted(_PACKAGE | _TESTS))
+def test_every_ignore_says_which_rule_and_why(path: str) -> None:
+    assert _ignores_without_reason((_PACKAGE | _TESTS)[path]) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.cuda",
+        "import torch.cuda.memory as m",
+        "from torch import cuda",
+        "from torch.cuda import Event",
+        "from torch.cuda.memory import memory_stats",
+        "x = torch.cuda.is_available()",
+        "torch._C._cuda_memoryStats(0)",
+    ],
+)
+def test_a_use_of_torch_cuda_is_noticed(line: str) -> None:
+    assert _torch_cuda_uses(f"import torch\n{line}\n") == [2]
+
+
+@pytest.mark.parametrize("line", ["x = t.is_cuda", 'x = t.device.type == "cuda"', 'x = "cuda" != kind', 'x = "cuda" in name'])
+def test_asking_for_cuda_is_noticed(line: str) -> None:
+    assert _cuda_questions(f"\n{line}\n") == [2]
+
+
+@pytest.mark.parametrize(
+    "line", ["import kernels", "import bench.copy as c", "from kernels import copy", "from bench.x import y"]
+)
+def test_a_top_level_import_is_noticed(line: str) -> None:
+    assert _top_level_imports(f"\n{line}\n") == [2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from . import kernels", "from .kernels import copy", "import chameleon_mm.bench", "from chameleon_mm import kernels"],
+)
+def test_an_import_of_ours_is_none(line: str) -> None:
+    assert _top_level_imports(f"{line}\n") == []
+
+
+@pytest.mark.parametrize("comment", ["noqa", "noqa: BLE001", "type: ignore", "type: ignore[attr-defined]", "noqa: E501 # long"])
+def test_a_bare_ignore_is_noticed(comment: str) -> None:
+    assert _ignores_without_reason(f"x = 1  # {comment}\n") == [1]
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "noqa: BLE001 - a probe never takes the others down",
+        "noqa: BLE001, PLW0603  # because it must",
+        "type: ignore[attr-defined]  # private, checked on 2.11",
+        "type: ignore[misc]  # noqa: N806  # Triton's own custom",
+    ],
+)
+def test_a_reasoned_ignore_passes(comment: str) -> None:
+    assert _ignores_without_reason(f"x = 1  # {comment}\n") == []

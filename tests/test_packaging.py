@@ -1,0 +1,116 @@
+"""What an installation holds: one top-level name, real files behind the links, no figures, the same wheel from the sdist.
+
+    copy of the checkout + a planted result  ->  sdist, wheel  ->  wheel out of the unpacked sdist  ->  compare the three
+
+The copy keeps the links as links: following them is the build's part.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[1]
+_LINKS = ("bench", "kernels")
+
+
+def _build(kind: str, source: Path, out: Path) -> Path:
+    command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, so that building leaves nothing behind in the real one, with one measured figure in it."""
+    pytest.importorskip("build", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
+    pytest.importorskip("hatchling", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
+    copy = tmp_path_factory.mktemp("checkout") / "chameleon_mm"
+    keep_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "__pycache__")
+    shutil.copytree(_ROOT, copy, symlinks=True, ignore=keep_out)
+    (copy / "bench" / "results").mkdir(exist_ok=True)
+    (copy / "bench" / "results" / "copy_planted_2020-01-01.json").write_text("{}")
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("sdist", checkout, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _build("wheel", checkout, tmp_path_factory.mktemp("wheel"))
+
+
+def _contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _modules(package: Path) -> dict[str, bytes]:
+    """Every module of the package, through the links, as the paths that a wheel gives them."""
+    return {
+        (Path(folder) / name).relative_to(package.parent).as_posix(): (Path(folder) / name).read_bytes()
+        for folder, _, names in os.walk(package, followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    }
+
+
+@pytest.mark.parametrize("name", _LINKS)
+def test_the_links_are_relative_and_lead_to_the_top(name: str) -> None:
+    link = _ROOT / "chameleon_mm" / name
+    if not (_ROOT / name).exists():
+        pytest.skip("an unpacked sdist holds real files in the place of the links")
+    assert link.readlink() == Path("..") / name
+    assert (link / "__init__.py").samefile(_ROOT / name / "__init__.py")
+
+
+def test_the_wheel_holds_one_top_level_name(wheel: Path) -> None:
+    top = {name.split("/")[0] for name in _contents(wheel)}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"chameleon_mm"}
+    assert len(top) == 2
+
+
+def test_the_wheel_holds_every_module_as_a_real_file(checkout: Path, wheel: Path) -> None:
+    contents = _contents(wheel)
+    modules = _modules(checkout / "chameleon_mm")
+    assert {name: data for name, data in contents.items() if name.endswith(".py")} == modules
+    assert all(f"chameleon_mm/{name}/__init__.py" in modules for name in _LINKS)
+    assert "chameleon_mm/py.typed" in contents
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [entry.filename for entry in archive.infolist() if stat.S_ISLNK(entry.external_attr >> 16)]
+
+
+def test_neither_archive_holds_figures(sdist: Path, wheel: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = [*archive.getnames(), *_contents(wheel)]
+    assert not [name for name in names if "results" in Path(name).parts]
+
+
+def test_the_wheel_carries_the_license_and_the_command(wheel: Path) -> None:
+    contents = _contents(wheel)
+    (info,) = {name.split("/")[0] for name in contents if ".dist-info/" in name}
+    assert contents[f"{info}/licenses/LICENSE"] == (_ROOT / "LICENSE").read_bytes()
+    assert contents[f"{info}/entry_points.txt"].split() == b"[console_scripts] chameleon-mm = chameleon_mm.cli:main".split()
+    metadata = contents[f"{info}/METADATA"].decode()
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "\nRequires-Python: >=3.11\n" in metadata
+
+
+def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (source,) = (tmp_path / "unpacked").iterdir()
+    assert _contents(_build("wheel", source, tmp_path / "wheel")) == _contents(wheel)

@@ -1,0 +1,455 @@
+"""Host blocks and device work: a block's bytes are used again only after the event that it was released with.
+
+Every scenario swaps bytes over blocks that are used again while copies may be outstanding, and checks what arrived. With the
+pool as it is they pass, on the simulator and on CUDA. With a pool that forgets one thing, the simulator shows it: a
+`SimRaceError`, or wrong bytes, every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import SimRaceError
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.pinned.pending import PendingRanges
+from chameleon_mm.units import MIB
+
+SIZE = 1 * MIB
+
+
+class Machine:
+    """A pool of two blocks of `SIZE` on a device, a stream per direction, and device memory with a known content."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pool = PinnedPool(2 * SIZE, device)
+        self.h2d = device.new_stream("h2d")
+        self.d2h = device.new_stream("d2h")
+        self.other = device.new_stream("d2h")
+        self.held: list[Tensor] = []  # what copies may use until the machine goes
+
+    def hbm(self, value: int, nbytes: int = SIZE) -> Tensor:
+        """Device memory full of `value`, as every stream sees it from now on."""
+        compute = self.device.current_stream()
+        with self.device.compute():
+            memory = compute.alloc(nbytes)
+            memory.fill_(value)
+        self.held.append(memory)
+        ready = compute.record()
+        for stream in (self.h2d, self.d2h, self.other):
+            stream.wait(ready)
+        return memory
+
+    def outbound(self, nbytes: int, value: int) -> PinnedBlock:
+        """A block full of `value`, complete on the host."""
+        block = self.pool.allocate(nbytes)
+        block.numpy((nbytes,), np.uint8)[:] = value
+        return block
+
+    def load(self, block: PinnedBlock, stream: Stream) -> tuple[Tensor, Event]:
+        """The block's bytes into fresh device memory, still under way when this returns; and when they will be there."""
+        target = self.hbm(0, block.nbytes)
+        stream.copy(target, block.buffer)
+        return target, stream.record()
+
+    def check(self, memory: Tensor, value: int) -> None:
+        self.device.synchronize()
+        assert torch.equal(memory.cpu(), torch.full((memory.numel(),), value, dtype=torch.uint8))
+
+    def check_host(self, block: PinnedBlock, value: int) -> None:
+        self.device.synchronize()
+        assert bool((block.numpy((block.nbytes,), np.uint8) == value).all())
+
+
+def reused(m: Machine) -> None:
+    """H2D from a block, then D2H into the next block over the same bytes."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    second = m.pool.allocate(SIZE, stream=m.d2h)
+    m.d2h.copy(second.buffer, source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def reused_and_waited_for_later(m: Machine) -> None:
+    """The same, where the block is allocated before it is known which stream will use it."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    second = m.pool.allocate(SIZE)
+    assert second.pending_events == (event,) or event.query()
+    second.wait_on(m.d2h)
+    assert second.pending_events == ()
+    m.d2h.copy(second.buffer, source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def split(m: Machine) -> None:
+    """One released block becomes two; both wait for its event."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    halves = [m.pool.allocate(SIZE, stream=stream) for stream in (m.d2h, m.other)]
+    for half, stream in zip(halves, (m.d2h, m.other), strict=True):
+        stream.copy(half.buffer, source)
+    m.check(target, 1)
+    for half in halves:
+        m.check_host(half, 2)
+
+
+def coalesced(m: Machine) -> None:
+    """Two released blocks become one, which waits for both events, each of a stream of its own."""
+    source = m.hbm(3, 2 * SIZE)
+    first, second = m.outbound(SIZE, 1), m.outbound(SIZE, 2)
+    loaded = [m.load(first, m.h2d), m.load(second, m.other)]
+    for block, (_, event) in zip((first, second), loaded, strict=True):
+        block.release(after=event)
+    both = m.pool.allocate(2 * SIZE, stream=m.d2h)
+    m.d2h.copy(both.buffer, source)
+    for value, (target, _) in enumerate(loaded, start=1):
+        m.check(target, value)
+    m.check_host(both, 3)
+
+
+def passed_on_unused(m: Machine) -> None:
+    """An owner in between, which waited and then never used the block, hands the event on."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    between = m.pool.allocate(2 * SIZE, stream=m.other)
+    del between
+    second = m.pool.allocate(SIZE, stream=m.d2h)
+    m.d2h.copy(second.buffer, source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def passed_on_unmet(m: Machine) -> None:
+    """An owner in between, which never waited for anything, hands the event on beside its own."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    between = m.pool.allocate(2 * SIZE)
+    between.release(after=m.other.record())
+    second = m.pool.allocate(SIZE, stream=m.d2h)
+    m.d2h.copy(second.buffer, source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def two_first_streams(m: Machine) -> None:
+    """Two streams use the halves of one block; each has to wait."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    second = m.pool.allocate(2 * SIZE, stream=m.d2h)
+    second.wait_on(m.other)
+    m.d2h.copy(second.buffer[:SIZE], source)
+    m.other.copy(second.buffer[SIZE:], source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def touched_by_the_host(m: Machine) -> None:
+    """The host writes into a block that the device may still be reading for its earlier owner."""
+    first = m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    second = m.pool.allocate(SIZE)
+    second.tensor((SIZE,), torch.uint8).fill_(2)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def touched_by_the_host_after_a_streams_wait(m: Machine) -> None:
+    """A stream's wait orders the stream, not the host."""
+    first = m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    second = m.pool.allocate(SIZE, stream=m.d2h)
+    second.numpy((SIZE,), np.uint8)[:] = 2
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
+def closed(m: Machine) -> None:
+    """The memory goes while a copy may still read it."""
+    first = m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=event)
+    m.pool.close()
+    m.check(target, 1)
+
+
+Scenario = Callable[[Machine], None]
+SCENARIOS: list[Scenario] = [
+    reused,
+    reused_and_waited_for_later,
+    split,
+    coalesced,
+    passed_on_unused,
+    passed_on_unmet,
+    two_first_streams,
+    touched_by_the_host,
+    touched_by_the_host_after_a_streams_wait,
+    closed,
+]
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_bytes_arrive_whoever_used_the_block_before(device: Device, scenario: Scenario) -> None:
+    machine = Machine(device)
+    scenario(machine)
+    assert machine.pool.stats().num_live == 0
+    machine.pool.close()
+
+
+# --- each rule removed in turn
+
+
+def forget_the_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PendingRanges, "add", lambda self, start, end, events: None)
+
+
+def forget_the_rest_of_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = PendingRanges.take
+
+    def faulty(self: PendingRanges, start: int, end: int) -> tuple[Event, ...]:
+        events = take(self, start, end)
+        take(self, 0, 1 << 62)
+        return events
+
+    monkeypatch.setattr(PendingRanges, "take", faulty)
+
+
+def take_the_first_event_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = PendingRanges.take
+    monkeypatch.setattr(PendingRanges, "take", lambda self, start, end: take(self, start, end)[:1])
+
+
+def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: PinnedBlock, stream: Stream) -> None:
+        self._met, self._unmet = self._met + self._unmet, ()
+
+    monkeypatch.setattr(PinnedBlock, "wait_on", faulty)
+
+
+def wait_on_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_on = PinnedBlock.wait_on
+
+    def faulty(self: PinnedBlock, stream: Stream) -> None:
+        if self._unmet:
+            wait_on(self, stream)
+
+    monkeypatch.setattr(PinnedBlock, "wait_on", faulty)
+
+
+def forget(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A mutant whose blocks forget some events before they are released."""
+
+    def apply(monkeypatch: pytest.MonkeyPatch) -> None:
+        release = PinnedBlock.release
+
+        def faulty(self: PinnedBlock, after: Event | None = None) -> None:
+            for name in names:
+                setattr(self, name, ())
+            release(self, after)
+
+        monkeypatch.setattr(PinnedBlock, "release", faulty)
+
+    return apply
+
+
+def let_the_host_touch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PinnedBlock, "_host_waits", lambda self: None)
+
+
+def let_the_host_skip_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: PinnedBlock) -> None:
+        for event in self._unmet:
+            event.synchronize()
+        self._unmet = ()
+
+    monkeypatch.setattr(PinnedBlock, "_host_waits", faulty)
+
+
+def free_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PendingRanges, "synchronize", lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "scenario"),
+    [
+        (forget_the_event, reused),
+        (forget_the_event, split),
+        (forget_the_rest_of_a_range, split),
+        (take_the_first_event_alone, coalesced),
+        (never_wait, reused),
+        (never_wait, reused_and_waited_for_later),
+        (wait_on_one_stream_alone, two_first_streams),
+        (forget("_met"), passed_on_unused),
+        (forget("_unmet"), passed_on_unmet),
+        (let_the_host_touch_at_once, touched_by_the_host),
+        (let_the_host_skip_what_a_stream_waited_for, touched_by_the_host_after_a_streams_wait),
+        (free_chunks_at_once, closed),
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_a_pool_that_forgets_one_rule_is_caught(
+    sim: SimDevice, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None], scenario: Scenario
+) -> None:
+    mutant(monkeypatch)
+    host_side = scenario in (touched_by_the_host, touched_by_the_host_after_a_streams_wait)
+    expected = AssertionError if host_side else SimRaceError  # the simulator sees the device's accesses, not the host's
+    machine = Machine(sim)
+    with pytest.raises(expected):
+        scenario(machine)
+    sim.synchronize()  # ends what the mutant left under way, before the memory goes
+
+
+# --- what a block knows of its events
+
+
+class Flag:
+    """An event that the test completes by hand."""
+
+    def __init__(self) -> None:
+        self.complete = False
+
+    def query(self) -> bool:
+        return self.complete
+
+    def synchronize(self) -> None:
+        self.complete = True
+
+    def elapsed_us(self, since: Event) -> float:
+        raise ValueError("elapsed_us: not a timed event")
+
+
+class Recorder:
+    """A stream that notes what it waits for."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def wait(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def pool() -> PinnedPool:
+    return PinnedPool(8 * 4096, SimDevice())
+
+
+def test_complete_events_are_dropped_and_the_host_never_waits_in_allocate(pool: PinnedPool) -> None:
+    done, open_ = Flag(), Flag()
+    first, second = pool.allocate(4 * 4096), pool.allocate(4 * 4096)
+    first.release(after=done)
+    second.release(after=open_)
+    done.complete = True
+    stream: Any = Recorder()
+    block = pool.allocate(8 * 4096, stream=stream)
+    assert (stream.waited, block.pending_events, open_.complete) == ([open_], (), False)
+
+
+def test_an_event_over_many_pieces_is_waited_for_once(pool: PinnedPool) -> None:
+    event = Flag()
+    for block in [pool.allocate(4096) for _ in range(8)]:
+        block.release(after=event)
+    assert pool.allocate(8 * 4096).pending_events == (event,)
+
+
+def test_without_a_stream_the_events_stay_until_someone_waits(pool: PinnedPool) -> None:
+    event = Flag()
+    pool.allocate(4096).release(after=event)
+    block = pool.allocate(100)
+    assert block.buffer.numel() == 100
+    assert (list(block.pending_events), event.complete) == ([event], False)
+    block.tensor((1,), torch.uint8)
+    assert (list(block.pending_events), event.complete) == ([], True)
+
+
+def test_a_stream_that_cannot_wait_leaves_the_block_to_return_itself_with_its_events(pool: PinnedPool) -> None:
+    class Broken(Recorder):
+        def wait(self, event: Event) -> None:
+            raise RuntimeError("the device is gone")
+
+    event, broken = Flag(), Broken()
+    pool.allocate(8 * 4096).release(after=event)
+    stream: Any = broken
+
+    def fails() -> None:
+        pool.allocate(4096, stream=stream)
+
+    with pytest.raises(RuntimeError, match="gone"):
+        fails()
+    assert pool.stats().num_live == 0
+    assert pool.allocate(8 * 4096).pending_events == (event,)
+
+
+def test_a_release_event_stands_for_what_its_stream_waited_for(pool: PinnedPool) -> None:
+    first, second = Flag(), Flag()
+    stream: Any = Recorder()
+    pool.allocate(4096).release(after=first)
+    pool.allocate(4096, stream=stream).release(after=second)
+    assert (stream.waited, pool.allocate(4096).pending_events) == ([first], (second,))
+
+
+# --- the ranges themselves
+
+
+def test_a_range_taken_in_part_leaves_its_rest() -> None:
+    ranges, event = PendingRanges(), Flag()
+    ranges.add(100, 200, (event,))
+    assert ranges.take(0, 100) == ()
+    assert ranges.take(200, 300) == ()
+    assert ranges.take(140, 160) == (event,)
+    assert ranges.take(140, 160) == ()
+    assert (ranges.take(139, 140), ranges.take(160, 161)) == ((event,), (event,))
+    assert len(ranges) == 2
+    assert ranges.take(0, 1000) == (event,)
+    assert len(ranges) == 0
+
+
+def test_random_ranges_agree_with_one_entry_per_byte() -> None:
+    generator = np.random.default_rng(0)
+    ranges, events = PendingRanges(), [Flag() for _ in range(5)]
+    per_byte: dict[int, set[Flag]] = {}
+    for _ in range(3000):
+        start, end = sorted(int(n) for n in generator.integers(0, 60, 2))
+        if generator.random() < 0.5:
+            if start < end and not per_byte.keys() & set(range(start, end)):
+                chosen = tuple(events[int(n)] for n in sorted({int(n) for n in generator.integers(0, 5, 2)}))
+                ranges.add(start, end, chosen)
+                per_byte.update((byte, set(chosen)) for byte in range(start, end))
+        elif start < end:
+            expected = set().union(*(per_byte.pop(byte, set()) for byte in range(start, end)))
+            taken = ranges.take(start, end)
+            assert (set(taken), len(taken)) == (expected, len(expected))
+    assert set(ranges) == set().union(*per_byte.values())
+
+
+def test_complete_ranges_do_not_pile_up() -> None:
+    ranges = PendingRanges()
+    for n in range(10_000):
+        event = Flag()
+        event.complete = n % 100 != 0
+        ranges.add(2 * n, 2 * n + 1, (event,))
+        assert len(ranges) <= 2 * (n // 100 + 1) + 64
+    assert not ranges.sweep()
+    assert len(ranges) == 100
+    ranges.synchronize()
+    assert (len(ranges), ranges.sweep()) == (0, True)

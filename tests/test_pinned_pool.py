@@ -1,0 +1,637 @@
+"""The pinned pool: limits, statistics, the life of a block. Events and their order are in test_pinned_events.py."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.units import KIB, MIB
+
+PAGE = 4096
+
+
+class Ledgered(SimDevice):
+    """A simulated GPU that keeps count of its pinned chunks, and fails to pin on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: dict[int, int] = {}
+        self.failure: Exception | None = None
+        self.syncs = 0
+        self.before_alloc: Callable[[], object] = lambda: None
+        self.before_free: Callable[[int, int], None] = lambda address, nbytes: None
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        self.before_alloc()
+        if self.failure is not None:
+            raise self.failure
+        memory = super().alloc_pinned(nbytes)
+        self.chunks[memory.data_ptr()] = nbytes
+        return memory
+
+    def free_pinned(self, memory: Tensor) -> None:
+        self.before_free(memory.data_ptr(), memory.numel())
+        assert self.chunks.pop(memory.data_ptr()) == memory.numel()
+        super().free_pinned(memory)
+
+    def synchronize(self) -> None:
+        self.syncs += 1
+        super().synchronize()
+
+
+class Flag:
+    """An event that is complete when the test, or a wait of the host, says so."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self.syncs = 0
+
+    def query(self) -> bool:
+        return self.complete
+
+    def synchronize(self) -> None:
+        self.complete = True
+        self.syncs += 1
+
+    def elapsed_us(self, since: Event) -> float:
+        raise ValueError("elapsed_us: not a timed event")
+
+
+@pytest.fixture
+def ledgered() -> Ledgered:
+    return Ledgered()
+
+
+@pytest.fixture
+def pool(ledgered: Ledgered) -> Iterator[PinnedPool]:
+    with PinnedPool("64KiB", ledgered, "16KiB") as pool:
+        yield pool
+        gc.collect()  # an expected error's traceback and its frame, with the blocks there, hold each other
+    assert ledgered.chunks == {}
+
+
+def fill(block: PinnedBlock, value: int) -> None:
+    block.numpy((block.nbytes,), np.uint8)[:] = value
+
+
+def holds(block: PinnedBlock, value: int) -> bool:
+    return bool((block.numpy((block.nbytes,), np.uint8) == value).all())
+
+
+# --- sizes, chunks, the limit
+
+
+def test_nothing_is_reserved_before_the_first_block_and_chunks_come_as_needed(pool: PinnedPool, ledgered: Ledgered) -> None:
+    assert pool.stats().reserved_bytes == 0
+    first = pool.allocate(5000)
+    assert list(ledgered.chunks.values()) == [16 * KIB]
+    second = pool.allocate(3 * PAGE)  # two pages are left in the first chunk
+    assert list(ledgered.chunks.values()) == [16 * KIB, 16 * KIB]
+    third = pool.allocate(2 * PAGE)  # fits the first chunk exactly, best of the two
+    assert third.buffer.data_ptr() == first.buffer.data_ptr() + 2 * PAGE
+    stats = pool.stats()
+    assert (stats.requested_bytes, stats.live_bytes, stats.num_live) == (5000 + 5 * PAGE, 7 * PAGE, 3)
+    assert (stats.reserved_bytes, stats.num_chunks, stats.largest_free_bytes) == (32 * KIB, 2, PAGE)
+    for block in (first, second, third):
+        block.release()
+    stats = pool.stats()
+    assert (stats.requested_bytes, stats.live_bytes, stats.num_live, stats.peak_live_bytes) == (0, 0, 0, 7 * PAGE)
+    assert stats.to_dict() == {
+        "limit_bytes": 64 * KIB,
+        "reserved_bytes": 32 * KIB,
+        "live_bytes": 0,
+        "requested_bytes": 0,
+        "peak_live_bytes": 7 * PAGE,
+        "peak_reserved_bytes": 32 * KIB,
+        "largest_free_bytes": 16 * KIB,
+        "num_live": 0,
+        "num_chunks": 2,
+    }
+
+
+def test_a_request_larger_than_a_chunk_gets_one_of_its_own(pool: PinnedPool, ledgered: Ledgered) -> None:
+    with_neighbours = [pool.allocate(PAGE), pool.allocate(20 * KIB), pool.allocate(PAGE)]
+    assert list(ledgered.chunks.values()) == [16 * KIB, 20 * KIB]
+    for value, block in enumerate(with_neighbours):
+        fill(block, value)
+    assert [holds(block, value) for value, block in enumerate(with_neighbours)] == [True, True, True]
+
+
+def test_the_last_chunk_is_what_the_limit_leaves(ledgered: Ledgered) -> None:
+    with PinnedPool(10 * PAGE + 100, ledgered, 8 * PAGE) as pool:
+        blocks = [pool.allocate(8 * PAGE), pool.allocate(PAGE)]
+        assert list(ledgered.chunks.values()) == [8 * PAGE, 2 * PAGE]
+        blocks.clear()
+
+
+def test_a_small_pool_is_one_chunk_by_default(ledgered: Ledgered) -> None:
+    with PinnedPool("1MiB", ledgered) as pool:
+        blocks = [pool.allocate(100 * KIB) for _ in range(10)]
+        assert list(ledgered.chunks.values()) == [MIB]
+        blocks.clear()
+
+
+def test_past_the_limit_the_error_says_what_and_the_pool_stays_usable(pool: PinnedPool) -> None:
+    blocks = [pool.allocate(12 * KIB) for _ in range(4)]  # one in each chunk, a page left beside it
+    before = pool.stats()
+    with pytest.raises(HostMemoryExhausted) as caught:
+        pool.allocate(5000)
+    said = str(caught.value)
+    for figure in ("asked for 5000 bytes", "limit is 65536", "49152 live in 4 blocks", "largest free block 4096", "max_bytes"):
+        assert figure in said
+    assert isinstance(caught.value, MemoryError)
+    assert pool.stats() == before
+    assert pool.allocate(4096).nbytes == 4096
+    blocks.pop().release()
+    assert pool.allocate(5000).nbytes == 5000
+
+
+def test_a_limit_smaller_than_one_block_is_a_clear_error(ledgered: Ledgered) -> None:
+    with PinnedPool(1000, ledgered) as pool:
+        with pytest.raises(HostMemoryExhausted, match=r"asked for 1 bytes \(4096 in units of 4096\), but the limit is 1000"):
+            pool.allocate(1)
+        assert pool.allocate(0).nbytes == 0
+        assert (pool.stats().reserved_bytes, pool.stats().num_live) == (0, 0)
+
+
+def test_zero_bytes_are_a_block_that_takes_nothing(pool: PinnedPool, ledgered: Ledgered) -> None:
+    block = pool.allocate(0)
+    assert (block.nbytes, block.buffer.numel(), block.buffer.dtype) == (0, 0, torch.uint8)
+    assert block.tensor((0, 7), torch.float32).shape == (0, 7)
+    assert block.numpy((3, 0), np.float64).shape == (3, 0)
+    assert (pool.stats().num_live, pool.stats().reserved_bytes, ledgered.chunks) == (1, 0, {})
+    block.release()
+    assert pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "error"), [(-1, ValueError), (True, TypeError), (4096.0, TypeError), ("4KiB", TypeError), (None, TypeError)]
+)
+def test_a_size_that_is_none_is_refused(pool: PinnedPool, nbytes: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="allocate: expected"):
+        pool.allocate(nbytes)
+    assert pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"max_bytes": -1}, ValueError),
+        ({"max_bytes": "eight"}, ValueError),
+        ({"max_bytes": 1.5}, TypeError),
+        ({"chunk_bytes": 0}, ValueError),
+        ({"chunk_bytes": "1 parsec"}, ValueError),
+        ({"device": "abacus"}, ValueError),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        PinnedPool(**{"device": "sim", **arguments})
+
+
+def test_without_a_limit_half_of_the_available_memory_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: 10 * MIB + 1)
+    assert PinnedPool(None, "sim").limit_bytes == 5 * MIB
+    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: 0)
+    with pytest.raises(ValueError, match="could not be read"):
+        PinnedPool(None, "sim")
+
+
+@pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError])
+def test_a_device_that_cannot_pin_leaves_the_accounting_as_it_was(
+    pool: PinnedPool, ledgered: Ledgered, error: type[Exception]
+) -> None:
+    kept = pool.allocate(10_000)
+    before = pool.stats()
+    ledgered.failure = error("no more pages to lock")
+    with pytest.raises(error, match="no more pages to lock"):
+        pool.allocate(10_000)
+    assert pool.stats() == before
+    ledgered.failure = None
+    assert pool.allocate(10_000).nbytes == kept.nbytes
+
+
+# --- giving chunks back
+
+
+def test_trim_gives_back_unused_chunks_that_the_device_is_done_with(pool: PinnedPool, ledgered: Ledgered) -> None:
+    busy, waiting, idle = (pool.allocate(16 * KIB) for _ in range(3))
+    event = Flag()
+    waiting.release(after=event)
+    idle.release()
+    assert pool.trim() == 16 * KIB
+    assert event.syncs == 0
+    assert (pool.stats().num_chunks, pool.stats().largest_free_bytes) == (2, 16 * KIB)
+    event.complete = True
+    assert (pool.trim(), pool.trim()) == (16 * KIB, 0)
+    assert list(ledgered.chunks) == [busy.buffer.data_ptr()]
+    assert pool.stats().peak_reserved_bytes == 48 * KIB
+
+
+def test_unused_chunks_make_room_for_a_large_request(pool: PinnedPool, ledgered: Ledgered) -> None:
+    events = [Flag() for _ in range(4)]
+    for block, event in zip([pool.allocate(16 * KIB) for _ in range(4)], events, strict=True):
+        block.release(after=event)
+    events[2].complete = True
+    large = pool.allocate(20 * KIB)
+    assert sum(event.syncs for event in events) == 1, "one complete chunk and one more make room for 20 KiB"
+    assert events[2].syncs == 0
+    assert sorted(ledgered.chunks.values()) == [16 * KIB, 16 * KIB, 20 * KIB]
+    assert (pool.stats().reserved_bytes, large.pending_events) == (52 * KIB, ())
+
+
+def test_unused_chunks_are_kept_where_they_would_not_make_room(pool: PinnedPool) -> None:
+    kept = [pool.allocate(16 * KIB) for _ in range(3)]
+    event = Flag()
+    pool.allocate(16 * KIB).release(after=event)
+    with pytest.raises(HostMemoryExhausted):
+        pool.allocate(20 * KIB)
+    assert (pool.stats().num_chunks, event.syncs, len(kept)) == (4, 0, 3)
+
+
+def test_close_waits_for_the_device_gives_all_back_and_ends_the_pool(ledgered: Ledgered) -> None:
+    pool = PinnedPool("64KiB", ledgered, "16KiB")
+    event = Flag()
+    pool.allocate(100).release(after=event)
+    pool.close()
+    pool.close()
+    assert (event.syncs, ledgered.chunks, pool.stats().reserved_bytes) == (1, {}, 0)
+    with pytest.raises(PoolStateError, match="closed"):
+        pool.allocate(1)
+
+
+def test_close_refuses_while_blocks_live_and_says_which(pool: PinnedPool) -> None:
+    blocks = [pool.allocate(nbytes) for nbytes in (3 * KIB, 12 * KIB, 0)]
+    with pytest.raises(PoolStateError, match=r"3 of 15\.0 KiB in all \(the largest: 12\.0 KiB, 3\.00 KiB, 0 B\)"):
+        pool.close()
+    fill(blocks[1], 3)
+    assert holds(blocks[1], 3)
+
+
+def test_an_error_inside_the_with_statement_is_the_one_that_is_seen(ledgered: Ledgered) -> None:
+    with pytest.raises(KeyError), PinnedPool("64KiB", ledgered) as pool:
+        block = pool.allocate(100)
+        raise KeyError("the user's own")
+    assert pool.stats().num_live == 1
+    block.release()
+    pool.close()
+    assert ledgered.chunks == {}
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_dropped_pool_gives_its_chunks_back_once_its_blocks_are_gone(ledgered: Ledgered) -> None:
+    pool = PinnedPool("64KiB", ledgered, "16KiB")
+    first, second = pool.allocate(9000), pool.allocate(9000)
+    h2d, target = ledgered.new_stream("h2d"), ledgered.current_stream().alloc(9000)
+    h2d.wait(ledgered.current_stream().record())
+    h2d.copy(target, second.buffer)
+    del pool, first
+    assert (len(ledgered.chunks), ledgered.syncs) == (2, 0)
+    del second  # without the copy's event: the device is waited for all the same
+    assert (ledgered.chunks, ledgered.syncs) == ({}, 1)
+
+
+def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -> None:
+    script = """
+        import gc, os, sys
+        from chameleon_mm.device.sim import SimDevice
+        from chameleon_mm.pinned import PinnedPool
+
+        class Loud(SimDevice):
+            def free_pinned(self, memory):
+                os.write(1, b"freed ")
+                super().free_pinned(memory)
+
+        def leave(pool):
+            loop = [pool.allocate(100), pool.allocate(100)]
+            loop.append(loop)  # only the collector, or nobody, takes these away
+
+        forked, normal, last = (PinnedPool("1MiB", Loud()) for _ in range(3))
+        leave(forked)
+        leave(normal)
+        leave(last)
+        child = os.fork()
+        if child == 0:
+            del forked
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        os.write(1, b"parent ")
+        del normal
+        gc.collect()
+    """
+    # `forked` and `last` live to the end of the parent's interpreter, where their chunks go with the process.
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert done.stdout == "parent freed "
+    assert done.stderr == ""
+
+
+# --- the life of a block
+
+
+def test_release_is_idempotent_and_ends_the_views(pool: PinnedPool) -> None:
+    block = pool.allocate(100)
+    block.release()
+    block.release(after=Flag())
+    assert block.released
+    again = pool.allocate(100)
+    block.release()
+    assert (pool.stats().num_live, again.pending_events) == (1, ())
+    for use in (
+        lambda: block.buffer,
+        lambda: block.tensor((1,), torch.uint8),
+        lambda: block.numpy((1,), np.uint8),
+        lambda: block.wait_on(SimDevice().new_stream("d2h")),
+    ):
+        with pytest.raises(BlockReleasedError, match="expected a live block, got one of 100 bytes"):
+            use()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_dropped_block_returns_itself(pool: PinnedPool) -> None:
+    block = pool.allocate(100)
+    block.tensor((25,), torch.float32).zero_()
+    block.numpy((25,), np.float32)[:] = 1
+    assert pool.stats().num_live == 1
+    del block
+    assert (pool.stats().num_live, pool.stats().live_bytes) == (0, 0)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_an_exception_returns_its_blocks(pool: PinnedPool) -> None:
+    def fails() -> None:
+        blocks = [pool.allocate(100), pool.allocate(200)]
+        raise RuntimeError(f"with {len(blocks)} blocks in hand")
+
+    with pytest.raises(RuntimeError, match="with 2 blocks"):
+        fails()
+    assert pool.stats().num_live == 0
+
+
+def test_a_block_released_by_the_collector_under_the_pools_own_lock_does_not_deadlock(
+    pool: PinnedPool, ledgered: Ledgered
+) -> None:
+    loop: list[Any] = [pool.allocate(100)]
+    loop.append(loop)
+    del loop
+    ledgered.before_alloc = gc.collect
+    large = pool.allocate(16 * KIB)
+    assert (pool.stats().num_live, large.nbytes) == (1, 16 * KIB)
+
+
+def test_the_collector_may_run_at_any_line(ledgered: Ledgered) -> None:
+    before = gc.get_threshold()
+    with PinnedPool("8MiB", ledgered, "64KiB") as pool:
+        gc.set_threshold(1)
+        try:
+            for n in range(500):
+                loop: list[Any] = [pool.allocate(1 + 37 * n % 5000)]
+                loop.append(loop)
+        finally:
+            gc.set_threshold(*before)
+        del loop
+        assert pool.stats().num_live < 500, "the collector never ran"
+        gc.collect()
+        assert pool.stats().num_live == 0
+
+
+def test_threads_allocate_and_release_each_others_blocks(ledgered: Ledgered) -> None:
+    pool = PinnedPool("4MiB", ledgered, "64KiB")
+    wrong: list[str] = []
+    handed: list[tuple[PinnedBlock, int]] = []
+
+    def work(seed: int) -> None:
+        for n in range(300):
+            value = (seed * 50 + n) % 256
+            block = pool.allocate(1 + (seed * 7919 + n * 104_729) % 20_000)
+            fill(block, value)
+            handed.append((block, value))
+            try:
+                other, expected = handed.pop(0)
+            except IndexError:  # the other threads were faster
+                continue
+            if not holds(other, expected):
+                wrong.append(f"a block of {other.nbytes} bytes lost its {expected}s")
+            other.release()
+
+    with pool:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        handed.clear()
+        stats = pool.stats()
+        assert (stats.num_live, stats.live_bytes, stats.requested_bytes) == (0, 0, 0)
+        assert pool.trim() == stats.reserved_bytes > 0
+
+
+def test_two_threads_releasing_one_block_return_it_once(pool: PinnedPool) -> None:
+    for _ in range(50):
+        block = pool.allocate(100)
+        start = threading.Barrier(2)
+
+        def release(block: PinnedBlock = block, start: threading.Barrier = start) -> None:
+            start.wait()
+            block.release()
+
+        threads = [threading.Thread(target=release) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert pool.stats().num_live == 0
+
+
+# --- views
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_of_any_dtype_is_the_blocks_memory(device: Device, dtype: torch.dtype) -> None:
+    with PinnedPool("1MiB", device) as pool:
+        pool_neighbour = pool.allocate(1)
+        block = pool.allocate(6 * dtype.itemsize)
+        view = block.tensor((2, 3), dtype)
+        assert (view.shape, view.dtype, view.is_contiguous(), view.device.type) == ((2, 3), dtype, True, "cpu")
+        assert view.data_ptr() == block.buffer.data_ptr()
+        assert view.data_ptr() % PAGE == 0
+        block.buffer.copy_(torch.tensor([0, 1], dtype=torch.uint8).repeat(3 * dtype.itemsize))
+        expected = torch.tensor([0, 1] * (3 * dtype.itemsize), dtype=torch.uint8)
+        assert torch.equal(view.reshape(-1).view(torch.uint8), expected)
+        assert block.tensor((), dtype).shape == ()
+        assert block.tensor([1, 0, 2], dtype).shape == (1, 0, 2)
+        assert block.buffer.numel() == block.nbytes == 6 * dtype.itemsize
+        del pool_neighbour, block
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_memory_is_pinned() -> None:
+    with PinnedPool("16MiB", "cuda") as pool:
+        assert pool.allocate(100).buffer.is_pinned()
+
+
+def test_numpy_and_torch_see_the_same_bytes(pool: PinnedPool) -> None:
+    block = pool.allocate(24)
+    block.numpy((2, 3), np.float32)[:] = [[0, 1, 2], [3, 4, 5]]
+    assert torch.equal(block.tensor((6,), torch.float32), torch.arange(6, dtype=torch.float32))
+    assert block.numpy((), "<f4").shape == ()
+
+
+@pytest.mark.parametrize("shape", [(26,), (5, 6), (1 << 40, 1 << 40), (-1,), (2, -3)])
+def test_a_shape_that_does_not_fit_is_refused(pool: PinnedPool, shape: tuple[int, ...]) -> None:
+    block = pool.allocate(100)
+    with pytest.raises(ValueError, match="tensor: expected"):
+        block.tensor(shape, torch.float32)
+    with pytest.raises(ValueError, match="numpy: expected"):
+        block.numpy(shape, np.float32)
+    assert block.tensor((25,), torch.float32).numel() == 25
+
+
+def test_an_array_of_python_objects_is_refused(pool: PinnedPool) -> None:
+    with pytest.raises(ValueError, match="Python objects"):
+        pool.allocate(100).numpy((1,), object)
+
+
+def test_a_block_born_in_inference_mode_can_be_written_and_saved_for_backward_outside_of_it(pool: PinnedPool) -> None:
+    with torch.inference_mode():
+        block = pool.allocate(16)
+        values, raw = block.tensor((4,), torch.float32), block.buffer
+    values.fill_(1)
+    raw.zero_()
+    weight = torch.ones(4, requires_grad=True)
+    (weight * values).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.zeros(4))
+
+
+def test_the_simulator_takes_the_memory_for_host_memory(sim: SimDevice) -> None:
+    with PinnedPool("1MiB", sim) as pool, sim.compute():
+        before = sim.allocated_bytes()
+        block = pool.allocate(4096)
+        assert not sim.owns(block.tensor((1024,), torch.float32))
+        assert sim.allocated_bytes() == before
+        del block
+
+
+# --- everything at once, against an oracle
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random programs over a small pool. Every block has its own byte pattern; every page knows which events it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = Ledgered()
+        self.device.before_free = self.chunk_goes
+        self.pool = PinnedPool(24 * PAGE, self.device, 8 * PAGE)
+        self.blocks: list[tuple[PinnedBlock, int]] = []
+        self.waits: dict[int, set[Any]] = {}  # page's address -> events of its last owners
+        self.events: list[Flag] = []
+        self.value = 0
+
+    def pages(self, block: PinnedBlock) -> range:
+        first = block.buffer.data_ptr()
+        return range(first, first + block.nbytes, PAGE)
+
+    def chunk_goes(self, address: int, nbytes: int) -> None:
+        for page in range(address, address + nbytes, PAGE):
+            assert all(event.complete for event in self.waits.pop(page, set())), "a chunk went while the device used it"
+
+    @rule(nbytes=st.integers(0, 12 * PAGE), write=st.booleans())
+    def allocate(self, nbytes: int, write: bool) -> None:
+        try:
+            block = self.pool.allocate(nbytes)
+        except HostMemoryExhausted:
+            taken = sum(len(self.pages(block)) * PAGE for block, _ in self.blocks)
+            assert nbytes > 8 * PAGE or taken > 0, "an empty pool must serve what fits its limit"
+            return
+        expected = {event for page in self.pages(block) for event in self.waits.get(page, ()) if not event.complete}
+        assert set(block.pending_events) == expected
+        assert len(block.pending_events) == len(expected), "each event once"
+        self.value = (self.value + 1) % 256
+        if write:
+            fill(block, self.value)
+            assert all(event.complete for event in expected), "the host wrote while the device read"
+        self.blocks.append((block, self.value if write else -1))
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data(), how=st.sampled_from(["event", "bare", "drop"]))
+    def release(self, data: st.DataObject, how: str) -> None:
+        block, value = self.blocks.pop(data.draw(st.integers(0, len(self.blocks) - 1)))
+        carried: set[Any] = set(block.pending_events)
+        if value >= 0:
+            assert holds(block, value)
+            carried = set()
+        pages = self.pages(block)
+        if how == "event":
+            self.events.append(Flag())
+            carried.add(self.events[-1])
+            block.release(after=self.events[-1])
+        elif how == "bare":
+            block.release()
+        for page in pages:
+            self.waits[page] = carried
+
+    @precondition(lambda self: self.events)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        self.events.pop(data.draw(st.integers(0, len(self.events) - 1))).complete = True
+
+    @rule()
+    def trim(self) -> None:
+        syncs = [event.syncs for event in self.events]
+        self.pool.trim()
+        assert [event.syncs for event in self.events] == syncs
+
+    @rule()
+    def stats_agree(self) -> None:
+        stats = self.pool.stats()
+        assert stats.num_live == len(self.blocks)
+        assert stats.requested_bytes == sum(block.nbytes for block, _ in self.blocks)
+        assert stats.live_bytes == sum(len(self.pages(block)) * PAGE for block, _ in self.blocks)
+        assert stats.reserved_bytes == sum(self.device.chunks.values())
+        assert stats.requested_bytes <= stats.live_bytes <= stats.reserved_bytes <= stats.limit_bytes == 24 * PAGE
+        assert stats.largest_free_bytes <= stats.reserved_bytes - stats.live_bytes
+        assert stats.live_bytes <= stats.peak_live_bytes <= stats.peak_reserved_bytes <= stats.limit_bytes
+
+    def teardown(self) -> None:
+        assert all(holds(block, value) for block, value in self.blocks if value >= 0)
+        self.blocks.clear()
+        self.pool.close()
+        assert self.device.chunks == {}
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -1,0 +1,85 @@
+"""Which device a name stands for, and what is said about a name that stands for none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chameleon_mm.device import CudaDevice, Device, Event, SimDevice, Stream, cuda_is_available, resolve_device
+from chameleon_mm.device.specs import SPECS
+
+without_cuda = pytest.mark.skipif(cuda_is_available(), reason="says what happens where there is no CUDA GPU")
+
+
+def test_a_device_is_itself(device: Device) -> None:
+    assert resolve_device(device) is device
+
+
+@without_cuda
+def test_none_is_the_simulator_without_cuda() -> None:
+    assert isinstance(resolve_device(None), SimDevice)
+
+
+@pytest.mark.gpu
+def test_none_is_cuda_where_there_is_one() -> None:
+    chosen = resolve_device(None)
+    assert isinstance(chosen, CudaDevice)
+    assert chosen.torch_device == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_sim_is_the_default_spec() -> None:
+    assert resolve_device("sim").name == "simulated H200"
+
+
+@pytest.mark.parametrize("name", list(SPECS))
+def test_sim_takes_every_spec(name: str) -> None:
+    chosen = resolve_device(f"sim:{name}")
+    assert chosen.simulated
+    assert chosen.capacity == SPECS[name].hbm_bytes
+    assert SPECS[name].name in chosen.name
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "simulator", "sim:", "cuda:", "cuda:x", "cuda:-1", "cpu", "CUDA 0"])
+def test_another_name_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=r'expected the name of one, got .*"cuda:0", "sim"'):
+        resolve_device(name)
+
+
+def test_an_unknown_spec_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="expected one of h200"):
+        resolve_device("sim:voodoo2")
+
+
+def test_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="got int"):
+        resolve_device(0)  # type: ignore[arg-type]  # the wrong type is what is tested
+
+
+@without_cuda
+@pytest.mark.parametrize("name", ["cuda", "cuda:1", torch.device("cuda", 1)])
+def test_cuda_without_a_gpu_says_so_and_offers_the_simulator(name: str | torch.device) -> None:
+    with pytest.raises(RuntimeError, match=r"expected a CUDA GPU, got none.*'sim'"):
+        resolve_device(name)
+
+
+def test_a_torch_device_that_is_no_gpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="got 'cpu'"):
+        resolve_device(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_cuda_by_index() -> None:
+    assert (
+        resolve_device("cuda:0").torch_device == resolve_device(torch.device("cuda", 0)).torch_device == torch.device("cuda", 0)
+    )
+    with pytest.raises(ValueError, match="expected an index from 0 to"):
+        resolve_device(f"cuda:{torch.cuda.device_count()}")
+
+
+def test_both_kinds_keep_the_protocols(device: Device) -> None:
+    stream = device.new_stream("d2h")
+    assert isinstance(device, Device)
+    assert isinstance(stream, Stream)
+    assert isinstance(device.current_stream(), Stream)
+    assert isinstance(stream.record(), Event)
+    assert stream.name == "d2h"

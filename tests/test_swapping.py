@@ -1,0 +1,405 @@
+"""The life of saved tensors under swapping, on the simulator and on CUDA: lives, views, versions, parameters, failures."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.executor import Executor, KeptTensor, ProtectedStorages, SwappedView
+from chameleon_mm.policy import DefaultRule, Limits
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+KIB = 1 << 10
+
+
+@pytest.fixture
+def pool(device: Device) -> cm.PinnedPool:
+    return cm.PinnedPool("8MiB", device=device)
+
+
+def swapping(device: Device, pool: cm.PinnedPool) -> cm.save_on_cpu:
+    """Every saved storage moves, however small."""
+    return cm.save_on_cpu(device=device, pool=pool, min_bytes=0)
+
+
+def randn(device: Device, *shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device=device.torch_device, requires_grad=grad)
+
+
+def deep(x: Tensor) -> Tensor:
+    """A chain whose every link saves something that nobody else keeps."""
+    for _ in range(4):
+        x = torch.tanh(x * 1.5).exp() - 1
+    return x
+
+
+# --- lives
+
+
+def test_gradients_equal_and_nothing_stays(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 64, 64, grad=True)
+    with device.compute():
+        (expected,) = torch.autograd.grad(deep(x).sum(), x)
+        with swapping(device, pool):
+            out = deep(x).sum()
+        assert pool.stats().num_live > 0
+        (got,) = torch.autograd.grad(out, x)
+    assert torch.equal(expected, got)
+    assert pool.stats().num_live == 0
+
+
+def test_backward_twice_with_retain_graph(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 64, 64, grad=True)
+    with device.compute(), swapping(device, pool):
+        out = deep(x).sum()
+        first = torch.autograd.grad(out, x, retain_graph=True)[0]
+        second = torch.autograd.grad(out, x)[0]
+    assert torch.equal(first, second)
+    del out
+    assert pool.stats().num_live == 0
+
+
+def test_double_backward(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 32, 32, grad=True)
+
+    def second_order() -> Tensor:
+        (g,) = torch.autograd.grad(deep(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), x)[0]
+
+    with device.compute():
+        expected = second_order()
+        with swapping(device, pool):
+            got = second_order()
+    assert torch.equal(expected, got)
+    assert pool.stats().num_live == 0
+
+
+def test_two_forwards_in_flight_backward_in_either_order(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 32, 32, grad=True)
+    y = randn(device, 32, 32, grad=True)
+    with device.compute():
+        expected = [torch.autograd.grad(deep(t).sum(), t)[0] for t in (x, y)]
+        for order in ((0, 1), (1, 0)):
+            with swapping(device, pool):
+                outs = [deep(x).sum(), deep(y).sum()]
+            for which in order:
+                assert torch.equal(torch.autograd.grad(outs[which], (x, y)[which])[0], expected[which])
+            del outs
+            assert pool.stats().num_live == 0
+
+
+def test_a_dropped_graph_returns_every_block(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 64, 64, grad=True)
+    with device.compute(), swapping(device, pool):
+        out = deep(x)
+        assert pool.stats().num_live > 0
+        del out
+    assert pool.stats().num_live == 0
+
+
+def test_a_branch_that_backward_never_visits(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 64, 64, grad=True)
+    with device.compute(), swapping(device, pool):
+        used, unused = deep(x), deep(x * 2)
+        used.sum().backward()
+        assert pool.stats().num_live > 0
+        del used, unused
+    assert pool.stats().num_live == 0
+
+
+def test_an_exception_in_forward_returns_every_block(device: Device, pool: cm.PinnedPool) -> None:
+    def fails() -> None:
+        x = randn(device, 64, 64, grad=True)
+        out = deep(x)
+        raise RuntimeError(f"the user's own, after {out.shape}")
+
+    with device.compute(), pytest.raises(RuntimeError, match="the user's own") as caught, swapping(device, pool):
+        fails()
+    caught.value.__traceback__ = None  # it holds the frame that holds the graph
+    del caught
+    assert pool.stats().num_live == 0
+
+
+def test_an_exception_in_backward_returns_every_block(device: Device, pool: cm.PinnedPool) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+            raise RuntimeError("the user's own")
+
+    x = randn(device, 64, 64, grad=True)
+    with device.compute(), swapping(device, pool):
+        out = deep(Fails.apply(deep(x)))
+        with pytest.raises(RuntimeError, match="the user's own"):
+            out.sum().backward()
+        del out
+    gc.collect()  # the custom function's context and its node hold each other, with or without swapping
+    assert pool.stats().num_live == 0
+
+
+def test_a_manager_entered_again_and_nested(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 32, 32, grad=True)
+    manager = swapping(device, pool)
+    with device.compute():
+        (expected,) = torch.autograd.grad(deep(deep(x)).sum(), x)
+        for _ in range(2):
+            with manager:
+                half = deep(x)
+                with manager:
+                    out = deep(half).sum()
+            del half
+            assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+            del out
+    assert pool.stats().num_live == 0
+
+
+def test_no_grad_and_inference_save_nothing(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 32, 32, grad=True)
+    with device.compute(), swapping(device, pool):
+        with torch.no_grad():
+            deep(x)
+        with torch.inference_mode():
+            deep(x)
+    assert pool.stats().peak_live_bytes == 0
+
+
+# --- what comes back
+
+
+def views_of(base: Tensor) -> dict[str, Tensor]:
+    return {
+        "whole": base,
+        "transposed": base.t(),
+        "slice with offset": base[3:, 5:],
+        "strided": base[::2, 1::3],
+        "expanded": base[:1].expand(16, -1),
+        "scalar": base[2, 3],
+        "overlapping": base.as_strided((4, 6), (2, 1), 7),
+        "channels last": base.reshape(1, 4, 8, 8).to(memory_format=torch.channels_last),
+    }
+
+
+VIEW_NAMES = list(views_of(torch.zeros(16, 16)))
+
+
+class Saver(torch.autograd.Function):
+    """Saves its second argument and hands back what it gets in backward."""
+
+    seen: Tensor | None = None
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        Saver.seen = ctx.saved_tensors[0]  # type: ignore[attr-defined]  # save_for_backward's other half
+        return grads[0], None
+
+
+def through(device: Device, pool: cm.PinnedPool, make: object) -> Tensor:
+    """What backward gets for a tensor that nobody held in between."""
+    x = randn(device, 2, grad=True)
+    with device.compute(), swapping(device, pool):
+        out = Saver.apply(x, make())  # type: ignore[operator]
+        (out * 1).exp().sum().backward()
+    seen, Saver.seen = Saver.seen, None
+    assert seen is not None
+    return seen
+
+
+@pytest.mark.parametrize("name", VIEW_NAMES)
+def test_views_keep_strides_offset_and_bytes(name: str, device: Device, pool: cm.PinnedPool) -> None:
+    kept = randn(device, 16, 16)
+    expected = views_of(kept)[name]
+    got = through(device, pool, lambda: views_of(kept.clone())[name])
+    assert got.stride() == expected.stride()
+    assert got.storage_offset() == expected.storage_offset()
+    assert torch.equal(got, expected)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.uint8, torch.bool]
+if hasattr(torch, "float8_e4m3fn"):
+    DTYPES.append(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_pattern_of_a_dtype_comes_back(dtype: torch.dtype, device: Device, pool: cm.PinnedPool) -> None:
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (4096,), dtype=torch.uint8, device=device.torch_device)
+    got = through(device, pool, lambda: raw.clone().view(dtype))
+    assert got.dtype is dtype
+    assert torch.equal(got.view(torch.uint8), raw)
+
+
+def test_conj_and_neg_bits_come_back(device: Device, pool: cm.PinnedPool) -> None:
+    z = torch.randn(32, dtype=torch.complex64, device=device.torch_device)
+    conj = through(device, pool, lambda: z.clone().conj())
+    assert conj.is_conj()
+    assert torch.equal(conj, z.conj())
+    neg = through(device, pool, lambda: z.clone().conj().imag)
+    assert neg.is_neg()
+    assert torch.equal(neg, z.conj().imag)
+
+
+# --- identity
+
+
+def executor(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 0) -> Executor:
+    return Executor(
+        device, pool, rule=DefaultRule(min_bytes=min_bytes), limits=Limits(leaving_bytes=0), protected=ProtectedStorages()
+    )
+
+
+def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool: cm.PinnedPool) -> None:
+    swapper = executor(device, pool)
+    with device.compute():
+        base = randn(device, 32, 32)
+        handles = [swapper.save(view) for view in (base, base.t(), base[4:], base.view(-1))]
+        assert len({id(h.claim) for h in handles if isinstance(h, SwappedView)}) == 1
+        assert swapper.live_storages == 1
+        assert [torch.equal(swapper.use(h), v) for h, v in zip(handles, (base, base.t(), base[4:], base.view(-1)), strict=True)]
+        del handles
+    assert pool.stats().num_live == 0
+
+
+def test_a_new_version_is_a_new_copy(device: Device, pool: cm.PinnedPool) -> None:
+    swapper = executor(device, pool)
+    with device.compute():
+        base = randn(device, 32)
+        before = swapper.save(base)
+        base.add_(1)
+        after = swapper.save(base)
+        assert swapper.live_storages == 2
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            swapper.use(before)
+        assert torch.equal(swapper.use(after), base)
+
+
+def test_parameters_pass_by_reference(device: Device, pool: cm.PinnedPool) -> None:
+    swapper = executor(device, pool)
+    weight = nn.Parameter(randn(device, 16, 16))
+    handles = [swapper.save(weight), swapper.save(weight.t())]
+    assert all(isinstance(h, KeptTensor) for h in handles)
+    assert swapper.use(handles[0]) is weight
+    assert swapper.use(handles[1]).data_ptr() == weight.data_ptr()
+    assert swapper.meter.totals.kept_by_reason == {"parameter": 2}
+
+
+def test_what_stays_is_counted_by_reason(device: Device, pool: cm.PinnedPool) -> None:
+    swapper = executor(device, pool, min_bytes=KIB)
+    leaf = randn(device, 32, 32, grad=True)
+    kept = {
+        "small": randn(device, 4),
+        "leaf": leaf,
+        "empty": randn(device, 0),
+        "layout": randn(device, 4, 4).to_sparse(),
+    }
+    with torch.no_grad():
+        for reason, t in kept.items():
+            if reason != "empty":
+                assert isinstance(swapper.save(t), KeptTensor)
+    assert dict(swapper.meter.totals.kept_by_reason) == {"small": 1, "leaf": 1, "layout": 1}
+    assert pool.stats().num_live == 0
+
+
+def test_a_buffer_that_outlives_its_saves_moves_once(device: Device, pool: cm.PinnedPool) -> None:
+    swapper = executor(device, pool)
+    mask = randn(device, 32, 32)
+    with device.compute():
+        first = swapper.save(mask)
+        assert isinstance(first, SwappedView)
+        swapper.use(first)
+        del first
+        assert isinstance(swapper.save(mask), KeptTensor)
+    assert swapper.meter.totals.kept_by_reason == {"persistent": 1}
+
+
+# --- versions: eager's check, in eager's words
+
+
+def messages(build: object, device: Device, pool: cm.PinnedPool) -> tuple[str, str]:
+    """What eager says and what swapping says for one program that eager refuses."""
+    said = []
+    for manager in (None, swapping(device, pool)):
+        torch.manual_seed(0)
+        with device.compute(), pytest.raises(RuntimeError) as caught:
+            if manager is None:
+                out = build()  # type: ignore[operator]
+            else:
+                with manager:
+                    out = build()  # type: ignore[operator]
+            out.sum().backward()
+        said.append(str(caught.value))
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("of", ["activation", "leaf", "output", "view"])
+def test_the_inplace_error_in_eagers_words(of: str, device: Device, pool: cm.PinnedPool) -> None:
+    alive: list[Tensor] = []  # eager names the op that wrote a tensor last, which only the tensor itself knows
+
+    def build() -> Tensor:
+        x = randn(device, 4, 6, grad=True)
+        y = x * 2
+        alive.append(y)
+        if of == "activation":
+            out = y.sin()
+            y.add_(1)
+        elif of == "leaf":
+            out = x.sin()
+            with torch.no_grad():
+                x.add_(1)
+        elif of == "output":
+            out = y.exp()
+            out.add_(1)
+        else:
+            out = y.sin()
+            y[1:].mul_(3)
+        return out
+
+    eager, ours = messages(build, device, pool)
+    assert "modified by an inplace operation" in eager
+    assert ours == eager
+
+
+def test_noise_that_an_op_saves_before_it_fills_it(device: Device, pool: cm.PinnedPool) -> None:
+    x = randn(device, 64, 64, grad=True)
+
+    def noisy() -> Tensor:
+        torch.manual_seed(3)
+        return F.rrelu(x * 1, 0.1, 0.9, training=True)
+
+    with device.compute():
+        (expected,) = torch.autograd.grad(deep(noisy()).sum(), x)
+        with swapping(device, pool):
+            out = deep(noisy()).sum()
+        (got,) = torch.autograd.grad(out, x)
+    assert torch.equal(expected, got)
+
+
+# --- host memory
+
+
+def test_a_full_pool_keeps_tensors_on_the_device(device: Device) -> None:
+    pool = cm.PinnedPool(64 * KIB, device=device)
+    x = randn(device, 64, 64, grad=True)
+    with device.compute():
+        (expected,) = torch.autograd.grad(deep(x).sum(), x)
+        session = cm.SwapSession(
+            hbm_budget=device.allocated_bytes() + (64 << 20), host_budget=64 * KIB, device=device, min_bytes=0
+        )
+        with session, session.step():
+            (got,) = torch.autograd.grad(deep(x).sum(), x)
+    assert torch.equal(expected, got)
+    assert session.report().fallbacks > 0
+    assert pool.stats().num_live == 0

@@ -1,0 +1,110 @@
+"""Sizes and durations as text and back; errors as built-ins that a caller would already catch."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm import errors
+from chameleon_mm.units import GIB, KIB, MIB, TIB, format_size, format_us, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("7", 7),
+        ("512B", 512),
+        ("4KiB", 4096),
+        ("1.5 MiB", 3 * 2**19),
+        ("20GiB", 21_474_836_480),
+        ("2TiB", 2**41),
+        ("8KB", 8_000),
+        ("1.25MB", 1_250_000),
+        ("8GB", 8_000_000_000),
+        ("1TB", 10**12),
+        ("  3 gib ", 3 * 2**30),
+        ("0.5KiB", 512),
+    ],
+)
+def test_text_is_parsed_exactly(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@given(st.integers(min_value=0, max_value=2**70))
+def test_whole_numbers_lose_nothing(nbytes: int) -> None:
+    assert parse_size(nbytes) == nbytes
+    assert parse_size(str(nbytes)) == nbytes
+    assert parse_size(f"{nbytes}KiB") == nbytes * KIB
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1GiB", "1 2", "1GiBs", "1 XB", "1e9", "0x10", "1,5GiB", "1.", ".5GiB", "nan", "inf"]
+)
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="hbm_budget: expected a number and B, KiB"):
+        parse_size(text, what="hbm_budget")
+
+
+@given(st.integers(min_value=0, max_value=10**15), st.sampled_from([("KB", 3), ("MB", 6), ("GB", 9), ("TB", 12)]))
+def test_decimals_lose_nothing(nbytes: int, unit: tuple[str, int]) -> None:
+    suffix, digits = unit
+    whole, fraction = divmod(nbytes, 10**digits)
+    assert parse_size(f"{whole}.{fraction:0{digits}d}{suffix}") == nbytes
+
+
+@pytest.mark.parametrize("text", ["1.5", "0.3KiB", "1.0000001MB", "4.00000000000000000001GiB"])
+def test_a_fraction_of_a_byte_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="size: expected a whole number of bytes, got"):
+        parse_size(text)
+
+
+def test_a_negative_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="pool limit: expected 0 bytes or more, got -1"):
+        parse_size(-1, what="pool limit")
+
+
+@pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1]])
+def test_other_types_are_refused(size: object) -> None:
+    with pytest.raises(TypeError, match="min_bytes: expected an int of bytes or text"):
+        parse_size(size, what="min_bytes")  # type: ignore[arg-type]  # the wrong type is what is tested
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1.00 KiB"),
+        (12 * MIB, "12.0 MiB"),
+        (GIB + GIB // 2, "1.50 GiB"),
+        (141 * GIB, "141.0 GiB"),
+        (5 * TIB, "5.00 TiB"),
+        (-2 * KIB, "-2.00 KiB"),
+    ],
+)
+def test_sizes_for_people(nbytes: int, text: str) -> None:
+    assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(("us", "text"), [(0, "0.0 us"), (8, "8.0 us"), (12_400, "12.40 ms"), (3.2e6, "3.20 s")])
+def test_durations_for_people(us: float, text: str) -> None:
+    assert format_us(us) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.InfeasibleBudget, ValueError),
+        (errors.HostMemoryExhausted, MemoryError),
+        (errors.BlockReleasedError, ValueError),
+        (errors.SessionClosedError, RuntimeError),
+        (errors.SimRaceError, RuntimeError),
+        (errors.SimLifetimeError, RuntimeError),
+    ],
+)
+def test_errors_are_caught_by_name_and_as_built_ins(error: type[Exception], builtin: type[Exception]) -> None:
+    assert issubclass(error, builtin)
+    assert issubclass(error, errors.ChameleonError)
+    assert str(error("expected 1, got 2")) == "expected 1, got 2"

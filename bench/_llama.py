@@ -4,7 +4,7 @@
     x = x + down(silu(gate(h)) * up(h))                  # h = rms_norm(x)
     loss = mean((x - target)**2)                         # no vocabulary: its size would hide the blocks'
 
-A block saves 52 bytes per token and unit of width in bf16 at ffn = 3.5 * width; `Shape.layer_saved_bytes` has the terms.
+A block saves 54 bytes per token and unit of width in bf16 at ffn = 3.5 * width; `Shape.layer_saved_bytes` has the terms.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ class Shape:
         """What one block keeps from forward to backward, without swapping; `e` is the size of `dtype`.
 
         Norms, twice: the input in fp32 (4 width), its quotient in `dtype` (e width), the result (e width). Attention: q and k
-        after RoPE, v, the output (4e width). SwiGLU: gate, silu(gate), up, their product (4e ffn).
+        after RoPE, v, the output, and the output with heads side by side (5e width; kernels that write it so save the last).
+        SwiGLU: gate, silu(gate), up, their product (4e ffn).
         """
         e = DTYPES[self.dtype].itemsize
-        per_token = 2 * (4 + 2 * e) * self.width + 4 * e * self.width + 4 * e * self.ffn
+        per_token = 2 * (4 + 2 * e) * self.width + 5 * e * self.width + 4 * e * self.ffn
         return self.tokens * per_token
 
 

@@ -182,14 +182,15 @@ def _attempt(peer: Peer, shape: Shape, args: argparse.Namespace, baseline: PeerR
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Kernels that give the same bits on every run: without them a loss could differ for reasons that are no peer's."""
-    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
+    mode, fill = torch.get_deterministic_debug_mode(), flags.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # changes no result, costs bandwidth
+    flags.fill_uninitialized_memory = False  # changes no result, costs bandwidth
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        flags.fill_uninitialized_memory = fill
 
 
 def _columns(device: Device) -> tuple[Column, ...]:

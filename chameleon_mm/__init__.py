@@ -18,6 +18,7 @@ from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
     BlockReleasedError,
     ChameleonError,
+    DeviceUnavailable,
     HostMemoryExhausted,
     InfeasibleBudget,
     SessionClosedError,
@@ -35,6 +36,7 @@ __all__ = [
     "BlockReleasedError",
     "ChameleonError",
     "CudaDevice",
+    "DeviceUnavailable",
     "HostMemoryExhausted",
     "InfeasibleBudget",
     "PinnedBlock",

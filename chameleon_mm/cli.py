@@ -12,12 +12,12 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from chameleon_mm import __version__
 from chameleon_mm.bench import THEMES
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="chameleon-mm", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=f"chameleon-mm {_version()}")
+    parser.add_argument("--version", action="version", version=f"chameleon-mm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command, theme = (*arguments[:2], "", "")[:2]
 
@@ -141,10 +141,3 @@ def _run_doctor(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm import doctor
 
     return doctor.run(args.json, console)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("chameleon-mm")
-    except metadata.PackageNotFoundError:
-        return "(from a checkout, not installed)"

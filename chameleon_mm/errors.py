@@ -27,6 +27,10 @@ class SessionClosedError(ChameleonError, RuntimeError):
     """A session was used outside `with session:`, or after it was closed."""
 
 
+class DeviceUnavailable(ChameleonError, RuntimeError):
+    """The device that was asked for is not on this machine, or not in a state in which it can be used."""
+
+
 class SimRaceError(ChameleonError, RuntimeError):
     """Two conflicting accesses to one address have no happens-before between them. Raised by the simulator alone."""
 

@@ -8,7 +8,7 @@ order.upcoming(index)                 -> saved storages in the order in which th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 
 from chameleon_mm.units import MIB
@@ -54,13 +54,19 @@ class Limits:
     ahead_bytes: int | None = None
     """HBM that prefetches may hold before their first use; None: the budget alone decides."""
 
+    def __post_init__(self) -> None:
+        for knob in fields(self):
+            nbytes = getattr(self, knob.name)
+            if nbytes is not None and nbytes < 0:
+                raise ValueError(f"{knob.name}: expected 0 bytes or more, or None for no such limit, got {nbytes}")
+
 
 class Headroom:
     """How far allocation climbs between two looks at memory, learned from the previous step.
 
     Position k is the k-th look of a step. The growth of the allocation odometer from look k to look k+1 bounds the peak in
-    between: nothing that was allocated and freed again is missed. Before a first step is known, and after one of a different
-    length, there is no answer (None): the caller then keeps as much free as it can.
+    between: nothing that was allocated and freed again is missed. In the first step, after one that did not end, and beyond the
+    last look of the previous one there is no answer (None): the caller then keeps as much free as it can.
     """
 
     WINDOW = 2
@@ -71,22 +77,23 @@ class Headroom:
         self._growing: list[int] = []
 
     def record(self, growth_bytes: int) -> None:
-        """The growth since the previous look of this step."""
+        """The growth since the previous look of this step; at its end, since the last one."""
         self._growing.append(growth_bytes)
 
     @property
     def position(self) -> int:
+        """Which look of the step this is, from 0."""
         return len(self._growing)
 
     def need(self, ahead: int = 0) -> int | None:
         """Bytes to leave free until the next look, or the most until any of the next `ahead` looks."""
         position = self.position
-        if not self._known or position > len(self._known):
+        if position >= len(self._known):
             return None
-        window = self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]
-        return max(window, default=0)
+        return max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead])
 
     def end_step(self) -> None:
+        """The step is over: the next one is expected to be like it."""
         self._known, self._growing = self._growing, []
 
     def forget(self) -> None:
@@ -114,10 +121,11 @@ class UseOrder:
         return islice(self._learned, place + 1, place + 1 + at_most)
 
     def rank(self, index: int) -> int:
-        """Where `index` stands in the expected order: higher is later."""
+        """Where `index` stands in the expected order: higher is later. Not seen before: sooner than what was."""
         return self._position.get(index, -index)
 
     def end_step(self) -> None:
+        """The step is over: the next one is expected to use what it saves in the same order."""
         self._learned = list(self._current)
         self._position = {index: place for place, index in enumerate(self._learned)}
         self._current = {}

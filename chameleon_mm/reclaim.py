@@ -28,7 +28,7 @@ class Reclaimable(Protocol):
         ...
 
     def copied(self) -> bool:
-        """Whether the copy is complete, seen by the host."""
+        """If the host sees the copy complete, drop the buffer: no wait is needed. Returns whether it did."""
         ...
 
     def reclaim(self) -> None:
@@ -42,6 +42,7 @@ class ReclaimQueue:
     def __init__(self) -> None:
         self._entries: deque[Reclaimable] = deque()
         self.pending_bytes = 0
+        """Bytes of the entries; one that went another way counts until it is the oldest."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,21 +54,25 @@ class ReclaimQueue:
     def sweep(self) -> int:
         """Drop what is complete, from the oldest on. Returns the bytes given back."""
         freed = 0
-        while self._entries and (self._entries[0].reclaimed or self._entries[0].copied()):
-            freed += self._drop_oldest()
+        while self._entries:
+            if not self._entries[0].reclaimed:
+                if not self._entries[0].copied():
+                    break
+                freed += self._entries[0].nbytes
+            self._forget_oldest()
         return freed
 
     def flush(self, enough: Callable[[], bool]) -> int:
         """Give back oldest first until `enough()`. Returns the bytes given back."""
         freed = 0
         while self._entries and not enough():
-            freed += self._drop_oldest()
+            oldest = self._forget_oldest()
+            if not oldest.reclaimed:
+                oldest.reclaim()
+                freed += oldest.nbytes
         return freed
 
-    def _drop_oldest(self) -> int:
-        entry = self._entries.popleft()
-        self.pending_bytes -= entry.nbytes
-        if entry.reclaimed:
-            return 0
-        entry.reclaim()
-        return entry.nbytes
+    def _forget_oldest(self) -> Reclaimable:
+        oldest = self._entries.popleft()
+        self.pending_bytes -= oldest.nbytes
+        return oldest

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,18 +28,29 @@ OUTSTANDING = 2
 """Pieces in the engine's queue: one running, one to follow it without a gap."""
 
 
-class Move:
-    """One buffer's way across. `done` is there once all its pieces are handed over."""
+class Piece(NamedTuple):
+    """A part of a timed move that was handed over: what lies between its two events is its copy and nothing else."""
 
-    __slots__ = ("after", "cancelled", "done", "dst", "next_byte", "src", "start", "timed")
+    start: Event
+    end: Event
+    nbytes: int
+
+
+class Move:
+    """One buffer's way across. `done` is there once all its pieces are handed over. Raises `ValueError` for unequal sizes."""
+
+    __slots__ = ("after", "cancelled", "done", "dst", "next_byte", "pieces", "src", "timed")
 
     def __init__(self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool) -> None:
+        if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
+            raise ValueError(f"expected a destination of {src.numel()} bytes, as the source, got {dst.numel()}; slice the larger")
         self.dst: Tensor | None = dst
         self.src: Tensor | None = src
         self.after = tuple(after)
         self.next_byte = 0
         self.timed = timed
-        self.start: Event | None = None
+        self.pieces: deque[Piece] = deque()
+        """Of a timed move: the pieces handed over, until the meter takes them."""
         self.done: Event | None = None
         self.cancelled = False
 
@@ -58,10 +70,6 @@ class Lane:
         self._queue: deque[Move] = deque()
         self._running: deque[Event] = deque()
 
-    @property
-    def queued(self) -> int:
-        return len(self._queue)
-
     def submit(self, move: Move) -> None:
         self._queue.append(move)
         self.pump()
@@ -76,10 +84,10 @@ class Lane:
                 self._queue.popleft()
 
     def issue(self, move: Move) -> Event:
+        queued = move.done is None
         while move.done is None:
             self._hand_over_piece(move)
-        # A move that was ahead of its turn is still in the queue; one that ran in turn is not.
-        if move in self._queue:
+        if queued:
             self._queue.remove(move)
         return move.done
 
@@ -88,7 +96,7 @@ class Lane:
             return False
         move.cancelled = True
         self._queue.remove(move)
-        move.dst = move.src = None
+        move.dst, move.src, move.after = None, None, ()
         return True
 
     def curtail(self, move: Move) -> int:
@@ -98,8 +106,7 @@ class Lane:
         unsent = move.src.numel() - move.next_byte
         self._queue.remove(move)
         move.done = self.stream.record()  # orders both ends' reuse after the pieces that were handed over
-        move.dst = move.src = None
-        move.timed = False
+        move.dst, move.src, move.after = None, None, ()
         return unsent
 
     def _hand_over_piece(self, move: Move) -> bool:
@@ -108,16 +115,19 @@ class Lane:
         if move.next_byte == 0:
             for event in move.after:
                 self.stream.wait(event)  # orders the copy after its source was written and its destination's last use
-            if move.timed:
-                move.start = self.stream.record(timed=True)
+            move.after = ()
         begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.src.numel())
+        # A piece's own time, not the move's: between two pieces the lane may idle, or carry another move that was needed first.
+        start = self.stream.record(timed=True) if move.timed else None
         self.stream.copy(move.dst[begin:end], move.src[begin:end])
         move.next_byte = end
         last = end == move.src.numel()
-        event = self.stream.record(timed=last and move.timed)  # orders both ends' reuse after this piece
+        event = self.stream.record(timed=move.timed)  # orders both ends' reuse after this piece
         self._running.append(event)
+        if start is not None:
+            move.pieces.append(Piece(start, event, end - begin))
         if last:
-            move.done, move.after = event, ()
+            move.done = event
             move.dst = move.src = None  # from here on the executor's references keep both ends
         return last
 
@@ -128,7 +138,7 @@ class Transfer:
     def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # no call from inside another: nothing here runs a callback or drops a last reference
         self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding)
         self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding)
 
@@ -151,7 +161,7 @@ class Transfer:
             return self._in.issue(move)
 
     def cancel_out(self, move: Move) -> bool:
-        """Take a swap-out back if none of it was handed over."""
+        """Take a swap-out back if none of it was handed over. Returns whether it was."""
         with self._lock:
             return self._out.cancel(move)
 
@@ -161,6 +171,7 @@ class Transfer:
             return self._out.curtail(move)
 
     def cancel_in(self, move: Move) -> bool:
+        """Take a swap-in back if none of it was handed over. Returns whether it was."""
         with self._lock:
             return self._in.cancel(move)
 

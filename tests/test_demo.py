@@ -27,7 +27,9 @@ from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, reproducible, 
 from chameleon_mm.device.sim import SimDevice
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
-TINY_ARGS = "--layers 2 --width 64 --heads 4 --context 64 --batch 8 --steps 3 --min-bytes 16KiB --device sim".split()
+TINY_ARGS = [
+    "--device=sim", "--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=8", "--steps=3", "--min-bytes=16KiB",
+]  # fmt: skip
 REPORT = {
     "bytes_swapped_out": 3 << 20, "bytes_swapped_in": 2 << 20, "hidden_fraction": 0.5, "stall_us": 1500.0,
     "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7},
@@ -107,14 +109,19 @@ def test_the_head_is_the_embedding_only_where_tied(tied: bool) -> None:
 
 
 def test_the_model_learns() -> None:
-    rows = tiny_rows(steps=1) * 12
+    rows = [*tiny_rows(steps=1)] * 12
     result = train(TrainConfig(model=TINY, steps=12, batch=4, lr=1e-2), rows, SimDevice())
     assert result.losses[-1] < 0.8 * result.losses[0]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"layers": 0}, "layers"), ({"heads": 3}, "multiple of heads"), ({"dropout": 1.0}, "dropout"), ({"context": -1}, "context")],
+    [
+        ({"layers": 0}, "layers"),
+        ({"heads": 3}, "multiple of heads"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"context": -1}, "context"),
+    ],
 )
 def test_a_shape_that_cannot_be_built_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -162,12 +169,13 @@ def test_activations_dominate_at_the_default_sizes() -> None:
 
 def test_deterministic_kernels_are_put_back() -> None:
     before = torch.get_deterministic_debug_mode()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
+    fill = flags.fill_uninitialized_memory
     with pytest.raises(KeyError), reproducible():
         assert torch.get_deterministic_debug_mode() == 2  # "error"
         raise KeyError
     assert torch.get_deterministic_debug_mode() == before
-    assert torch.utils.deterministic.fill_uninitialized_memory == fill
+    assert flags.fill_uninitialized_memory == fill
 
 
 # --- comparing two runs
@@ -229,7 +237,8 @@ def test_the_earliest_difference_is_the_one_named() -> None:
 def outcome(**changes: Any) -> Outcome:
     result = tiny_run()
     defaults: dict[str, Any] = {
-        "config": TrainConfig(model=TINY, steps=2, batch=4), "device": SimDevice("a100"), "unswapped": result, "swapped": result,
+        "config": TrainConfig(model=TINY, steps=2, batch=4), "device": SimDevice("a100"),
+        "unswapped": result, "swapped": result,
         "report": REPORT, "hbm_budget_bytes": result.peak_bytes, "difference": None, "reproducible": None,
     }  # fmt: skip
     return Outcome(**{**defaults, **changes})

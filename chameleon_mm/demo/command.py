@@ -24,7 +24,7 @@ from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from chameleon_mm.demo.outcome import Outcome
-    from chameleon_mm.demo.train import Rows, RunResult, Session, TrainConfig
+    from chameleon_mm.demo.train import RunResult, Session
     from chameleon_mm.device.protocols import Device
 
 SIZES: dict[str, dict[str, int]] = {
@@ -127,13 +127,13 @@ class _Job:
         }
         sizes = SIZES["simulated" if self.device().simulated else "real"]
         size = {name: default if (given := getattr(args, name)) is None else given for name, default in sizes.items()}
-        self.config: TrainConfig = TrainConfig(
+        self.config = TrainConfig(
             model=GPTConfig(
                 layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"], dropout=args.dropout
             ),
             steps=size["steps"], batch=size["batch"], seed=args.seed, lr=args.lr,
         )  # fmt: skip
-        self._rows: Rows = draw_batches(
+        self._rows = draw_batches(
             read_text(args.text), steps=size["steps"], batch=size["batch"], context=size["context"], seed=args.seed
         )
 

@@ -28,8 +28,8 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         (f"stall{clock}", "-", format_us(report["stall_us"])),
         ("peak host memory", "-", format_size(report["peak_host_bytes"])),
         (f"step time, median{clock}", format_us(unswapped.median_step_us), _step_time(unswapped, swapped)),
-        ("loss, first step", _exact(unswapped, 0), _exact(swapped, 0)),
-        ("loss, last step", _exact(unswapped, -1), _exact(swapped, -1)),
+        ("loss, first step", _loss(unswapped, 0), _loss(swapped, 0)),
+        ("loss, last step", _loss(unswapped, -1), _loss(swapped, -1)),
     ]
 
 
@@ -38,25 +38,22 @@ def verdicts(outcome: Outcome) -> list[str]:
     steps = outcome.config.steps
     if outcome.difference is None:
         lines = [f"bit-identical: yes ({steps} losses, {steps} gradient norms, final weights, random state)"]
-    elif outcome.reproducible is False:
-        lines = [
-            f"bit-identical: no - {outcome.difference}",
-            "the unswapped run does not reproduce itself on this device, so this comparison says nothing about swapping",
-        ]
     else:
         lines = [f"bit-identical: no - {outcome.difference}"]
+    if outcome.reproducible is False:
+        lines.append(
+            "the unswapped run does not reproduce itself on this device, so this comparison says nothing about swapping"
+        )
     if not outcome.budget_held:
         kept = ", ".join(f"{reason}: {count}" for reason, count in outcome.report["kept_by_reason"].items()) or "nothing"
-        lines.append(
-            f"budget not held: the peak is {format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)} above it; "
-            f"kept on the device: {kept}"
-        )
+        above = format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)
+        lines.append(f"budget not held: the peak is {above} above it; saved tensors kept on the device: {kept}")
     return lines
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """Print the table and the verdicts."""
-    model = outcome.config.model
+    """Print the table, what it was measured on, and the verdicts."""
+    config, model = outcome.config, outcome.config.model
     table = Table(title=f"chameleon-mm demo on {outcome.device.name}", title_justify="left")
     table.add_column("")
     table.add_column("no swapping", justify="right")
@@ -64,20 +61,23 @@ def show(outcome: Outcome, console: Console) -> None:
     for row in rows(outcome):
         table.add_row(*row)
     console.print(table)
-    lines = [
+    _line(
+        console,
         f"GPT: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}; "
-        f"{outcome.config.steps} steps of {outcome.config.batch} rows, seed {outcome.config.seed}"
-    ]
+        f"{config.steps} steps of {config.batch} rows, seed {config.seed}",
+    )
     if outcome.device.simulated:
-        lines.append("no GPU took part: the numbers are computed on the CPU, the times and the copies' speed are simulated")
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _line(console, "no GPU took part: the numbers are computed on the CPU, times and copy speeds are simulated")
     for line in verdicts(outcome):
-        console.print(line, markup=False, highlight=False, soft_wrap=True, style="bold" if outcome.passed else "bold red")
+        _line(console, line, style="bold" if outcome.passed else "bold red")
 
 
-def _exact(run: RunResult, step: int) -> str:
-    return f"{run.losses[step].item():.9g}"
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _loss(run: RunResult, step: int) -> str:
+    return f"{run.losses[step].item():.9g}"  # nine digits tell any two float32 apart
 
 
 def _step_time(unswapped: RunResult, swapped: RunResult) -> str:

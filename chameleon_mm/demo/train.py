@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, Self
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ class Session(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(self, *exc_info: object) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
 
     def step(self) -> AbstractContextManager[object]: ...
 
@@ -110,14 +113,15 @@ def reproducible() -> Iterator[None]:
     On a GPU the backward of fused attention, and of embeddings, adds in whatever order threads finish unless asked not
     to. Filling fresh memory, which torch switches on with it, is left off: it changes no result and costs bandwidth.
     """
-    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
+    mode, fill = torch.get_deterministic_debug_mode(), flags.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    flags.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.set_deterministic_debug_mode(mode)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        flags.fill_uninitialized_memory = fill
 
 
 def train(
@@ -138,13 +142,15 @@ def train(
         torch.manual_seed(config.seed)
         model = GPT(config.model, device=device.torch_device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+        # Before the first step, for a copy out of pageable memory makes the host wait. copy=True: the simulator's device is
+        # the CPU, and a row must become device memory there too.
+        on_device = [tuple(part.to(device.torch_device, copy=True) for part in row) for row in rows]
         losses, grad_norms = [], []
         marks = [device.current_stream().record(timed=True)]
         with session_of(model) as session:
-            for ids, targets in rows:
+            for ids, targets in on_device:
                 with session.step():
-                    # copy=True: the simulator's device is the CPU, and a row must become device memory there too.
-                    loss = model.loss(ids.to(device.torch_device, copy=True), targets.to(device.torch_device, copy=True))
+                    loss = model.loss(ids, targets)
                     loss.backward()
                     grad_norms.append(nn.utils.clip_grad_norm_(model.parameters(), config.max_norm))
                     optimizer.step()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from chameleon_mm.device.cuda import CudaDevice, cuda_is_available
-from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.device.protocols import Device, Event, MemoryReading, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
@@ -21,6 +21,7 @@ __all__ = [
     "Device",
     "Event",
     "GpuSpec",
+    "MemoryReading",
     "SimDevice",
     "Stream",
     "cuda_is_available",

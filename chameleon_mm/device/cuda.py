@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
-from chameleon_mm.device.protocols import Event
+from chameleon_mm.device.protocols import Event, MemoryReading
+from chameleon_mm.errors import DeviceUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -128,14 +129,14 @@ class CudaStream:
 class CudaDevice:
     """One CUDA GPU by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd's.
 
-    Raises `RuntimeError` where torch sees no GPU or runs another allocator than its own, `ValueError` for an index that
+    Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own, `ValueError` for an index that
     there is not.
     """
 
     def __init__(self, index: int | None = None) -> None:
         if not cuda_is_available():
             build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"
-            raise RuntimeError(
+            raise DeviceUnavailable(
                 f"CudaDevice: expected a CUDA GPU, got none: torch {torch.__version__} {build}; device='sim' simulates one"
             )
         torch.cuda.init()
@@ -144,7 +145,7 @@ class CudaDevice:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":
             # Others count differently: the odometer would stand still, and a budget would not hold.
-            raise RuntimeError(
+            raise DeviceUnavailable(
                 f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
             )
         self.index = torch.cuda.current_device() if index is None else index
@@ -209,6 +210,17 @@ class CudaDevice:
     def allocated_bytes(self) -> int:
         return self._stat("allocated_bytes", "current")
 
+    def read_memory(self) -> MemoryReading:
+        """As `Device.read_memory`. A user's reset of torch's accumulated statistics loses what was allocated between the
+        last reading and the reset, and never turns the odometer back."""
+        stats = self._stats()["allocated_bytes"]["all"]
+        with self._odometer_lock:
+            now = int(stats["allocated"])
+            if now < self._odometer_last:
+                self._odometer_base += self._odometer_last
+            self._odometer_last = now
+            return MemoryReading(int(stats["current"]), self._odometer_base + now)
+
     def peak_allocated_bytes(self) -> int:
         return self._stat("allocated_bytes", "peak")
 
@@ -217,16 +229,6 @@ class CudaDevice:
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
-
-    def allocation_odometer_bytes(self) -> int:
-        """As `Device.allocation_odometer_bytes`. A user's reset of torch's accumulated statistics loses what was allocated
-        between the last reading and the reset, and never turns the odometer back."""
-        with self._odometer_lock:
-            now = self._stat("allocated_bytes", "allocated")
-            if now < self._odometer_last:
-                self._odometer_base += self._odometer_last
-            self._odometer_last = now
-            return self._odometer_base + now
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self.index
@@ -237,9 +239,12 @@ class CudaDevice:
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def _stat(self, what: str, which: str) -> int:
+    def _stats(self) -> Any:
         # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
-        return int(torch.cuda.memory_stats_as_nested_dict(self.index)[what]["all"][which])
+        return torch.cuda.memory_stats_as_nested_dict(self.index)
+
+    def _stat(self, what: str, which: str) -> int:
+        return int(self._stats()[what]["all"][which])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

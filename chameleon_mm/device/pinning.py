@@ -68,7 +68,7 @@ class PageLocker:
         self._calls = calls
         self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a pool that the collector ends in here unpins on this very thread
         self._live: dict[int, tuple[Tensor, Callable[[], None]]] = {}
         self._stranded: list[Tensor] = []
 

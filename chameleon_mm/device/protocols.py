@@ -13,7 +13,7 @@ it) from `Device.alloc_pinned`. A method belongs here only if the simulator can 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,15 @@ class Stream(Protocol):
         ...
 
 
+class MemoryReading(NamedTuple):
+    """Device memory at one moment."""
+
+    allocated_bytes: int
+    """In live tensors (not what the caching allocator reserves)."""
+    odometer_bytes: int
+    """Ever allocated, never decreasing: its growth between two readings bounds the peak between them."""
+
+
 @runtime_checkable
 class Device(Protocol):
     """One GPU, real or simulated."""
@@ -119,6 +128,10 @@ class Device(Protocol):
         """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
         ...
 
+    def read_memory(self) -> MemoryReading:
+        """Allocated bytes and the odometer, in one call into the allocator: cheap enough for a hook."""
+        ...
+
     def peak_allocated_bytes(self) -> int:
         """The most `allocated_bytes` has been since the process or the last reset by the user."""
         ...
@@ -129,10 +142,6 @@ class Device(Protocol):
 
     def reset_peaks(self) -> None:
         """Start both peaks again from now. For benchmarks and demos: the library itself never resets what a user reads."""
-        ...
-
-    def allocation_odometer_bytes(self) -> int:
-        """Bytes ever allocated, never decreasing: its growth between two points bounds the peak between them."""
         ...
 
     def owns(self, tensor: Tensor) -> bool:

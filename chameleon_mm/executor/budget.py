@@ -1,10 +1,13 @@
 """Keeps the device within its budget by giving back what the host already has, or soon will.
 
-look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
-    no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
-          2. drop what was swapped in and is used last               (its host copy is still good)
-          3. swap out again what was taken back for a use
-room_for(nbytes)       # may a prefetch take this much now?
+    look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
+        no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
+              2. drop what was swapped in and is used last               (its host copy is still good)
+              3. swap out again what was taken back for a use
+    room_for(nbytes)       # may a prefetch take this much now?
+    took(nbytes)           # the swap-in was allocated: ours, not the model's growth
+
+One reading of the allocator per look, unless something is given back: a reading costs more than all else in a hook.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from chameleon_mm.reclaim import ReclaimQueue
 PREFETCH_HORIZON = 8
 """Looks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
 
+ROUND_BYTES = 512
+"""The caching allocator counts blocks rounded up to this."""
+
 
 class BudgetGuard:
     """One device's budget, and the means to stay within it."""
@@ -30,28 +36,33 @@ class BudgetGuard:
     ) -> None:
         self.reclaim = ReclaimQueue()
         self.headroom = Headroom()
+        self.peak_seen_bytes = 0
+        """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
         self._device = device
         self._limits = limits
         self._order = order
         self._meter = meter
         self._live = live
         self._odometer: int | None = None
-        self.peak_seen_bytes = 0
-        """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
+        self._allocated = 0
+        self._taken = 0
 
     def look(self) -> None:
         """Note how far allocation climbed since the last look; make room for the next climb."""
-        if self._odometer is not None:
-            self.headroom.record(self._device.allocation_odometer_bytes() - self._odometer)
-        if self._limits.leaving_bytes is not None:
-            allowed = self._limits.leaving_bytes
+        allowed = self._limits.leaving_bytes
+        if allowed is not None:
             self.reclaim.flush(lambda: self.reclaim.pending_bytes <= allowed)
-        self.peak_seen_bytes = max(self.peak_seen_bytes, self._device.allocated_bytes())
+        if self._limits.hbm_budget_bytes is None:
+            return
+        self._note_growth()
+        self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         self.make_room(0, keep=None)
 
-    def looked(self) -> None:
-        """The hook is over: what it allocated itself is not the model's growth."""
-        self._odometer = self._device.allocation_odometer_bytes()
+    def took(self, nbytes: int) -> None:
+        """A swap-in was allocated."""
+        rounded = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+        self._taken += rounded
+        self._allocated += rounded
 
     def make_room(self, nbytes: int, *, keep: SavedStorage | None) -> None:
         """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`."""
@@ -59,16 +70,19 @@ class BudgetGuard:
         if budget is None:
             return
         need = self.headroom.need()
-        if need is None:  # nothing learned yet: the least possible stays
+        if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
             self.reclaim.flush(lambda: False)
-            need = 0
-        limit = budget - nbytes - need
+            self._allocated = self._device.allocated_bytes()
+        limit = budget - nbytes - (need or 0)
+        if self._allocated <= limit:
+            return
 
         def enough() -> bool:
-            return self._device.allocated_bytes() <= limit
+            self._allocated = self._device.allocated_bytes()
+            return self._allocated <= limit
 
         self._give_back(enough, keep)
-        if self._device.allocated_bytes() > budget - nbytes:
+        if self._allocated > budget - nbytes:
             self._meter.totals.budget_misses += 1
 
     def give_back_all(self, keep: SavedStorage | None) -> None:
@@ -85,16 +99,23 @@ class BudgetGuard:
         if budget is None:
             return True
         need = self.headroom.need(ahead=PREFETCH_HORIZON)
-        return need is not None and self._device.allocated_bytes() + nbytes + need <= budget
+        return need is not None and self._allocated + nbytes + need <= budget
 
     def end_step(self, *, completed: bool) -> None:
+        """The step is over; `completed` says whether there is something to learn from it."""
         if self._odometer is not None:
-            self.headroom.record(self._device.allocation_odometer_bytes() - self._odometer)
-            self._odometer = None
+            self._note_growth()
+        self._odometer = None
         if completed:
             self.headroom.end_step()
         else:
             self.headroom.forget()
+
+    def _note_growth(self) -> None:
+        now = self._device.read_memory()
+        if self._odometer is not None:
+            self.headroom.record(max(0, now.odometer_bytes - self._odometer - self._taken))
+        self._odometer, self._allocated, self._taken = now.odometer_bytes, now.allocated_bytes, 0
 
     def _give_back(self, enough: Callable[[], bool], keep: SavedStorage | None) -> None:
         self.reclaim.flush(enough)

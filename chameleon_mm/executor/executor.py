@@ -90,7 +90,6 @@ class Executor:
             storage = self._bring(saved, self.device.current_stream())
             self._count_use(handle, saved)
             self._prefetch_after(saved)
-            self._guard.looked()
             return handle.rebuild(storage)
 
     # --- steps
@@ -177,7 +176,6 @@ class Executor:
         self._guard.reclaim.sweep()
         if look:
             self._guard.look()
-            self._guard.looked()
 
     def _swap_out_finished(self) -> None:
         """Queue the copies of saves whose op is over: an op may write what it saved until its end. Note [Swap-out]."""
@@ -239,11 +237,11 @@ class Executor:
         self._guard.make_room(saved.nbytes, keep=saved)
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             saved.swap_in(compute)
-        if saved.place is Place.ARRIVING:
-            return
-        self.meter.totals.oom_retries += 1
-        self._guard.give_back_all(keep=saved)
-        saved.swap_in(compute)
+        if saved.place is not Place.ARRIVING:
+            self.meter.totals.oom_retries += 1
+            self._guard.give_back_all(keep=saved)
+            saved.swap_in(compute)
+        self._guard.took(saved.nbytes)
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._epoch:
@@ -269,4 +267,5 @@ class Executor:
                 coming.swap_in(compute)
             except torch.OutOfMemoryError:
                 return
+            self._guard.took(coming.nbytes)
             self.meter.totals.prefetches += 1

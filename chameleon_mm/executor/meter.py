@@ -1,7 +1,7 @@
 """Counts and times of what the executor did.
 
     meter.waited(compute, event)          # a wait of compute on a copy: how long it really waited is the stall
-    meter.moved(move, "out")              # a copy's own time
+    meter.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     meter.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
 Times need timed events, ten times as dear as untimed ones on a GPU, so a step is timed or not as a whole.
@@ -9,19 +9,20 @@ Times need timed events, ten times as dear as untimed ones on a GPU, so a step i
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.transfer import Move
+from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
 """Copies kept for `save_trace`: the latest."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class CopySpan:
-    """One copy on the device's clock, in microseconds since the meter's origin."""
+    """One copy (a piece of a move) on the device's clock, in microseconds since the first timed step began."""
 
     direction: str
     start_us: float
@@ -65,7 +66,9 @@ class Meter:
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._waits: deque[tuple[Event, Event]] = deque()
-        self._moves: deque[tuple[Move, str, int]] = deque()
+        self._moves: deque[tuple[Move, str]] = deque()
+        self._resolving = threading.Lock()
+        """One resolver at a time; others only append to the two deques above, which is atomic."""
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed = timed
@@ -89,22 +92,29 @@ class Meter:
         else:
             self.totals.bytes_swapped_in += nbytes
         if move.timed:
-            self._moves.append((move, direction, nbytes))
+            self._moves.append((move, direction))
 
-    def resolve(self) -> None:
-        """Add up what is complete by now; never waits."""
-        while self._waits and self._waits[0][1].query() and self._waits[0][0].query():
-            before, after = self._waits.popleft()
-            self.totals.stall_us += after.elapsed_us(before)
-        unresolved: deque[tuple[Move, str, int]] = deque()
-        for move, direction, nbytes in self._moves:
-            if move.cancelled or not move.timed:
-                continue  # taken back, or cut short: it has no time of its own
-            if move.start is None or move.done is None or not (move.start.query() and move.done.query()):
-                unresolved.append((move, direction, nbytes))
-                continue
-            self.totals.copy_us += move.done.elapsed_us(move.start)
+    def resolve(self) -> tuple[CopySpan, ...]:
+        """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
+        with self._resolving:
             if self._origin is not None and self._origin.query():
-                start = move.start.elapsed_us(self._origin)
-                self.spans.append(CopySpan(direction, start, start + move.done.elapsed_us(move.start), nbytes))
-        self._moves = unresolved
+                while self._waits and self._waits[0][1].query():
+                    before, after = self._waits.popleft()
+                    self.totals.stall_us += after.elapsed_us(before)
+                for _ in range(len(self._moves)):
+                    move, direction = self._moves.popleft()
+                    if not self._add_up(move, direction, self._origin):
+                        self._moves.append((move, direction))
+            return tuple(self.spans)
+
+    def _add_up(self, move: Move, direction: str, origin: Event) -> bool:
+        """Take the complete pieces of `move`; returns whether there will be no more."""
+        ended = move.cancelled or move.done is not None  # asked first: another thread may be handing the last piece over
+        while move.pieces and move.pieces[0].end.query():
+            self._add_piece(move.pieces.popleft(), direction, origin)
+        return ended and not move.pieces
+
+    def _add_piece(self, piece: Piece, direction: str, origin: Event) -> None:
+        start_us, copy_us = piece.start.elapsed_us(origin), piece.end.elapsed_us(piece.start)
+        self.totals.copy_us += copy_us
+        self.spans.append(CopySpan(direction, start_us, start_us + copy_us, piece.nbytes))

@@ -1,5 +1,7 @@
 """A simulated GPU for everything above the device layer: same code, no hardware, stricter."""
 
+from __future__ import annotations
+
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.sim.device import SimDevice
 from chameleon_mm.device.sim.link import Span

@@ -8,122 +8,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from chameleon_mm.device.sim.cost import bytes_touched, flops_of
+from chameleon_mm.device.sim.facts import OpFacts
+from chameleon_mm.device.sim.machine import Machine
+from chameleon_mm.device.sim.stream import SimStream
 
-if TYPE_CHECKING:
-    from chameleon_mm.device.sim.device import SimDevice
-    from chameleon_mm.device.sim.stream import SimStream
-
-_HOST_READS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "unique_dim", "_unique2", "masked_select"}
-"""Operators whose result the host needs before it goes on: on a GPU each waits for the stream."""
-
-_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "detach"}
-"""Operators that launch nothing besides the views, which their schemas tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpFacts:
-    """What an operator's schema says, read once."""
-
-    name: str
-    kernel: bool
-    host_reads: bool
-    mutated: tuple[int, ...]
-    mutated_names: tuple[str, ...]
-
-    @staticmethod
-    def of(func: torch._ops.OpOverload) -> OpFacts:
-        schema = func._schema
-        name = schema.name.partition("::")[2]
-        aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
-        is_view = bool(aliases) and not any(alias.is_write for alias in aliases)
-        written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-        return OpFacts(
-            name,
-            kernel=not is_view and name not in _NO_KERNEL,
-            host_reads=name in _HOST_READS,
-            mutated=tuple(i for i, a in written if not a.kwarg_only),
-            mutated_names=tuple(a.name for _, a in written),
-        )
+Tensors = dict[int, Tensor]
+"""Distinct tensors by their id."""
 
 
 class SimCompute(TorchDispatchMode):
-    """While active, this thread's CPU ops run on a simulated device's current stream."""
+    """While active, this thread's CPU ops run on a simulated device's current stream.
 
-    def __init__(self, device: SimDevice) -> None:
-        super().__init__()
-        self._device = device
-        self._facts: dict[torch._ops.OpOverload, OpFacts] = {}
+    Wrapper subclasses take themselves apart first, composite operators are taken apart (in inference mode they arrive whole):
+    what is priced is what a GPU would launch. Raises what an access, an allocation or a late copy raises; an operator whose
+    results do not fit has run, as one that fails half-way on a GPU has: what it mutated is mutated, its generator has moved.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self.machine = machine
+        self._facts: dict[Any, OpFacts] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        for kind in types:
+            if issubclass(kind, FakeTensor):
+                return func(*args, **kwargs)  # no memory, no kernel
+            if is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = OpFacts.of(func)
-        device = self._device
-        inputs = [t for t in _plain_tensors((args, kwargs)) if device.owns(t) or device.is_host_memory(t)]
-        with device.lock:
-            device.settle()
-            stream = device.current_stream()
-            device.begin_op(stream, inputs)
-            if facts.kernel:
-                device.access(stream, inputs, write=False, label=f"{facts.name} on {stream.name}")
-        out = func(*args, **kwargs)
-        with device.lock:
-            self._book(facts, stream, inputs, func, args, kwargs, out)
+        if facts.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        return self._launch(_Call(facts, func, args, kwargs))
+
+    def _launch(self, call: _Call) -> Any:
+        machine, facts = self.machine, call.facts
+        with machine.lock:
+            machine.ledger.settle()
+            stream = machine.current_stream()
+            machine.begin(stream)
+            hosts = [machine.ledger.adopt(t.untyped_storage(), stream.actor).host for t in call.inputs.values()]
+            if facts.kernel and hosts and all(hosts) and (facts.in_place or facts.host_reads):
+                return self._run_on_host(call)
+            label = f"{facts.name} on {stream.name}"
+            read_bytes = machine.access(stream, call.read(), write=False, label=label) if facts.kernel else 0
+        out = call.run()
+        if call.inputs or call.written:
+            with machine.lock:
+                machine.ledger.settle()  # what died while the operator ran makes room for its results
+                for t in call.written.values():  # all of them first: whether they fit comes before whether they race
+                    machine.ledger.adopt(t.untyped_storage(), stream.actor)
+                if facts.kernel:
+                    written_bytes = machine.access(stream, call.written.values(), write=True, label=label)
+                    self._take_time(call, stream, read_bytes, written_bytes, any(hosts))
+                else:
+                    machine.host_us += machine.cost.view_us
+                    if facts.uninitialised:
+                        for t in call.written.values():
+                            machine.hand_out(stream, t)
         return out
 
-    def _book(
-        self,
-        facts: OpFacts,
-        stream: SimStream,
-        inputs: list[Tensor],
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-    ) -> None:
-        device = self._device
-        results = [t for t in _plain_tensors(out) if device.owns(t) or device.is_host_memory(t)]
-        mutated = [t for i in facts.mutated if i < len(args) for t in _plain_tensors(args[i])]
-        mutated += [t for n in facts.mutated_names if n in kwargs for t in _plain_tensors(kwargs[n])]
-        device.adopt_results(stream, results, mutated)
-        if not facts.kernel:
-            device.host_us += device.cost.view_us
+    def _run_on_host(self, call: _Call) -> Any:
+        """Pinned memory alone: on a GPU's machine the host does it, at once, in its own program order."""
+        label = f"{call.facts.name} on the host"
+        self.machine.host_access(call.read(), write=False, label=label)
+        out = call.run()
+        self.machine.host_access(call.mutated.values(), write=True, label=label)
+        return out
+
+    def _take_time(self, call: _Call, stream: SimStream, read_bytes: int, written_bytes: int, reads_host: bool) -> None:
+        machine, facts = self.machine, call.facts
+        machine.host_us += machine.cost.launch_us
+        if facts.copies and reads_host:
+            ends = [machine.ledger.adopt(t.untyped_storage(), stream.actor).host for t in call.written.values()]
+            machine.transfer(stream, written_bytes, to_host=all(ends), from_host=not all(ends))
+            if not call.non_blocking:
+                machine.host_waits_for(stream)
             return
-        device.access(stream, [*results, *mutated], write=True, label=f"{facts.name} on {stream.name}")
-        touched = [*inputs, *results]
-        dtype = results[0].dtype if results else (inputs[0].dtype if inputs else torch.float32)
-        price = device.cost.kernel_us(flops_of(func, args, kwargs, out), bytes_touched(touched), dtype)
-        device.run_kernel(stream, price)
+        if facts.gathers:
+            read_bytes = min(read_bytes, 2 * written_bytes)
+        flops = 0 if facts.flops is None else facts.flops(*call.args, **call.kwargs, out_val=call.out)
+        machine.run_kernel(stream, machine.cost.kernel_us(flops, read_bytes + written_bytes, call.dtype))
         if facts.host_reads:
-            device.host_waits_for(stream)
+            machine.host_waits_for(stream)
 
 
-def _plain_tensors(value: Any) -> Iterator[Tensor]:
-    """The strided CPU tensors in a nest of arguments; wrapper subclasses give what they wrap."""
-    if isinstance(value, Tensor):
-        if is_traceable_wrapper_subclass(value):
-            for attribute in value.__tensor_flatten__()[0]:
-                yield from _plain_tensors(getattr(value, attribute))
-        elif value.device.type == "cpu" and value.layout is torch.strided and not isinstance(value, FakeTensor):
-            yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _plain_tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _plain_tensors(item)
+class _Call:
+    """One call of an operator: the tensors that go in, those it mutates, those it writes."""
+
+    __slots__ = ("args", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
+
+    def __init__(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.facts = facts
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.out: Any = None
+        self.inputs: Tensors = {}
+        self.mutated: Tensors = {}
+        self.written: Tensors = {}
+        _collect(args, self.inputs)
+        if kwargs:
+            _collect(kwargs.values(), self.inputs)
+        if facts.mutated_names:
+            _collect((args[i] for i in facts.mutated if i < len(args)), self.mutated)
+            _collect((kwargs[name] for name in facts.mutated_names if name in kwargs), self.mutated)
+
+    def run(self) -> Any:
+        self.out = self.func(*self.args, **self.kwargs)
+        self.written = dict(self.mutated)
+        _collect((self.out,), self.written)
+        return self.out
+
+    def read(self) -> list[Tensor]:
+        """What the operator reads: not what it only overwrites."""
+        if self.facts.overwrites:
+            return [t for key, t in self.inputs.items() if key not in self.mutated]
+        return list(self.inputs.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is written, which decides the rate of a product: half precision in, half precision out."""
+        for t in (*self.written.values(), *self.inputs.values()):
+            return t.dtype
+        return torch.float32
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether a copy asks the host not to wait: `copy_(self, src, non_blocking)`, or by name."""
+        return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
 
 
+def _collect(values: Iterable[Any], found: Tensors) -> None:
+    """The strided CPU tensors in a nest of arguments; of sparse ones their indices and values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided:
+                if value.is_cpu:
+                    found[id(value)] = value
+            elif value.is_cpu:
+                _collect(_parts(value), found)
+        elif isinstance(value, (tuple, list)):
+            _collect(value, found)
+
+
+def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return ()  # MKL-DNN's own layout: no storage to look at

@@ -2,22 +2,19 @@
 
     kernel_us = max(floating-point operations / rate of the dtype, bytes touched / memory bandwidth, shortest kernel)
 
-FLOPs come from torch's own `flop_counter` registry, bytes from the tensors the operator reads and writes. A roofline, no
-more: it knows no cache, no fusion and no tail effect. Rates are scaled to what large kernels reach in practice.
+FLOPs come from torch's own `flop_counter` registry, bytes from the tensors the operator reads, plus those it writes.
+A roofline, no more: it knows no cache, no fusion and no tail effect. Rates are scaled to what large kernels reach in practice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from chameleon_mm.device.specs import GpuSpec
 
 _HALF = (torch.bfloat16, torch.float16)
-_CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,24 +53,3 @@ class CostModel:
         """Device time of a copy inside device memory, which reads and writes every byte."""
         return self.kernel_us(0, 2 * nbytes, torch.float32)
 
-
-def flops_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int:
-    """Floating-point operations of one call, 0 for an operator that the registry does not count."""
-    from torch.utils import flop_counter  # noqa: PLC0415 - imports triton where there is one: only a simulated step needs it
-
-    packet = func.overloadpacket
-    if packet.__name__.startswith(_CPU_FLASH):
-        # The fused attention of CPU builds, which the registry lacks: same formulas as the CUDA one.
-        if packet.__name__ == _CPU_FLASH:
-            return int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
-        return int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
-    formula = flop_counter.flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-def bytes_touched(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of distinct tensors read or written: what streams through memory if nothing is cached."""
-    seen: dict[int, int] = {}
-    for t in tensors:
-        seen[id(t)] = t.numel() * t.element_size()
-    return sum(seen.values())

@@ -32,7 +32,6 @@ class CopyEngine:
     rate_gbps: float
     shared_gbps: float
     free_at_us: float = 0.0
-    busy_us: float = 0.0
     spans: deque[Span] = field(default_factory=deque)
 
     def schedule(self, nbytes: int, ready_us: float, other: CopyEngine) -> Span:
@@ -52,7 +51,6 @@ class CopyEngine:
         span = Span(start, clock, nbytes)
         self.spans.append(span)
         self.free_at_us = clock
-        self.busy_us += clock - start
         return span
 
     def forget_before(self, now_us: float) -> None:

@@ -1,7 +1,7 @@
 """Who holds which bytes: every storage the simulated device has seen, by weak reference, with its shadow.
 
-    buffer = ledger.adopt(storage)       # counted as allocated until the storage dies
-    ... storage dies -> its weak reference's callback queues the death, with the owner's clock at that moment
+    buffer = ledger.adopt(storage, owner)      # counted as allocated until the storage dies
+    ... storage dies -> its weak reference's callback queues the death, with the clocks of that moment
     ledger.settle() -> bytes subtracted, and handing the block back checked as a write by its owner
 
 A caching allocator gives a freed block to the next allocation of the stream that owns it, with no wait. So a storage's death
@@ -11,21 +11,29 @@ is a write by its owner at that point of its program: any access elsewhere that 
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from chameleon_mm.device.sim.shadow import Access, Clock, Shadow
+from chameleon_mm.device.sim.extent import Extent
+from chameleon_mm.device.sim.shadow import Access, Clock, Shadow, join
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.units import format_size
 
 POISON_BYTE = 0xFB
-"""Fills memory that holds nothing yet: as float32 -2.6e36, as bfloat16 -2.6e36, as int64 a large negative, as bool not 0 or 1."""
+"""Fills memory that holds nothing yet: as float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""
 
 ROUND_BYTES = 512
 """The caching allocator's rounding: what `memory_allocated` counts for a block."""
+
+
+def round_up(nbytes: int) -> int:
+    """Bytes counted for a block of `nbytes`."""
+    return (nbytes + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES
 
 
 def poison(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> None:
@@ -35,63 +43,92 @@ def poison(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = N
         ctypes.memset(storage.data_ptr() + start, POISON_BYTE, size)
 
 
+def plain_bytes(nbytes: int) -> Tensor:
+    """Memory of the simulator's own making, which no active mode sees, prices or replaces."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def held_by_caller_alone(buffer: Tensor) -> bool:
+    """Whether `buffer`, and at most one reference beside it to its storage, is all that keeps its memory.
+
+    Says no when unsure. The references of this function's own are measured, not assumed: they differ between Pythons.
+    """
+    tensors, references = _holders(buffer)
+    least_tensors, least_references = _holders(plain_bytes(1))
+    return tensors == least_tensors and references <= least_references + 1
+
+
+def _holders(buffer: Tensor) -> tuple[int, int]:
+    """Tensors (and the Python object) that hold the storage; Python references to that object."""
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
 class Buffer:
     """One storage: device memory (`host` False) or pinned host memory."""
 
-    __slots__ = ("charged_bytes", "host", "name", "owner", "ref", "shadow")
+    __slots__ = ("charged_bytes", "gone", "host", "nbytes", "owner", "ref", "shadow")
 
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], owner: int, *, host: bool, name: str) -> None:
+    def __init__(self, ref: weakref.ref[torch.UntypedStorage], owner: int, nbytes: int, *, host: bool, name: str) -> None:
         self.ref = ref
         self.owner = owner
+        self.nbytes = nbytes
         self.host = host
-        self.name = name
         self.charged_bytes = 0
-        self.shadow = Shadow()
+        self.shadow = Shadow(name)
+        self.gone = ""
+        """Who gave the memory back although the storage is still there: nobody may touch it any more."""
+
+    @property
+    def name(self) -> str:
+        return self.shadow.name
 
 
 class Ledger:
-    """Every storage seen, what is allocated now and at most, and the deaths that are still to be checked."""
+    """Every storage seen, what is allocated now and at most, and the deaths that are still to be checked.
 
-    def __init__(self, capacity: int, clock_of: Callable[[int], Clock]) -> None:
+    `clocks_of(actor)` copies the clock of that actor and of the host: what is ordered before its next piece of work.
+    """
+
+    def __init__(self, capacity: int, clocks_of: Callable[[int], tuple[Clock, Clock]]) -> None:
         self.capacity = capacity
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.odometer_bytes = 0
-        self._clock_of = clock_of
+        self._clocks_of = clocks_of
         self._buffers: dict[int, Buffer] = {}
-        self._deaths: deque[tuple[int, Buffer, Clock | None]] = deque()
+        self._deaths: deque[tuple[int, Buffer, tuple[Clock, Clock] | None]] = deque()
         self._serial = 0
 
     def find(self, storage: torch.UntypedStorage) -> Buffer | None:
+        """The storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are recycled."""
         buffer = self._buffers.get(id(storage))
         return buffer if buffer is not None and buffer.ref() is storage else None
 
-    def adopt(self, storage: torch.UntypedStorage, owner: int, *, host: bool = False, name: str = "") -> Buffer:
-        """The storage's buffer, charged for on first sight. Raises `torch.OutOfMemoryError` when it does not fit."""
+    def adopt(self, storage: torch.UntypedStorage, owner: int, *, host: bool = False) -> Buffer:
+        """The storage's buffer, charged for on first sight and when it has grown since the last.
+
+        Raises `torch.OutOfMemoryError` when it does not fit, with nothing changed.
+        """
+        nbytes = storage.nbytes()
         buffer = self.find(storage)
         if buffer is not None:
+            if buffer.nbytes != nbytes:
+                self._resized(buffer, nbytes)
             return buffer
-        nbytes = 0 if host else round_up(storage.nbytes())
-        self.make_room(nbytes)
+        charge = 0 if host else round_up(nbytes)
+        self.make_room(charge)
         key = id(storage)
         self._serial += 1
-
-        def died(_: object, key: int = key) -> None:
-            dead = self._buffers.get(key)
-            if dead is None or dead.ref() is not None:
-                return  # the id already belongs to a later storage
-            # A callback can run in the middle of any line, so it only notes: the clock is taken now, the rest at settle().
-            # Host memory belongs to no stream; a copy that loses it says so itself.
-            foreign = not dead.host and dead.shadow.foreign_to(dead.owner)
-            self._deaths.append((key, dead, dict(self._clock_of(dead.owner)) if foreign else None))
-
-        buffer = Buffer(weakref.ref(storage, died), owner, host=host, name=name or f"buffer #{self._serial}")
+        name = f"{'pinned memory' if host else 'buffer'} #{self._serial}"
+        buffer = Buffer(weakref.ref(storage, self._on_death(key)), owner, nbytes, host=host, name=name)
         self._buffers[key] = buffer
-        self._charge(buffer, nbytes)
+        self._charge(buffer, charge)
         return buffer
 
     def make_room(self, nbytes: int) -> None:
-        """Raise as the caching allocator does when `nbytes` more do not fit."""
+        """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
         if nbytes and self.allocated_bytes + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
                 f"out of memory on the simulated device. Tried to allocate {format_size(nbytes)}. It has a capacity of "
@@ -99,32 +136,51 @@ class Ledger:
                 f"{format_size(self.allocated_bytes)} is allocated."
             )
 
-    def resized(self, buffer: Buffer, storage: torch.UntypedStorage) -> None:
-        """Charge the difference after an operator changed a storage's size (`resize_`)."""
-        nbytes = 0 if buffer.host else round_up(storage.nbytes())
-        if nbytes > buffer.charged_bytes:
-            self.make_room(nbytes - buffer.charged_bytes)
-        if nbytes != buffer.charged_bytes:
-            self._charge(buffer, nbytes)
-
     def settle(self) -> None:
         """Book the deaths so far. Raises `SimRaceError` for a block handed back under an access that was not ordered."""
         error: SimRaceError | None = None
         while self._deaths:
-            key, buffer, clock = self._deaths.popleft()
+            key, buffer, clocks = self._deaths.popleft()
             if self._buffers.get(key) is buffer:
                 del self._buffers[key]
-            nbytes, label = buffer.charged_bytes, f"the owner of {buffer.name}, which was freed (the block is reused)"
-            self.allocated_bytes -= nbytes
-            if clock is None:
+            self.allocated_bytes -= buffer.charged_bytes
+            if clocks is None:
                 continue
-            everything = Access(0, max((a.end for a in buffer.shadow.accesses), default=0), True, buffer.owner, 0, label)
             try:
-                buffer.shadow.check(everything, clock)
+                self._check_reuse(buffer, clocks)
             except SimRaceError as race:
                 error = error or race
         if error is not None:
             raise error
+
+    def _on_death(self, key: int) -> Callable[[object], None]:
+        def died(_: object) -> None:
+            # Runs in the middle of any line of any thread, so it only notes the clocks of this moment: settle() does the rest.
+            dead = self._buffers.get(key)
+            if dead is None or dead.ref() is not None:
+                return  # that id belongs to another storage by now
+            # Host memory is no stream's; a copy that loses it says so itself.
+            foreign = not dead.host and dead.shadow.foreign_to(dead.owner)
+            self._deaths.append((key, dead, self._clocks_of(dead.owner) if foreign else None))
+
+        return died
+
+    def _check_reuse(self, buffer: Buffer, clocks: tuple[Clock, Clock]) -> None:
+        clock, host = clocks
+        join(clock, host)  # what the host had seen complete is ordered before all that it launches from then on
+        end = max(access.extent.end for access in buffer.shadow.accesses)
+        label = "its owner, as it was freed (the block is reused)"
+        buffer.shadow.check(Access(Extent(0, end), True, buffer.owner, 0, label), clock)
+
+    def _resized(self, buffer: Buffer, nbytes: int) -> None:
+        """A storage has another size than when it was last seen: its old block went back to its owner, it has a new one."""
+        charge = 0 if buffer.host else round_up(nbytes)
+        self.make_room(max(0, charge - buffer.charged_bytes))
+        if not buffer.host and buffer.shadow.foreign_to(buffer.owner):
+            self._check_reuse(buffer, self._clocks_of(buffer.owner))
+        buffer.nbytes = nbytes
+        buffer.shadow.accesses = []
+        self._charge(buffer, charge)
 
     def _charge(self, buffer: Buffer, nbytes: int) -> None:
         grown = nbytes - buffer.charged_bytes
@@ -132,7 +188,3 @@ class Ledger:
         self.allocated_bytes += grown
         self.odometer_bytes += max(0, grown)
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-
-
-def round_up(nbytes: int) -> int:
-    return (nbytes + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES

@@ -1,20 +1,24 @@
 """Vector clocks: is there a happens-before between two accesses to one address?
 
     clock[actor] = how much of that actor's work is ordered before here
-    touch(range, write): for each earlier overlapping access, one of the two a write, by another actor:
+    touch(bytes, write): for each earlier access to any of them, one of the two a write, by another actor:
         ordered  <=>  clock[earlier.actor] >= earlier.tick        else SimRaceError, naming both
 
 An actor is a stream or the host. A tick counts an actor's accesses. This is the happens-before test of FastTrack (Flanagan
-and Freund, PLDI 2009), over byte ranges instead of variables.
+and Freund, PLDI 2009), over sets of bytes instead of variables.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from chameleon_mm.device.sim.extent import Extent, covers, share_bytes
 from chameleon_mm.errors import SimRaceError
 
 Clock = dict[int, int]
+
+HOST = -1
+"""The host as an actor; streams count from 0."""
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -25,10 +29,9 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 class Access(NamedTuple):
-    """One read or write of bytes [start, end) of a buffer."""
+    """One read or write of some bytes of a buffer. `label` says by what."""
 
-    start: int
-    end: int
+    extent: Extent
     write: bool
     actor: int
     tick: int
@@ -38,26 +41,26 @@ class Access(NamedTuple):
 class Shadow:
     """The accesses to one buffer that a later one may still have to be ordered after."""
 
-    __slots__ = ("accesses",)
+    __slots__ = ("accesses", "name")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.accesses: list[Access] = []
 
     def touch(self, new: Access, clock: Clock) -> None:
         """Record `new`, made where `clock` is what is ordered before. Raises `SimRaceError` for an unordered conflict."""
         self.check(new, clock)
-        # A write ordered after everything it covers stands for all of it; a read stands for its own actor's earlier reads.
-        kept = [old for old in self.accesses if not self._covers(new, old)]
-        kept.append(new)
-        self.accesses = kept
+        self.accesses = [old for old in self.accesses if not _stands_for(new, old)]
+        self.accesses.append(new)
 
     def check(self, new: Access, clock: Clock) -> None:
+        """Raise `SimRaceError` if an earlier access conflicts with `new` and is not ordered before `clock`."""
         for old in self.accesses:
-            if not (old.write or new.write) or old.actor == new.actor:
+            if old.actor == new.actor or not (old.write or new.write) or clock.get(old.actor, 0) >= old.tick:
                 continue
-            if old.start < new.end and new.start < old.end and clock.get(old.actor, 0) < old.tick:
+            if share_bytes(old.extent, new.extent):
                 raise SimRaceError(
-                    f"{_describe(new)} is not ordered after {_describe(old)}; "
+                    f"{self.name}: {_describe(new)} is not ordered after {_describe(old)}; "
                     f"expected an event of the earlier one waited on (or seen complete) before the later one was issued"
                 )
 
@@ -65,12 +68,16 @@ class Shadow:
         """Whether anyone but `actor` has touched the buffer: only then can handing it back to `actor` race."""
         return any(access.actor != actor for access in self.accesses)
 
-    @staticmethod
-    def _covers(new: Access, old: Access) -> bool:
-        if new.start > old.start or new.end < old.end:
-            return False
-        return new.write or (not old.write and old.actor == new.actor)
+
+def _stands_for(new: Access, old: Access) -> bool:
+    """Whether whoever is ordered after `new`, and so sees all it was ordered after, needs no look at `old` any more.
+
+    A write was checked against all that it covers; a read only follows its own actor's reads.
+    """
+    return (new.write or (not old.write and old.actor == new.actor)) and covers(new.extent, old.extent)
 
 
 def _describe(access: Access) -> str:
-    return f"{'write' if access.write else 'read'} of bytes [{access.start}, {access.end}) by {access.label}"
+    start, end, pattern = access.extent
+    among = "bytes" if pattern is None else "bytes among"
+    return f"{'write' if access.write else 'read'} of {among} [{start}, {end}) by {access.label}"

@@ -1,0 +1,98 @@
+"""A copy that was issued and not yet carried out: its bytes move when something ordered after it must see them.
+
+    late = LateCopy(dst, src, label, before)       # `before`: copies that it was ordered after
+    carry_out([late])                              # before first, then late; a buffer that is gone by then is an error
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.errors import SimLifetimeError
+
+
+class _End:
+    """Source or destination: some bytes of a storage, held weakly."""
+
+    __slots__ = ("address", "nbytes", "ref", "start")
+
+    def __init__(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        self.ref = weakref.ref(storage)
+        self.address = storage.data_ptr()
+        self.start = int(t.storage_offset())
+        self.nbytes = t.numel()
+
+    def touches(self, storage: torch.UntypedStorage, start: int, end: int) -> bool:
+        return self.ref() is storage and self.start < end and start < self.start + self.nbytes
+
+    def lost(self) -> str:
+        """What became of the memory, or "" while it is where it was."""
+        storage = self.ref()
+        if storage is None:
+            return "dropped"
+        # resize_(0), as FSDP does, frees the memory and leaves the storage; a swapped data pointer does the same.
+        if storage.nbytes() < self.start + self.nbytes or storage.data_ptr() != self.address:
+            return "resized or given other memory"
+        return ""
+
+
+class LateCopy:
+    """Holds both ends weakly: dropping one too early is an error, not luck."""
+
+    __slots__ = ("_dst", "_src", "before", "done", "label")
+
+    def __init__(self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...]) -> None:
+        self._dst = _End(dst)
+        self._src = _End(src)
+        self.label = label
+        self.before = before
+        self.done = False
+
+    def touches(self, storage: torch.UntypedStorage, start: int, end: int) -> bool:
+        """Whether the copy has yet to read or write any of these bytes."""
+        return not self.done and (self._dst.touches(storage, start, end) or self._src.touches(storage, start, end))
+
+    def move(self) -> None:
+        """Move the bytes. Raises `SimLifetimeError` if either end has lost its memory."""
+        self.done, self.before = True, ()
+        for name, end in (("source", self._src), ("destination", self._dst)):
+            lost = end.lost()
+            if lost:
+                raise SimLifetimeError(
+                    f"{self.label}: its {name} was {lost} while the copy was pending; expected the buffer kept as it is until "
+                    f"an event after the copy is waited on or complete"
+                )
+        src, dst = self._src, self._dst
+        ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
+
+
+def carry_out(copies: Iterable[LateCopy]) -> None:
+    """Move the bytes of `copies`, and first of everything each was ordered after."""
+    stack = [copy for copy in copies if not copy.done]
+    while stack:
+        copy = stack[-1]
+        missing = [earlier for earlier in copy.before if not earlier.done]
+        if missing:
+            stack.extend(missing)  # not recursion: chains are as long as a step has copies
+            continue
+        stack.pop()
+        if not copy.done:
+            copy.move()
+
+
+def all_pending(copies: Iterable[LateCopy]) -> list[LateCopy]:
+    """Those of `copies` not carried out, and of all that each was ordered after."""
+    stack = list(copies)
+    seen: dict[int, LateCopy] = {}
+    while stack:
+        copy = stack.pop()
+        if id(copy) not in seen and not copy.done:
+            seen[id(copy)] = copy
+            stack.extend(copy.before)
+    return list(seen.values())

@@ -1,0 +1,257 @@
+"""The works of one simulated GPU: clocks, memory and link, and what each call of a stream or of the host does to them.
+
+    launch:  host_us += its cost;  stream.clock joins what the host has seen;  stream.ready_us = max(ready, host_us) + its time
+    access:  extent -> the buffer's shadow, at a tick of the stream             # a race raises here
+    copy:    access both ends; time from the engine; poison dst; remember a LateCopy
+
+Everything here runs under `lock`; all threads count as one host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.extent import Extent, extent_of
+from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out
+from chameleon_mm.device.sim.link import CopyEngine, Span
+from chameleon_mm.device.sim.memory import Buffer, Ledger, held_by_caller_alone, plain_bytes, poison
+from chameleon_mm.device.sim.shadow import HOST, Access, Clock, join
+from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.errors import SimLifetimeError
+
+
+class Machine:
+    """State of a simulated GPU. `check_races` off: no vector clocks, only poison and late copies."""
+
+    def __init__(self, capacity: int, cost: CostModel, *, check_races: bool) -> None:
+        self.lock = threading.RLock()
+        self.cost = cost
+        self.check_races = check_races
+        self.host_us = 0.0
+        self.ledger = Ledger(capacity, lambda actor: (dict(self._streams[actor].clock), dict(self._host_clock)))
+        self._host_clock: Clock = {HOST: 0}
+        self._streams: list[SimStream] = []
+        spec = cost.spec
+        self._d2h = CopyEngine(spec.d2h_gbps, spec.duplex_gbps - spec.h2d_gbps)
+        self._h2d = CopyEngine(spec.h2d_gbps, spec.duplex_gbps - spec.d2h_gbps)
+
+        self._thread = threading.local()
+        self._default = self.make_stream("compute", late=False)
+
+    def current_stream(self) -> SimStream:
+        """Where the calling thread's operators run."""
+        stream: SimStream = getattr(self._thread, "stream", self._default)
+        return stream
+
+    def make_current(self, stream: SimStream) -> None:
+        with self.lock:
+            stream.catch_up()
+            stream.late = False  # its operators run in program order, so what it waits for is carried out at once
+            self._thread.stream = stream
+
+    def make_stream(self, name: str, *, late: bool) -> SimStream:
+        with self.lock:
+            stream = SimStream(self, name, len(self._streams), late=late)
+            self._streams.append(stream)
+            return stream
+
+    # --- the host
+
+    def host_sees(self, event: SimEvent, *, wait: bool) -> bool:
+        with self.lock:
+            self.host_us += self.cost.event_us
+            if wait:
+                self.host_us = max(self.host_us, event.time_us)
+            if self.host_us < event.time_us:
+                return False
+            join(self._host_clock, event.clock)
+            copies, event.copies = event.copies, ()
+            carry_out(copies)
+            return True
+
+    def host_waits_for(self, stream: SimStream) -> None:
+        self.host_us = max(self.host_us, stream.ready_us)
+        join(self._host_clock, stream.clock)
+        stream.catch_up()
+
+    def synchronize(self) -> None:
+        with self.lock:
+            self.ledger.settle()
+            for stream in self._streams:
+                self.host_waits_for(stream)
+
+    def host_memory(self, memory: Tensor) -> None:
+        """Note pinned memory: `memory` is all of it."""
+        with self.lock:
+            self.ledger.adopt(memory.untyped_storage(), HOST, host=True)
+
+    def forget_host_memory(self, memory: Tensor) -> None:
+        """Pinned memory goes back. Raises `SimRaceError` while the device may still be at work on it."""
+        with self.lock:
+            buffer = self.ledger.find(memory.untyped_storage())
+            whole = memory.numel() * memory.element_size() == memory.untyped_storage().nbytes()
+            if buffer is None or not buffer.host or buffer.gone or not whole:
+                raise ValueError(
+                    f"free_pinned: expected what alloc_pinned of this device returned, whole and once, got a tensor of "
+                    f"{memory.numel()} elements"
+                )
+            if self.check_races:
+                everything = Access(Extent(0, buffer.nbytes), True, HOST, 0, "the host, which frees it")
+                buffer.shadow.check(everything, self._host_clock)
+            buffer.gone = "freed by free_pinned"
+
+    # --- streams
+
+    def begin(self, stream: SimStream) -> None:
+        """What is launched now comes after all that the host has seen and done."""
+        join(stream.clock, self._host_clock)
+
+    def record(self, stream: SimStream, *, timed: bool) -> SimEvent:
+        with self.lock:
+            self.host_us += self.cost.event_us
+            self.begin(stream)
+            return SimEvent(self, max(stream.ready_us, self.host_us), dict(stream.clock), stream.pending, timed)
+
+    def stream_waits(self, stream: SimStream, event: SimEvent) -> None:
+        with self.lock:
+            self.host_us += self.cost.event_us
+            self.begin(stream)
+            join(stream.clock, event.clock)
+            stream.ready_us = max(stream.ready_us, event.time_us)
+            stream.order_after(event.copies)
+
+    def allocate(self, stream: SimStream, nbytes: int) -> Tensor:
+        with self.lock:
+            self.ledger.settle()
+            self.host_us += self.cost.view_us
+            self.begin(stream)
+            self.ledger.make_room(nbytes)
+            buffer = plain_bytes(nbytes)
+            self.hand_out(stream, buffer)
+            return buffer
+
+    def hand_out(self, stream: SimStream, fresh: Tensor) -> None:
+        """Memory with nothing in it yet. It may be a block that `stream` still works on: a write at this point of it."""
+        storage = fresh.untyped_storage()
+        buffer = self.ledger.adopt(storage, stream.actor)
+        poison(storage)
+        self._touch(stream, buffer, Extent(0, buffer.nbytes), write=True, label=f"{stream.name}, which allocated it")
+
+    def hand_back(self, stream: SimStream, tensor: Tensor) -> None:
+        with self.lock:
+            self.ledger.settle()
+            self.begin(stream)
+            stream.catch_up()  # the caller drops the memory now, and all work on this stream comes before that
+            storage = tensor.untyped_storage()
+            buffer = self.ledger.find(storage)
+            if buffer is None or buffer.host:
+                return
+            if self.check_races:
+                label = f"{stream.name}, which was handed it back (the block is reused)"
+                buffer.shadow.check(Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label), stream.clock)
+            del storage  # or it would be one holder more
+            if held_by_caller_alone(tensor):
+                buffer.gone = f"handed back to {stream.name}"
+                poison(tensor.untyped_storage())
+
+    # --- work on streams
+
+    def copy(self, stream: SimStream, dst: Tensor, src: Tensor) -> None:
+        _check_copy(dst, src)
+        with self.lock:
+            self.ledger.settle()
+            # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.
+            owner = self.current_stream().actor
+            to_host, from_host = (self.ledger.adopt(t.untyped_storage(), owner).host for t in (dst, src))
+            if to_host and from_host:
+                raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
+            self.host_us += self.cost.copy_us
+            self.begin(stream)
+            direction = "d2h" if to_host else "h2d" if from_host else "d2d"
+            label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
+            self.access(stream, [src], write=False, label=label)
+            self.access(stream, [dst], write=True, label=label)
+            self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
+            if src.numel() == 0:
+                return
+            late = LateCopy(dst, src, label, stream.pending)
+            self._poison_destination(dst)
+            if stream.late:
+                stream.pending = (late,)
+            else:
+                carry_out((late,))
+
+    def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:
+        """Take the time of a copy: on the link's engine, or inside device memory."""
+        ready = max(stream.ready_us, self.host_us)
+        if to_host == from_host:
+            stream.ready_us = ready + self.cost.device_copy_us(nbytes)
+            return
+        engine, other = (self._d2h, self._h2d) if to_host else (self._h2d, self._d2h)
+        engine.forget_before(self.host_us)
+        other.forget_before(self.host_us)
+        stream.ready_us = engine.schedule(nbytes, ready, other).end_us
+
+    def copy_spans(self, direction: str) -> tuple[Span, ...]:
+        with self.lock:
+            return tuple({"d2h": self._d2h, "h2d": self._h2d}[direction].spans)
+
+    def run_kernel(self, stream: SimStream, price_us: float) -> None:
+        stream.ready_us = max(stream.ready_us, self.host_us) + price_us
+
+    def access(self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str) -> int:
+        """`stream` reads or writes these tensors now. Returns their bytes. Raises `SimRaceError`, `SimLifetimeError`."""
+        total = 0
+        for t in tensors:
+            extent = extent_of(t)
+            buffer = self.ledger.adopt(t.untyped_storage(), stream.actor)
+            self._touch(stream, buffer, extent, write=write, label=label)
+            total += min(extent.end - extent.start, t.numel() * t.element_size())
+        return total
+
+    def host_access(self, tensors: Iterable[Tensor], *, write: bool, label: str) -> None:
+        """The host itself reads or writes these tensors of pinned memory: before all that it launches from now on."""
+        for t in tensors:
+            buffer = self.ledger.adopt(t.untyped_storage(), HOST, host=True)
+            self._host_clock[HOST] += 1
+            access = Access(extent_of(t), write, HOST, self._host_clock[HOST], label)
+            self._record(buffer, access, self._host_clock)
+
+    def _touch(self, stream: SimStream, buffer: Buffer, extent: Extent, *, write: bool, label: str) -> None:
+        if extent.start < extent.end:
+            self._record(buffer, stream.tick(extent, write=write, label=label), stream.clock)
+
+    def _record(self, buffer: Buffer, access: Access, clock: Clock) -> None:
+        if buffer.gone and (self.check_races or buffer.host):
+            raise SimLifetimeError(
+                f"{buffer.name}: used by {access.label} after it was {buffer.gone}; "
+                f"expected no access once memory is given back"
+            )
+        if self.check_races:
+            buffer.shadow.touch(access, clock)
+
+    def _poison_destination(self, dst: Tensor) -> None:
+        """Until the copy is done, its destination holds nothing. Not where an earlier copy has yet to read or write there."""
+        storage, start = dst.untyped_storage(), int(dst.storage_offset())
+        pending = all_pending(copy for stream in self._streams for copy in stream.pending)
+        if not any(copy.touches(storage, start, start + dst.numel()) for copy in pending):
+            poison(storage, start, dst.numel())
+
+
+def _check_copy(dst: Tensor, src: Tensor) -> None:
+    for name, t in (("dst", dst), ("src", src)):
+        if t.dtype is not torch.uint8 or t.dim() != 1 or not t.is_contiguous() or not t.is_cpu:
+            raise ValueError(
+                f"copy: expected {name} as a flat, contiguous uint8 tensor of the simulator, got {t.dtype} of shape "
+                f"{tuple(t.shape)} on {t.device}: view its bytes first"
+            )
+    if dst.numel() != src.numel():
+        raise ValueError(f"copy: expected equal sizes, got {src.numel()} bytes into {dst.numel()}: slice one")
+    apart = abs(int(dst.storage_offset()) - int(src.storage_offset()))
+    if apart < src.numel() and dst.untyped_storage() is src.untyped_storage():
+        raise ValueError(f"copy: expected two buffers that do not overlap, got {src.numel()} bytes {apart} bytes apart")

@@ -1,0 +1,148 @@
+"""The command line: what it understands, what it says, and its exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import chameleon_mm
+from chameleon_mm.bench import THEMES
+from chameleon_mm.cli import main
+
+Run = Callable[[argparse.Namespace, Console], int]
+
+
+@pytest.fixture
+def theme(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
+    """Install a benchmark theme "fake" that runs the given function."""
+
+    def install(run: Run) -> None:
+        module = types.ModuleType("fake_theme")
+        module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=1)  # type: ignore[attr-defined]  # a module made here
+        module.run = run  # type: ignore[attr-defined]  # a module made here
+        monkeypatch.setitem(sys.modules, "fake_theme", module)
+        monkeypatch.setitem(THEMES, "fake", "fake_theme")
+
+    return install
+
+
+def raising(error: BaseException) -> Run:
+    def run(args: argparse.Namespace, console: Console) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["demo", "doctor", "bench", "examples:", "Exit codes"]),
+        (["demo", "--help"], ["--hbm-budget", "half of what it uses unswapped", "default 0.1", "examples:"]),
+        (["doctor", "--help"], ["--json"]),
+        (["bench", "--help"], list(THEMES)),
+        *([["bench", theme, "--help"], ["--device", "--json", "--markdown"]] for theme in THEMES),
+    ],
+)
+def test_help_exits_with_0_and_says_what_there_is(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 0
+    text = " ".join(capsys.readouterr().out.split())  # argparse wraps to the terminal
+    assert [word for word in words if word not in text] == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"chameleon-mm {chameleon_mm.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["sing"], "'sing'"),
+        (["bench"], "THEME"),
+        (["bench", "sing"], "'sing'"),
+        (["demo", "--steps", "few"], "'few'"),
+        (["demo", "--marmot"], "--marmot"),
+        (["bench", "training", "--dtype", "int3"], "int3"),
+    ],
+)
+def test_what_is_not_understood_exits_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_a_commands_own_exit_code_is_kept(code: int, theme: Callable[[Run], None]) -> None:
+    theme(lambda args, console: code)
+    assert main(["bench", "fake"]) == code
+
+
+def test_arguments_reach_the_command(theme: Callable[[Run], None]) -> None:
+    theme(lambda args, console: int(args.number))
+    assert main(["bench", "fake", "--number", "7"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("hbm_budget: got nonsense [sic]"), 2),
+        (chameleon_mm.InfeasibleBudget("hbm_budget: too low"), 2),
+        (FileNotFoundError(2, "No such file", "x.json"), 2),
+        (chameleon_mm.HostMemoryExhausted("asked for too much"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_expected_error_is_one_line_without_a_traceback(
+    error: BaseException, code: int, theme: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    theme(raising(error))
+    assert main(["bench", "fake"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("chameleon-mm: ")
+    assert str(error) in captured.err
+
+
+def test_an_unexpected_error_keeps_its_traceback(theme: Callable[[Run], None]) -> None:
+    theme(raising(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["bench", "fake"])
+
+
+def test_doctor_writes_its_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "doctor.json"
+    assert main(["doctor", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())
+    assert capsys.readouterr().out
+
+
+def test_python_dash_m_is_the_command() -> None:
+    root = Path(chameleon_mm.__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "chameleon_mm", "--help"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0
+    assert "usage: chameleon-mm" in done.stdout
+    assert done.stderr == ""
+
+
+def test_help_imports_no_benchmark_and_no_demo() -> None:
+    root = Path(chameleon_mm.__file__).resolve().parents[1]
+    program = (
+        "import sys; from chameleon_mm.cli import main; main(['--help']); "
+        "print([m for m in sys.modules if m.startswith(('chameleon_mm.bench.', 'chameleon_mm.demo', 'chameleon_mm.doctor'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,198 @@
+"""The simulator's time: every expected value follows from the spec and the cost model, as each comment shows.
+
+The round figures: 10 GB/s = 10_000 bytes per us each way, 15 GB/s both ways together, 1000 GB/s of device memory at 0.85.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from chameleon_mm.device import SPECS
+from chameleon_mm.device.sim import CostModel, SimDevice
+from chameleon_mm.device.sim.link import COPY_LATENCY_US, CopyEngine
+
+ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
+MB = 1_000_000
+ALONE_US = COPY_LATENCY_US + 100.0
+"""A copy of 1e6 bytes with nothing the other way: 1e6 B / 10_000 B/us, and the fixed cost."""
+
+
+@pytest.fixture
+def device() -> SimDevice:
+    """Host calls are free here, except where a test prices them."""
+    return SimDevice(ROUND, cost=CostModel(spec=ROUND, launch_us=0.0, view_us=0.0, event_us=0.0, copy_us=0.0))
+
+
+def ordered_buffers(device: SimDevice, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`count` device and `count` pinned buffers of 1e6 bytes that any stream may touch."""
+    hbm = [device.current_stream().alloc(MB) for _ in range(count)]
+    host = [device.alloc_pinned(MB) for _ in range(count)]
+    device.synchronize()
+    return hbm, host
+
+
+def test_copies_of_one_direction_queue_even_from_two_streams(device: SimDevice) -> None:
+    (a, b), (p, q) = ordered_buffers(device, 2)
+    one, two = device.new_stream("one"), device.new_stream("two")
+    one.copy(p, a)
+    two.copy(q, b)
+    start, first, second = device.current_stream().record(timed=True), one.record(timed=True), two.record(timed=True)
+    device.synchronize()
+    assert first.elapsed_us(start) == pytest.approx(ALONE_US)
+    assert second.elapsed_us(start) == pytest.approx(2 * ALONE_US)
+
+
+def test_opposite_directions_overlap_and_share_the_duplex_rate(device: SimDevice) -> None:
+    (a, b), (p, q) = ordered_buffers(device, 2)
+    out, back = device.new_stream("d2h"), device.new_stream("h2d")
+    out.copy(p, a)
+    back.copy(b, q)
+    start, first, second = device.current_stream().record(timed=True), out.record(timed=True), back.record(timed=True)
+    device.synchronize()
+    assert first.elapsed_us(start) == pytest.approx(ALONE_US)
+    # Both begin at once. While the first runs, the link leaves 15 - 10 = 5 GB/s: 100 us * 5_000 B/us; the other half alone.
+    assert second.elapsed_us(start) == pytest.approx(ALONE_US + 0.5 * MB / 10_000)
+
+
+def test_a_copy_that_starts_before_the_opposite_one_speeds_up_after_it() -> None:
+    other = CopyEngine(10.0, 5.0)
+    other.schedule(MB // 2, 50.0, CopyEngine(10.0, 5.0))  # busy from 50 to 50 + latency + 50
+    span = CopyEngine(10.0, 5.0).schedule(MB, 0.0, other)
+    alone_before = 50.0 - COPY_LATENCY_US  # at 10_000 B/us
+    beside = COPY_LATENCY_US + 50.0  # at 5_000 B/us
+    left = MB - alone_before * 10_000 - beside * 5_000
+    assert span.end_us == pytest.approx(50.0 + beside + left / 10_000)
+
+
+def test_an_engine_forgets_what_nothing_can_run_beside() -> None:
+    engine, other = CopyEngine(10.0, 5.0), CopyEngine(10.0, 5.0)
+    ends = [engine.schedule(MB, 0.0, other).end_us for _ in range(3)]
+    engine.forget_before(ends[1])
+    assert [span.end_us for span in engine.spans] == ends[1:]
+
+
+def test_the_spans_of_one_direction_do_not_pile_up(device: SimDevice) -> None:
+    (a,), (p,) = ordered_buffers(device, 1)
+    out = device.new_stream("d2h")
+    for _ in range(20):
+        out.copy(p, a)
+        out.record().synchronize()
+    assert len(device.copy_spans("d2h")) <= 2
+
+
+def test_a_stream_starts_after_the_event_it_waits_for(device: SimDevice) -> None:
+    (a, b), (p, q) = ordered_buffers(device, 2)
+    out, back = device.new_stream("d2h"), device.new_stream("h2d")
+    start = out.record(timed=True)
+    out.copy(p, a)
+    back.wait(out.record())
+    back.copy(b, q)
+    end = back.record(timed=True)
+    end.synchronize()
+    assert end.elapsed_us(start) == pytest.approx(2 * ALONE_US)  # one after the other: nothing is shared
+
+
+def test_a_copy_inside_device_memory_reads_and_writes_every_byte(device: SimDevice) -> None:
+    (a, b), _ = ordered_buffers(device, 2)
+    stream = device.new_stream("d2d")
+    start = stream.record(timed=True)
+    stream.copy(b, a)
+    end = stream.record(timed=True)
+    end.synchronize()
+    # 2e6 bytes at 0.85 of 1e6 B/us are 2.35 us, above the shortest kernel's 2.
+    assert end.elapsed_us(start) == pytest.approx(2 * MB / 850_000)
+
+
+def test_tiny_kernels_run_at_the_pace_of_the_host() -> None:
+    device = SimDevice("h200")
+    with device.compute():
+        x = torch.zeros(4)
+        start = device.current_stream().record(timed=True)
+        launched = device.host_us
+        for _ in range(100):
+            x.add_(1)
+        host_took = device.host_us - launched
+        end = device.current_stream().record(timed=True)
+    end.synchronize()
+    assert host_took == pytest.approx(100 * device.cost.launch_us)
+    # Each kernel takes 2 us and is launched every 5: the stream is idle in between, and done 2 us after the last launch.
+    # `start` lies at the end of the zeros' own kernel, 2 us after its launch; then an event was recorded (0.5 us).
+    before = device.cost.shortest_kernel_us - device.cost.event_us
+    assert end.elapsed_us(start) == pytest.approx(host_took - before + device.cost.shortest_kernel_us)
+
+
+def test_large_kernels_run_at_the_pace_of_the_device() -> None:
+    device = SimDevice(ROUND)
+    with device.compute():
+        x = torch.zeros(4 * MB)
+        start = device.current_stream().record(timed=True)
+        for _ in range(10):
+            x.add_(1)
+        end = device.current_stream().record(timed=True)
+    end.synchronize()
+    # 16e6 bytes read and as many written at 850_000 B/us, ten times, with no gap: launching takes 5 us of 37.6.
+    assert end.elapsed_us(start) == pytest.approx(10 * 2 * 16 * MB / 850_000)
+
+
+def test_a_query_is_true_only_once_the_host_clock_has_passed() -> None:
+    device = SimDevice(ROUND)
+    (a,), (p,) = ordered_buffers(device, 1)
+    out = device.new_stream("d2h")
+    out.copy(p, a)
+    done = out.record()
+    assert not done.query()
+    polls = 1
+    while not done.query():
+        polls += 1
+    # From the copy's issue 103.1 us; the host is there after the polls of 0.5 us, less the 0.5 us that recording took.
+    assert polls == pytest.approx(ALONE_US / device.cost.event_us, abs=2)
+
+
+def test_synchronize_moves_the_host_clock_to_the_event() -> None:
+    device = SimDevice(ROUND)
+    (a,), (p,) = ordered_buffers(device, 1)
+    out = device.new_stream("d2h")
+    issued = device.host_us
+    out.copy(p, a)
+    done = out.record()
+    done.synchronize()
+    assert device.host_us == pytest.approx(issued + device.cost.copy_us + ALONE_US)
+    assert done.query()
+
+
+def test_an_operator_whose_result_the_host_reads_waits_for_the_stream() -> None:
+    device = SimDevice(ROUND)
+    with device.compute():
+        x = torch.zeros(4 * MB)
+        for _ in range(10):
+            x.add_(1)
+        ahead = device.current_stream().record()
+        assert not ahead.query()
+        assert x[0].item() == 10
+        assert ahead.query()
+
+
+def test_elapsed_us_needs_two_timed_complete_events_of_one_device(device: SimDevice) -> None:
+    (a,), (p,) = ordered_buffers(device, 1)
+    out = device.new_stream("d2h")
+    start, untimed = out.record(timed=True), out.record()
+    out.copy(p, a)
+    end = out.record(timed=True)
+    with pytest.raises(ValueError, match="complete"):
+        end.elapsed_us(start)
+    end.synchronize()
+    assert end.elapsed_us(start) == pytest.approx(ALONE_US)
+    elsewhere = SimDevice(ROUND).current_stream().record(timed=True)
+    for wrong in (untimed, elsewhere):
+        with pytest.raises(ValueError, match="two timed events of one simulated device"):
+            end.elapsed_us(wrong)
+
+
+def test_an_event_of_another_device_is_refused(device: SimDevice) -> None:
+    with pytest.raises(ValueError, match="another one's"):
+        device.current_stream().wait(SimDevice().current_stream().record())
+    with pytest.raises(TypeError, match="expected an event of the simulator"):
+        device.current_stream().wait(torch.Event("cpu"))  # type: ignore[arg-type]  # that is what is tested

@@ -1,0 +1,416 @@
+"""The race detector: raises if and only if two conflicting accesses have no happens-before, and names both.
+
+The oracle is brute force: a graph with an edge for every ordering rule, and reachability in it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
+from chameleon_mm.errors import SimLifetimeError, SimRaceError
+
+N = 64
+
+
+def test_both_accesses_are_named(sim: SimDevice) -> None:
+    hbm, host = sim.current_stream().alloc(N), sim.alloc_pinned(N)
+    d2h, h2d = sim.new_stream("d2h"), sim.new_stream("h2d")
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host[:48], hbm[:48])
+    named = (
+        r"pinned memory #2: read of bytes \[32, 64\) by h2d copy of 32 bytes on h2d is not ordered after "
+        r"write of bytes \[0, 48\) by d2h copy of 48 bytes on d2h"
+    )
+    other = sim.current_stream().alloc(32)
+    h2d.wait(sim.current_stream().record())
+    with pytest.raises(SimRaceError, match=named):
+        h2d.copy(other, host[32:])
+
+
+def test_an_operator_is_named_as_one(sim: SimDevice) -> None:
+    host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
+    with sim.compute():
+        x = torch.zeros(N, dtype=torch.uint8)
+        d2h.wait(sim.current_stream().record())
+        d2h.copy(host, x)
+        with pytest.raises(SimRaceError, match=r"write of bytes \[0, 64\) by add_ on compute is not ordered after read .* on d2h"):
+            x.add_(1)
+
+
+@dataclass
+class Path:
+    """A swap out and back on three streams, each rule of which a test may leave out."""
+
+    sim: SimDevice
+    leave_out: str = ""
+    d2h: SimStream = field(init=False)
+    h2d: SimStream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.d2h, self.h2d = self.sim.new_stream("d2h"), self.sim.new_stream("h2d")
+
+    def wait(self, rule: str, stream: SimStream, event: SimEvent) -> None:
+        if rule != self.leave_out:
+            stream.wait(event)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        compute = self.sim.current_stream()
+        host = self.sim.alloc_pinned(N)
+        with self.sim.compute():
+            source = torch.arange(N, dtype=torch.uint8)
+            expected = source.clone()
+            source.add_(1).sub_(1)
+            self.wait("source written", self.d2h, compute.record())
+            self.d2h.copy(host, source)
+            out = self.d2h.record()
+            self.wait("source read", compute, out)
+            compute.free(source)
+            del source
+            back = compute.alloc(N)
+            self.wait("destination handed out", self.h2d, compute.record())
+            self.wait("host copy whole", self.h2d, out)
+            self.h2d.copy(back, host)
+            self.wait("arrived", compute, self.h2d.record())
+            return expected, back + 0
+
+
+RULES = ["source written", "source read", "destination handed out", "arrived"]
+
+
+def test_the_whole_path_is_free_of_races(sim: SimDevice) -> None:
+    expected, got = Path(sim).run()
+    assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_of_the_path_left_out_is_a_race(sim: SimDevice, rule: str) -> None:
+    with pytest.raises(SimRaceError, match="not ordered after"):
+        Path(sim, rule).run()
+
+
+def test_a_rule_that_another_wait_implies_is_no_race(sim: SimDevice) -> None:
+    """h2d waits for compute, and compute waited for d2h: happens-before is transitive."""
+    expected, got = Path(sim, "host copy whole").run()
+    assert torch.equal(expected, got)
+
+
+def test_time_alone_orders_nothing(sim: SimDevice) -> None:
+    """The copy is long over on every clock, but nobody looked."""
+    host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
+    with sim.compute():
+        x = torch.zeros(N, dtype=torch.uint8)
+        d2h.wait(sim.current_stream().record())
+        d2h.copy(host, x)
+        for _ in range(1000):
+            torch.zeros(4).add_(1)
+        with pytest.raises(SimRaceError):
+            x.add_(1)
+
+
+@pytest.mark.parametrize("look", [SimEvent.synchronize, lambda event: [event.query() for _ in range(10_000)][-1]])
+def test_what_the_host_saw_complete_is_ordered(sim: SimDevice, look: Callable[[SimEvent], object]) -> None:
+    host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
+    with sim.compute():
+        x = torch.zeros(N, dtype=torch.uint8)
+        d2h.wait(sim.current_stream().record())
+        d2h.copy(host, x)
+        look(d2h.record())
+        x.add_(1)
+    assert not host.any()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_bare_drop_is_ordered_by_what_the_host_saw(sim: SimDevice) -> None:
+    """No call on the owner's stream tells it of the synchronisation; the drop is after it all the same."""
+    host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
+    x = sim.current_stream().alloc(N)
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host, x)
+    d2h.record().synchronize()
+    del x
+    assert sim.allocated_bytes() == 0
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_dropping_a_buffer_under_an_access_is_a_race(sim: SimDevice) -> None:
+    hbm, host, d2h = sim.current_stream().alloc(N), sim.alloc_pinned(N), sim.new_stream("d2h")
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host, hbm)
+    del hbm
+    with pytest.raises(SimRaceError, match="its owner, as it was freed .the block is reused. is not ordered after read"):
+        sim.allocated_bytes()
+    assert sim.allocated_bytes() == 0  # said once, and booked
+
+
+def test_freeing_under_an_access_is_a_race(sim: SimDevice) -> None:
+    hbm, host, d2h = sim.current_stream().alloc(N), sim.alloc_pinned(N), sim.new_stream("d2h")
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host, hbm)
+    with pytest.raises(SimRaceError, match="compute, which was handed it back"):
+        sim.current_stream().free(hbm)
+    sim.current_stream().wait(d2h.record())
+    sim.current_stream().free(hbm)
+
+
+def test_a_storage_unseen_before_its_copy_is_the_compute_streams(sim: SimDevice) -> None:
+    """Allocated outside of `compute()`: its block goes back to compute's pool, not to the copy stream's."""
+    plain, host, d2h = torch.zeros(N, dtype=torch.uint8), sim.alloc_pinned(N), sim.new_stream("d2h")
+    d2h.copy(host, plain)
+    del plain
+    with pytest.raises(SimRaceError, match="as it was freed"):
+        sim.allocated_bytes()
+
+
+def test_reads_never_conflict(sim: SimDevice) -> None:
+    hbm, hosts = sim.current_stream().alloc(N), [sim.alloc_pinned(N) for _ in range(2)]
+    ready = sim.current_stream().record()
+    for host in hosts:
+        stream = sim.new_stream("d2h")
+        stream.wait(ready)
+        stream.copy(host, hbm)
+    sim.synchronize()
+
+
+def test_neighbouring_bytes_never_conflict(sim: SimDevice) -> None:
+    hbm, host = sim.current_stream().alloc(N), sim.alloc_pinned(N)
+    ready = sim.current_stream().record()
+    for part in (slice(0, 20), slice(20, 64)):
+        stream = sim.new_stream("h2d")
+        stream.wait(ready)
+        stream.copy(hbm[part], host[part])
+    sim.synchronize()
+
+
+def test_columns_conflict_only_where_they_share_bytes(sim: SimDevice) -> None:
+    """Interleaved columns overlap as ranges and share no byte; a row crosses them all."""
+    with sim.compute():
+        matrix = torch.zeros(8, 8)
+        side = sim.new_compute_stream("side")
+        side.wait(sim.current_stream().record())
+        matrix[:, 0].add_(1)
+        with sim.stream(side):
+            matrix[:, 1].add_(1)
+            matrix[:, 2:4].add_(1)
+            with pytest.raises(SimRaceError, match=r"write of bytes \[32, 64\)"):
+                matrix[1].add_(1)
+        with pytest.raises(SimRaceError, match="write of bytes among"):
+            matrix[:, 3].add_(1)
+
+
+def test_a_write_with_gaps_does_not_hide_what_lies_in_them(sim: SimDevice) -> None:
+    with sim.compute():
+        matrix = torch.zeros(8, 8)
+        side = sim.new_compute_stream("side")
+        side.wait(sim.current_stream().record())
+        with sim.stream(side):
+            matrix[1:7, 1].add_(1)
+        after = side.record()
+        other = sim.new_compute_stream("other")
+        other.wait(sim.current_stream().record())
+        with sim.stream(other):
+            matrix[:, 0].add_(1)  # spans the side's column without touching it
+        sim.current_stream().wait(other.record())
+        with pytest.raises(SimRaceError, match="on side"):
+            matrix[:, 1].add_(1)
+        sim.current_stream().wait(after)
+        matrix.add_(1)
+
+
+def test_the_host_is_an_actor(sim: SimDevice) -> None:
+    """Operators on pinned memory alone are the host's: ordered before all launched later, after only what it has seen."""
+    host, hbm, h2d, d2h = sim.alloc_pinned(N), sim.current_stream().alloc(N), sim.new_stream("h2d"), sim.new_stream("d2h")
+    h2d.wait(sim.current_stream().record())
+    with sim.compute():
+        host.fill_(7)
+        h2d.copy(hbm, host)  # no wait for compute: the host was done before it launched this
+        d2h.wait(h2d.record())
+        d2h.copy(host, hbm)
+        done = d2h.record()
+        with pytest.raises(SimRaceError, match="add_ on the host is not ordered after write"):
+            host.add_(1)
+        done.synchronize()
+        assert host.add_(1).tolist() == [8] * N
+
+
+def test_pinned_memory_is_freed_only_after_its_copies(sim: SimDevice) -> None:
+    hbm, host, d2h = sim.current_stream().alloc(N), sim.alloc_pinned(N), sim.new_stream("d2h")
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host, hbm)
+    done = d2h.record()
+    sim.current_stream().wait(done)  # orders compute, not the host
+    with pytest.raises(SimRaceError, match="the host, which frees it"):
+        sim.free_pinned(host)
+    done.synchronize()
+    sim.free_pinned(host)
+
+
+@dataclass
+class Oracle:
+    """Happens-before as a graph: nodes are pieces of work, `before` their direct predecessors."""
+
+    before: dict[int, set[int]] = field(default_factory=dict)
+    last: dict[str, int] = field(default_factory=dict)
+    accesses: list[tuple[int, str, range, bool]] = field(default_factory=list)
+
+    def node(self, actor: str) -> int:
+        """The next work of `actor`: after its last, and after all that the host had done when it was issued."""
+        node = len(self.before)
+        self.before[node] = {self.last[name] for name in (actor, "host") if name in self.last}
+        self.last[actor] = node
+        return node
+
+    def reaches(self, earlier: int, later: int) -> bool:
+        stack, seen = [later], {later}
+        while stack:
+            node = stack.pop()
+            if node == earlier:
+                return True
+            fresh = self.before[node] - seen
+            seen |= fresh
+            stack.extend(fresh)
+        return False
+
+    def races(self, node: int, touched: list[tuple[str, range, bool]]) -> bool:
+        """Whether the accesses of `node` conflict with an unordered earlier one; remembers them."""
+        racy = any(
+            buffer == other and (write or wrote) and set(where) & set(there) and not self.reaches(earlier, node)
+            for buffer, where, write in touched
+            for earlier, other, there, wrote in self.accesses
+        )
+        self.accesses += [(node, *access) for access in touched]
+        return racy
+
+
+STREAMS = ("compute", "d2h", "h2d", "other")
+BUFFERS = {"hbm0": False, "hbm1": False, "host0": True, "host1": True}
+CELL, CELLS = 16, 4
+
+
+class Program:
+    """A random program, run on the simulator and on the oracle side by side, and in plain program order on bytearrays."""
+
+    def __init__(self, seed: int, *, check_races: bool) -> None:
+        self.choose = random.Random(seed)
+        self.sim = SimDevice(check_races=check_races)
+        self.oracle = Oracle()
+        self.streams = {name: self.sim.new_stream(name) for name in STREAMS[1:]} | {"compute": self.sim.current_stream()}
+        self.buffers = {
+            name: self.sim.alloc_pinned(CELL * CELLS) if host else self.sim.current_stream().alloc(CELL * CELLS)
+            for name, host in BUFFERS.items()
+        }
+        node = self.oracle.node("compute")
+        self.oracle.races(node, [(name, range(CELLS), True) for name, host in BUFFERS.items() if not host])
+        for name, buffer in self.buffers.items():
+            torch.manual_seed(len(name) + seed)
+            buffer.random_(0, 256)  # outside of compute(): the simulator sees no access
+        self.expected = {name: buffer.tolist() for name, buffer in self.buffers.items()}
+        self.events: list[tuple[SimEvent, int]] = []
+
+    def step(self) -> tuple[bool, Callable[[], None]]:
+        """The next piece of work: whether it races by the oracle, and what to call on the simulator."""
+        kind = self.choose.choice(["copy", "copy", "copy", "kernel", "record", "record", "wait", "wait", "wait", "host", "see"])
+        if kind == "copy":
+            return self._copy()
+        if kind == "kernel":
+            return self._kernel("compute")
+        if kind == "host":
+            return self._kernel("host")
+        if kind == "record" or not self.events:
+            name = self.choose.choice(STREAMS)
+            self.events.append((self.streams[name].record(), self.oracle.node(name)))
+            return False, lambda: None
+        event, recorded = self.choose.choice(self.events)
+        if kind == "see":
+            self.oracle.before[self.oracle.node("host")].add(recorded)
+            return False, event.synchronize
+        name = self.choose.choice(STREAMS)
+        self.oracle.before[self.oracle.node(name)].add(recorded)
+        return False, lambda: self.streams[name].wait(event)
+
+    def _cells(self) -> range:
+        start = self.choose.randrange(CELLS)
+        return range(start, self.choose.randrange(start, CELLS) + 1)
+
+    def _bytes(self, name: str, cells: range) -> torch.Tensor:
+        return self.buffers[name][cells.start * CELL : cells.stop * CELL]
+
+    def _copy(self) -> tuple[bool, Callable[[], None]]:
+        names = self.choose.sample(sorted(BUFFERS), 2)
+        if all(BUFFERS[name] for name in names):
+            names[0] = "hbm0"
+        dst, src, cells, stream = *names, self._cells(), self.choose.choice(STREAMS)
+        racy = self.oracle.races(self.oracle.node(stream), [(src, cells, False), (dst, cells, True)])
+        where = slice(cells.start * CELL, cells.stop * CELL)
+        self.expected[dst][where] = self.expected[src][where]
+        return racy, lambda: self.streams[stream].copy(self._bytes(dst, cells), self._bytes(src, cells))
+
+    def _kernel(self, actor: str) -> tuple[bool, Callable[[], None]]:
+        """`add_` in device memory by compute, in pinned memory by the host."""
+        name = self.choose.choice([name for name, host in BUFFERS.items() if host == (actor == "host")])
+        cells = self._cells()
+        racy = self.oracle.races(self.oracle.node(actor), [(name, cells, True)])
+        for i in range(cells.start * CELL, cells.stop * CELL):
+            self.expected[name][i] = (self.expected[name][i] + 1) % 256
+
+        def run() -> None:
+            with self.sim.compute():
+                self._bytes(name, cells).add_(1)
+
+        return racy, run
+
+    def finish(self) -> dict[str, list[int]]:
+        self.sim.synchronize()
+        return {name: buffer.tolist() for name, buffer in self.buffers.items()}
+
+
+@settings(max_examples=400)
+@given(seed=st.integers(0, 2**32), length=st.integers(1, 40))
+def test_random_programs_race_exactly_where_reachability_says(seed: int, length: int) -> None:
+    program = Program(seed, check_races=True)
+    for _ in range(length):
+        racy, run = program.step()
+        if racy:
+            with pytest.raises(SimRaceError):
+                run()
+            return
+        run()
+    assert program.finish() == program.expected
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 2**32), length=st.integers(1, 40))
+def test_late_copies_deliver_what_program_order_delivers(seed: int, length: int) -> None:
+    """Skipping what races leaves a program without races; with the detector off its bytes must be the same."""
+    program = Program(seed, check_races=False)
+    for _ in range(length):
+        before = {name: list(values) for name, values in program.expected.items()}
+        accesses, last = list(program.oracle.accesses), dict(program.oracle.last)
+        racy, run = program.step()
+        if racy:
+            program.expected, program.oracle.accesses, program.oracle.last = before, accesses, last
+        else:
+            run()
+    assert program.finish() == program.expected
+
+
+def test_the_random_programs_are_of_both_kinds() -> None:
+    """Neither side of the equivalence is tested in vain."""
+    racy = sum(any(program.step()[0] for _ in range(20)) for program in (Program(s, check_races=True) for s in range(60)))
+    assert 10 <= racy <= 50
+
+
+def test_a_copy_that_lost_its_source_is_an_error(sim: SimDevice) -> None:
+    hbm, host, d2h = sim.current_stream().alloc(N), sim.alloc_pinned(N), sim.new_stream("d2h")
+    d2h.wait(sim.current_stream().record())
+    d2h.copy(host, hbm)
+    del hbm
+    with pytest.raises(SimLifetimeError, match="its source was dropped while the copy was pending"):
+        d2h.record().synchronize()

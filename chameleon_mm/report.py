@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ from chameleon_mm.units import format_size, format_us
 
 _LANES = {"out": (1, "d2h: swap out"), "in": (2, "h2d: swap in")}
 
+_BARS = 600
+"""Copies drawn on the page, the latest: more would be thinner than a pixel."""
+
+_STYLE = """
+:root{color-scheme:light dark;--line:#8884;--out:#c4572f;--in:#3a78c2}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;width:100%}
+th,td{border-bottom:1px solid var(--line);padding:.3rem 0;text-align:left;vertical-align:top}
+th{font-weight:600;padding-right:2rem;white-space:nowrap}
+td{font-variant-numeric:tabular-nums}
+svg{width:100%;height:auto}
+text{font-size:12px;fill:currentColor}
+.lane{fill:var(--line)}.out{fill:var(--out)}.in{fill:var(--in)}
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapReport:
@@ -31,8 +47,9 @@ class SwapReport:
     device: str
     simulated: bool
     steps: int
+    """Steps that ended without an exception."""
     timed_steps: int
-    """Steps whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` speak of these."""
+    """Steps begun whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` speak of these."""
     detailed_steps: int
     """Steps recorded operator by operator. The default rule needs none."""
     plans: int
@@ -44,29 +61,39 @@ class SwapReport:
     swap_ins_on_demand: int
     """Swap-ins that nobody had started before the use."""
     prefetches: int
+    """Swap-ins started before the use."""
     uses_on_device: int
+    """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     hidden_fraction: float | None
     """1 - stall / copy time: the share of the copies' time that compute did not wait for."""
     stall_us: float | None
+    """How long compute waited for copies."""
     copy_us: float | None
+    """How long copies ran, both directions added up."""
     peak_hbm_bytes: int
+    """The most device memory allocated since the session opened."""
     hbm_budget_bytes: int
     budget_misses: int
     """Looks at memory that found the budget passed with nothing left to give back."""
     peak_host_bytes: int
+    """The most pinned memory that live blocks held."""
     host_reserved_bytes: int
+    """Pinned memory got from the device now."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     fallbacks: int
     """Storages that stayed on the device because no pinned memory was to be had."""
     oom_retries: int
+    """Swap-ins that did not fit at first, and were tried again after everything else was given back."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
+    """The latest timed copies, for the trace and the page."""
 
     @classmethod
     def of(
         cls, meter: Meter, pool: PoolStats, device: Device, *, steps: int, hbm_budget_bytes: int, peak_hbm_bytes: int
     ) -> SwapReport:
-        meter.resolve()
+        """The figures that `meter` and `pool` stand at now."""
+        spans = meter.resolve()
         totals = meter.totals
         timed = totals.timed_steps > 0
         return cls(
@@ -94,12 +121,13 @@ class SwapReport:
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             fallbacks=totals.fallbacks,
             oom_retries=totals.oom_retries,
-            spans=tuple(meter.spans),
+            spans=spans,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure but the copy spans, ready for JSON."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
+        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
+        return {**figures, "kept_by_reason": dict(self.kept_by_reason)}
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
@@ -109,7 +137,7 @@ class SwapReport:
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         return [
             ("device", self.device),
-            ("steps", f"{self.steps}, {self.timed_steps} of them timed"),
+            ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
             ("peak device memory", f"{format_size(self.peak_hbm_bytes)} (budget {format_size(self.hbm_budget_bytes)}, {held})"),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
@@ -130,20 +158,21 @@ class SwapReport:
     def save_html(self, path: str | Path) -> None:
         """Write a page of its own: the figures and the copies over time."""
         cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self.rows())
-        clock = "simulated microseconds" if self.simulated else "microseconds"
+        title = html.escape(f"Swap report: {self.device}")
+        clock = "simulated time" if self.simulated else "device time"
         page = (
-            '<!doctype html><html lang="en"><meta charset="utf-8"><title>Swap report</title><style>'
-            "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-            "th{text-align:left;font-weight:600;padding-right:2rem}svg{width:100%;height:auto;background:#f6f6f4}"
-            f"</style><h1>Swap report</h1><table>{cells}</table><h2>Copies, {clock}</h2>{self._timeline()}</html>"
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+            f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n<table>{cells}</table>\n"
+            f"<h2>Copies over {clock}</h2>\n{self._timeline()}\n</body></html>\n"
         )
         Path(path).write_text(page, encoding="utf-8")
 
     def save_trace(self, path: str | Path) -> None:
         """Write the timed copies as a Chrome trace: one row per direction."""
-        events: list[dict[str, Any]] = [
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.device}}]
+        events.extend(
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in _LANES.values()
-        ]
+        )
         events.extend(
             {
                 "ph": "X",
@@ -161,24 +190,29 @@ class SwapReport:
 
     def _timeline(self) -> str:
         """The latest copies as bars, swap-outs above swap-ins."""
-        spans = self.spans[-600:]
+        spans = self.spans[-_BARS:]
         if not spans:
             return "<p>No copy was timed.</p>"
         begin, end = min(s.start_us for s in spans), max(s.end_us for s in spans)
         scale = 1000 / max(end - begin, 1e-9)
+        lanes = "".join(
+            f'<text x="0" y="{y - 5}">{name}</text><rect class="lane" x="0" y="{y + 14}" width="1000" height="2"/>'
+            for y, name in ((20, _LANES["out"][1]), (75, _LANES["in"][1]))
+        )
         bars = "".join(
-            f'<rect x="{(s.start_us - begin) * scale:.2f}" y="{20 if s.direction == "out" else 60}" '
-            f'width="{max((s.end_us - s.start_us) * scale, 0.3):.2f}" height="30" '
-            f'fill="{"#b8502f" if s.direction == "out" else "#2f6fb8"}"><title>{format_size(s.nbytes)} in '
-            f"{format_us(s.end_us - s.start_us)}</title></rect>"
+            f'<rect class="{s.direction}" x="{(s.start_us - begin) * scale:.2f}" y="{20 if s.direction == "out" else 75}" '
+            f'width="{max((s.end_us - s.start_us) * scale, 0.5):.2f}" height="30"><title>{format_size(s.nbytes)} in '
+            f"{format_us(s.end_us - s.start_us)}, from {format_us(s.start_us - begin)} on</title></rect>"
             for s in spans
         )
+        label = f"{len(spans)} copies within {format_us(end - begin)}"
+        older = f" The {len(self.spans) - len(spans)} copies before them are in the trace." if len(spans) < len(self.spans) else ""
         return (
-            f'<svg viewBox="0 0 1000 120" role="img">{bars}<text x="4" y="15" font-size="12">swap out (d2h)</text>'
-            f'<text x="4" y="105" font-size="12">swap in (h2d)</text>'
-            f'<text x="996" y="115" font-size="12" text-anchor="end">{format_us(end - begin)}</text></svg>'
+            f'<svg viewBox="0 0 1000 125" role="img" aria-label="{label}">{lanes}{bars}'
+            f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'
+            f"<p>{label}; the pointer over a bar shows its size and time.{older}</p>"
         )
 
 
-def _measured(value: float | None, show: Any) -> str:
-    return "not measured" if value is None else str(show(value))
+def _measured(value: float | None, show: Callable[[float], str]) -> str:
+    return "not measured" if value is None else show(value)

@@ -138,7 +138,7 @@ class Transfer:
     def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.Lock()  # no call from inside another: nothing here runs a callback or drops a last reference
+        self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts the owner of a move leaves its work to the owner
         self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding)
         self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding)
 

@@ -124,7 +124,7 @@ def assert_same_bits(left: list[Tensor], right: list[Tensor]) -> None:
 
 
 def bits(scalar: Tensor) -> list[int]:
-    return scalar.reshape(1).view(torch.uint8).tolist()  # type: ignore[no-any-return]  # tolist() is typed as Any
+    return scalar.reshape(1).view(torch.uint8).tolist()
 
 
 @pytest.mark.usefixtures("no_gc")

@@ -39,7 +39,7 @@ def test_a_product_costs_its_flops_at_the_rate_of_its_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    "op,args,nbytes",
+    ("op", "args", "nbytes"),
     [
         (torch.add, (torch.ones(1000), torch.ones(1000)), 3 * 4000),  # two read, one written
         (torch.mul, ((same := torch.ones(1000)), same), 2 * 4000),  # read once
@@ -62,7 +62,7 @@ def test_other_kernels_cost_the_bytes_they_move(op: Callable[..., object], args:
     [
         lambda x: x.view(10, 100).t()[2:, 3].detach().unsqueeze(0),
         lambda x: x.split(100),
-        lambda x: torch.empty_like(x),
+        torch.empty_like,
         lambda x: x.is_same_size(x),
         lambda x: torch.empty(0).set_(x.untyped_storage()),
         lambda x: torch.empty(7, device="meta") + 1,
@@ -88,7 +88,7 @@ def test_inference_mode_costs_what_grad_mode_costs() -> None:
     with torch.inference_mode():
         inside, result = price(run), run()
     assert inside == pytest.approx(price(run))
-    assert inside > 2 * 4 * 16 * 32 * 8 / 1000
+    assert inside >= 2 * 4 * 16 * 32 * 8 / 1000
     assert torch.equal(result, run())
 
 

@@ -41,7 +41,7 @@ def test_an_operator_is_named_as_one(sim: SimDevice) -> None:
         x = torch.zeros(N, dtype=torch.uint8)
         d2h.wait(sim.current_stream().record())
         d2h.copy(host, x)
-        with pytest.raises(SimRaceError, match=r"write of bytes \[0, 64\) by add_ on compute is not ordered after read .* on d2h"):
+        with pytest.raises(SimRaceError, match=r"write of bytes \[0, 64\) by add_ on compute is not ordered .* copy .* on d2h"):
             x.add_(1)
 
 
@@ -145,7 +145,7 @@ def test_dropping_a_buffer_under_an_access_is_a_race(sim: SimDevice) -> None:
     d2h.wait(sim.current_stream().record())
     d2h.copy(host, hbm)
     del hbm
-    with pytest.raises(SimRaceError, match="its owner, as it was freed .the block is reused. is not ordered after read"):
+    with pytest.raises(SimRaceError, match=r"its owner, as it was freed \(the block is reused\) is not ordered after read"):
         sim.allocated_bytes()
     assert sim.allocated_bytes() == 0  # said once, and booked
 
@@ -199,7 +199,7 @@ def test_columns_conflict_only_where_they_share_bytes(sim: SimDevice) -> None:
         with sim.stream(side):
             matrix[:, 1].add_(1)
             matrix[:, 2:4].add_(1)
-            with pytest.raises(SimRaceError, match=r"write of bytes \[32, 64\)"):
+            with pytest.raises(SimRaceError, match=r"read of bytes \[32, 64\) by add_ on side"):
                 matrix[1].add_(1)
         with pytest.raises(SimRaceError, match="write of bytes among"):
             matrix[:, 3].add_(1)
@@ -335,6 +335,16 @@ class Program:
         self.oracle.before[self.oracle.node(name)].add(recorded)
         return False, lambda: self.streams[name].wait(event)
 
+    def undo(self) -> Callable[[], None]:
+        """Back to here, for a step that is not run: its node stays in the graph, with nothing after it."""
+        expected = {name: list(values) for name, values in self.expected.items()}
+        accesses, last = list(self.oracle.accesses), dict(self.oracle.last)
+
+        def back() -> None:
+            self.expected, self.oracle.accesses, self.oracle.last = expected, accesses, last
+
+        return back
+
     def _cells(self) -> range:
         start = self.choose.randrange(CELLS)
         return range(start, self.choose.randrange(start, CELLS) + 1)
@@ -376,12 +386,16 @@ class Program:
 def test_random_programs_race_exactly_where_reachability_says(seed: int, length: int) -> None:
     program = Program(seed, check_races=True)
     for _ in range(length):
+        undo = program.undo()
         racy, run = program.step()
-        if racy:
+        if racy and program.choose.random() < 0.8:
+            undo()  # or every long program would end in a race
+        elif racy:
             with pytest.raises(SimRaceError):
                 run()
             return
-        run()
+        else:
+            run()
     assert program.finish() == program.expected
 
 
@@ -391,11 +405,10 @@ def test_late_copies_deliver_what_program_order_delivers(seed: int, length: int)
     """Skipping what races leaves a program without races; with the detector off its bytes must be the same."""
     program = Program(seed, check_races=False)
     for _ in range(length):
-        before = {name: list(values) for name, values in program.expected.items()}
-        accesses, last = list(program.oracle.accesses), dict(program.oracle.last)
+        undo = program.undo()
         racy, run = program.step()
         if racy:
-            program.expected, program.oracle.accesses, program.oracle.last = before, accesses, last
+            undo()
         else:
             run()
     assert program.finish() == program.expected
@@ -403,8 +416,8 @@ def test_late_copies_deliver_what_program_order_delivers(seed: int, length: int)
 
 def test_the_random_programs_are_of_both_kinds() -> None:
     """Neither side of the equivalence is tested in vain."""
-    racy = sum(any(program.step()[0] for _ in range(20)) for program in (Program(s, check_races=True) for s in range(60)))
-    assert 10 <= racy <= 50
+    steps = [Program(seed, check_races=True).step()[0] for seed in range(40)]
+    assert any(steps) and not all(steps)
 
 
 def test_a_copy_that_lost_its_source_is_an_error(sim: SimDevice) -> None:

@@ -129,8 +129,8 @@ class CudaStream:
 class CudaDevice:
     """One CUDA GPU by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd's.
 
-    Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own, `ValueError` for an index that
-    there is not.
+    Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own,
+    `ValueError` for an index that there is not.
     """
 
     def __init__(self, index: int | None = None) -> None:

@@ -31,8 +31,9 @@ class Origin:
 
     def words(self, *, short_names: bool) -> str:
         name, output_nr = self._name, self._output_nr
-        user = torch._C._current_autograd_node()
-        own_result = user is not None and user._sequence_nr() == self._node_number
+        # None outside of a backward, whatever its stub says.
+        number_of_user = getattr(torch._C._current_autograd_node(), "_sequence_nr", None)
+        own_result = number_of_user is not None and number_of_user() == self._node_number
         t = self._ref()
         if t is not None and not own_result:
             node = t.grad_fn

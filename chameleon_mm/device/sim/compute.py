@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from chameleon_mm.device.sim.facts import OpFacts
+from chameleon_mm.device.sim.facts import COMPOSITE, OpFacts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
 
@@ -51,7 +51,8 @@ class SimCompute(TorchDispatchMode):
             facts = self._facts[func] = OpFacts.of(func)
         if facts.composite:
             with self:
-                return func.decompose(*args, **kwargs)
+                # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
+                return func._op_dk(COMPOSITE, *args, **kwargs)
         return self._launch(_Call(facts, func, args, kwargs))
 
     def _launch(self, call: _Call) -> Any:

@@ -39,7 +39,8 @@ _COPIES = {"copy_", "_to_copy", "clone"}
 """Operators that are one copy, over the link where an end is pinned memory."""
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+"""Where an operator that is made of others has its kernel."""
 
 FlopFormula = Callable[..., int]
 
@@ -74,7 +75,7 @@ class OpFacts:
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         return OpFacts(
             name,
-            composite=func.has_kernel_for_dispatch_key(_COMPOSITE),
+            composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE.name),
             kernel=not is_view and name not in _NO_KERNEL and (gives_tensors or bool(written) or name in _HOST_READS),
             uninitialised=name in _UNINITIALISED,
             copies=name in _COPIES,

@@ -1,0 +1,666 @@
+"""Our own queue per direction: pieces, what is outstanding, who may overtake, taking back, cutting short, letting go."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.transfer import OUTSTANDING, PIECE_BYTES, Move, Transfer
+from chameleon_mm.units import MIB
+
+PIECE = 1000
+"""A piece in these tests: small, and no power of two."""
+
+
+# --- a stream whose copies end when the test says so
+
+
+class HeldEvent:
+    """Complete once as many copies of its stream have ended as were issued before it."""
+
+    def __init__(self, stream: HeldStream, *, timed: bool) -> None:
+        self.stream = stream
+        self.copies_before = len(stream.log_of("copy"))
+        self.timed = timed
+
+    def query(self) -> bool:
+        return self.stream.ended >= self.copies_before
+
+    def synchronize(self) -> None:
+        raise AssertionError("a transfer never makes the host wait")
+
+    def elapsed_us(self, since: Event) -> float:
+        raise AssertionError("a transfer reads no clock")
+
+
+class HeldStream:
+    """Copies at once; what it was told, in order, is its log."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = 0
+        self.log: list[tuple[str, object]] = []
+
+    def log_of(self, what: str) -> list[object]:
+        return [about for kind, about in self.log if kind == what]
+
+    def alloc(self, nbytes: int) -> Tensor:
+        raise AssertionError("a transfer allocates nothing")
+
+    def free(self, buffer: Tensor) -> None:
+        raise AssertionError("a transfer frees nothing")
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        assert dst.numel() == src.numel()
+        self.log.append(("copy", src.numel()))
+        dst.copy_(src)
+
+    def record(self, *, timed: bool = False) -> HeldEvent:
+        return HeldEvent(self, timed=timed)
+
+    def wait(self, event: Event) -> None:
+        self.log.append(("wait", event))
+
+
+class HeldDevice(cm.SimDevice):
+    """A device whose new streams are held ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: dict[str, HeldStream] = {}
+
+    def new_stream(self, name: str) -> Stream:  # type: ignore[override]  # the protocol's stream, not the simulator's
+        return self.streams.setdefault(name, HeldStream(name))
+
+
+@dataclass
+class Held:
+    """A transfer over held streams, and its swap-out lane's stream."""
+
+    transfer: Transfer
+    out: HeldStream
+    back: HeldStream
+
+    def submit(self, nbytes: int, *after: Event, timed: bool = False) -> tuple[Move, Tensor, Tensor]:
+        src, dst = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+        return self.transfer.swap_out(dst, src, after, timed=timed), dst, src
+
+
+def held(*, outstanding: int = 2) -> Held:
+    device = HeldDevice()
+    transfer = Transfer(device, piece_bytes=PIECE, outstanding=outstanding)
+    return Held(transfer, device.streams["d2h"], device.streams["h2d"])
+
+
+def random_bytes(nbytes: int) -> Tensor:
+    return torch.randint(1, 256, (nbytes,), dtype=torch.uint8)  # no zeros: an untouched destination is all zeros
+
+
+def test_the_limits_are_two_pieces_of_32_mib() -> None:
+    assert (PIECE_BYTES, OUTSTANDING) == (32 * MIB, 2)
+
+
+def test_at_most_two_pieces_are_handed_over_until_one_ends() -> None:
+    lane = held()
+    move, dst, src = lane.submit(3 * PIECE + 1)
+    assert lane.out.log_of("copy") == [PIECE, PIECE]
+    assert move.done is None
+    lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, PIECE]  # none has ended
+    lane.out.ended = 1
+    lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE] * 3
+    assert move.done is None
+    lane.out.ended = 2
+    lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, 1]
+    assert move.done is not None and not move.done.query()
+    lane.out.ended = 4
+    assert move.done.query()
+    assert torch.equal(dst, src)
+
+
+@pytest.mark.parametrize("outstanding", [1, 2, 5])
+def test_the_bound_counts_pieces_of_all_moves(outstanding: int) -> None:
+    lane = held(outstanding=outstanding)
+    for _ in range(8):
+        lane.submit(10)
+    assert len(lane.out.log_of("copy")) == outstanding
+    lane.out.ended = 1
+    lane.transfer.pump()
+    assert len(lane.out.log_of("copy")) == outstanding + 1
+
+
+def test_one_pump_fills_every_place_that_became_free() -> None:
+    lane = held()
+    lane.submit(6 * PIECE)
+    lane.out.ended = 2
+    lane.transfer.pump()
+    assert len(lane.out.log_of("copy")) == 4
+
+
+def test_moves_go_in_the_order_they_came() -> None:
+    lane = held()
+    moves = [lane.submit(n)[0] for n in (PIECE + 1, 2, 3)]
+    for ended in range(1, 5):
+        done = [m.done is not None for m in moves]
+        assert done == sorted(done, reverse=True)  # none before an earlier one
+        lane.out.ended = ended
+        lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, 1, 2, 3]
+
+
+def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
+    lane = held()
+    first, _, _ = lane.submit(3 * PIECE)
+    second, _, _ = lane.submit(7)
+    urgent, dst, src = lane.submit(2 * PIECE + 5)
+    done = lane.transfer.issue_out(urgent)
+    assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, PIECE, 5]
+    assert done is urgent.done
+    assert torch.equal(dst, src)
+    assert first.next_byte == 2 * PIECE and first.done is None
+    assert not second.begun
+    lane.transfer.pump()
+    assert len(lane.out.log_of("copy")) == 5  # the bound counts the urgent pieces too
+    lane.out.ended = 5
+    lane.transfer.pump()
+    assert lane.out.log_of("copy")[5:] == [PIECE, 7]  # the others go on where they were
+    assert first.done is not None and second.done is not None
+
+
+def test_issue_of_a_begun_move_hands_over_only_the_rest() -> None:
+    lane = held()
+    move, dst, src = lane.submit(3 * PIECE)
+    lane.transfer.issue_out(move)
+    assert lane.out.log_of("copy") == [PIECE] * 3
+    assert torch.equal(dst, src)
+
+
+def test_issue_again_only_returns_the_event() -> None:
+    lane = held()
+    move, _, _ = lane.submit(10)
+    assert lane.transfer.issue_out(move) is lane.transfer.issue_out(move) is move.done
+    assert lane.out.log_of("copy") == [10]
+
+
+def test_what_a_move_comes_after_is_waited_for_once_before_its_first_piece() -> None:
+    lane = held()
+    before = [lane.back.record(), lane.back.record()]
+    lane.submit(2 * PIECE, *before)
+    assert lane.out.log == [("wait", before[0]), ("wait", before[1]), ("copy", PIECE), ("copy", PIECE)]
+
+
+def test_nothing_is_waited_for_while_a_move_is_queued() -> None:
+    lane = held()
+    lane.submit(2 * PIECE)
+    later = lane.back.record()
+    move, _, _ = lane.submit(10, later)
+    assert lane.out.log_of("wait") == []
+    lane.transfer.issue_out(move)
+    assert lane.out.log[-2:] == [("wait", later), ("copy", 10)]
+
+
+def test_a_queued_move_is_taken_back_without_a_copy() -> None:
+    lane = held()
+    lane.submit(2 * PIECE)
+    move, dst, _ = lane.submit(10)
+    assert lane.transfer.cancel_out(move)
+    assert move.cancelled and move.done is None
+    lane.out.ended = 2
+    lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, PIECE]
+    assert not dst.any()
+    assert not lane.transfer.cancel_out(move)  # there is nothing left to take back
+
+
+@pytest.mark.parametrize("nbytes", [10, 3 * PIECE])
+def test_a_begun_move_cannot_be_taken_back(nbytes: int) -> None:
+    lane = held()
+    move, dst, src = lane.submit(nbytes)
+    assert not lane.transfer.cancel_out(move)
+    assert not move.cancelled
+    lane.transfer.issue_out(move)
+    assert torch.equal(dst, src)
+
+
+def test_curtailing_moves_the_prefix_and_no_more() -> None:
+    lane = held()
+    move, dst, src = lane.submit(4 * PIECE)
+    unsent = lane.transfer.curtail_out(move)
+    assert unsent == 2 * PIECE
+    assert lane.out.log_of("copy") == [PIECE, PIECE]
+    assert torch.equal(dst[: 2 * PIECE], src[: 2 * PIECE])
+    assert not dst[2 * PIECE :].any()
+    assert move.done is not None and not move.done.query()
+    lane.out.ended = 2
+    assert move.done.query()  # comes after exactly the two that were handed over
+    lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, PIECE]
+    assert lane.transfer.curtail_out(move) == 0
+
+
+def test_curtailing_a_move_that_is_all_handed_over_changes_nothing() -> None:
+    lane = held()
+    move, dst, src = lane.submit(PIECE)
+    done = move.done
+    assert lane.transfer.curtail_out(move) == 0
+    assert move.done is done
+    assert torch.equal(dst, src)
+
+
+def test_pieces_of_a_timed_move_are_timed_each() -> None:
+    lane = held(outstanding=8)
+    move, _, _ = lane.submit(2 * PIECE + 3, timed=True)
+    assert [piece.nbytes for piece in move.pieces] == [PIECE, PIECE, 3]
+    for piece in move.pieces:
+        assert isinstance(piece.start, HeldEvent) and isinstance(piece.end, HeldEvent)
+        assert piece.start.timed and piece.end.timed
+        assert piece.end.copies_before == piece.start.copies_before + 1  # its own copy lies between them, and no other
+    untimed, _, _ = lane.submit(10)
+    assert not untimed.pieces
+    assert isinstance(untimed.done, HeldEvent) and not untimed.done.timed
+
+
+@pytest.mark.parametrize("end", ["issue", "cancel", "curtail"])
+def test_the_lane_lets_go_of_both_ends_and_of_the_events(end: str) -> None:
+    lane = held()
+    lane.submit(PIECE if end == "curtail" else 2 * PIECE)
+    event = lane.back.record()
+    move, dst, src = lane.submit(3 * PIECE, event)
+    both, before = [weakref.ref(t.untyped_storage()) for t in (dst, src)], weakref.ref(event)
+    del dst, src, event
+    assert all(ref() is not None for ref in both)
+    {"issue": lane.transfer.issue_out, "cancel": lane.transfer.cancel_out, "curtail": lane.transfer.curtail_out}[end](move)
+    lane.out.log.clear()  # the test's own references
+    assert [ref() for ref in both] == [None, None]
+    assert before() is None
+
+
+def test_lanes_do_not_count_each_others_pieces() -> None:
+    lane = held()
+    lane.submit(4 * PIECE)
+    src, dst = random_bytes(4 * PIECE), torch.zeros(4 * PIECE, dtype=torch.uint8)
+    back = lane.transfer.swap_in(dst, src, [])
+    assert len(lane.out.log_of("copy")) == len(lane.back.log_of("copy")) == 2
+    lane.transfer.issue_in(back)
+    assert (len(lane.out.log_of("copy")), len(lane.back.log_of("copy"))) == (2, 4)
+
+
+def test_a_swap_in_is_taken_back() -> None:
+    lane = held()
+    lane.transfer.swap_in(torch.zeros(2 * PIECE, dtype=torch.uint8), random_bytes(2 * PIECE), [])
+    dst = torch.zeros(10, dtype=torch.uint8)
+    queued = lane.transfer.swap_in(dst, random_bytes(10), [])
+    assert lane.transfer.cancel_in(queued)
+    assert not dst.any()
+
+
+def test_unequal_sizes_are_refused_before_anything_is_queued() -> None:
+    lane = held()
+    for sizes in ((PIECE, 2 * PIECE), (2 * PIECE, PIECE)):
+        dst, src = (torch.zeros(n, dtype=torch.uint8) for n in sizes)
+        with pytest.raises(ValueError, match=f"expected a destination of {sizes[1]} bytes.*got {sizes[0]}"):
+            lane.transfer.swap_out(dst, src, [])
+    lane.transfer.pump()
+    assert lane.out.log == []
+
+
+@pytest.mark.parametrize("wrong", [{"piece_bytes": 0}, {"outstanding": 0}, {"piece_bytes": -1}])
+def test_a_transfer_of_nothing_at_a_time_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="of 1 or more"):
+        Transfer(cm.SimDevice(), **wrong)
+
+
+# --- real bytes over a device
+
+
+class Ends:
+    """Buffers on a device and in its pinned memory, with known content."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.compute = device.current_stream()
+        self._pinned: list[Tensor] = []
+
+    def on_device(self, content: Tensor) -> Tensor:
+        """Filled by a copy on the compute stream, which nobody has waited for."""
+        buffer = self.compute.alloc(content.numel())
+        host = self.on_host(content)
+        self.compute.copy(buffer, host)
+        return buffer
+
+    def on_host(self, content: Tensor) -> Tensor:
+        memory = self.device.alloc_pinned(content.numel())
+        self._pinned.append(memory)
+        memory.copy_(content)
+        return memory
+
+    def close(self) -> None:
+        self.device.synchronize()
+        for memory in self._pinned:
+            self.device.free_pinned(memory)
+
+
+@pytest.fixture
+def ends(device: Device) -> Iterator[Ends]:
+    made = Ends(device)
+    yield made
+    made.close()
+
+
+SIZES = [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE + 17]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("urgent", [True, False])
+def test_exact_bytes_out_and_back(nbytes: int, urgent: bool, ends: Ends) -> None:
+    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    content = random_bytes(nbytes)
+    src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
+    out = transfer.swap_out(host, src, [ends.compute.record()])
+    left = finish(transfer.issue_out if urgent else None, transfer, out, ends.device)
+    dst = ends.compute.alloc(nbytes)
+    back = transfer.swap_in(dst, host, [ends.compute.record(), left])
+    finish(transfer.issue_in if urgent else None, transfer, back, ends.device)
+    ends.device.synchronize()
+    assert torch.equal(host, content)
+    assert torch.equal(dst.cpu(), content)
+
+
+def finish(issue: Callable[[Move], Event] | None, transfer: Transfer, move: Move, device: Device) -> Event:
+    """The event after `move`: at once, or as the outstanding limit lets it go."""
+    if issue is not None:
+        return issue(move)
+    while move.done is None:
+        device.synchronize()
+        transfer.pump()
+    return move.done
+
+
+def test_both_lanes_at_once(ends: Ends) -> None:
+    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    nbytes = 6 * PIECE + 5
+    outs, backs = [], []
+    for _ in range(4):
+        content = random_bytes(nbytes)
+        host, src = ends.on_host(torch.zeros(nbytes, dtype=torch.uint8)), ends.on_device(content)
+        outs.append((transfer.swap_out(host, src, [ends.compute.record()]), host, content, src))
+        content = random_bytes(nbytes)
+        dst, host = ends.compute.alloc(nbytes), ends.on_host(content)
+        backs.append((transfer.swap_in(dst, host, [ends.compute.record()]), dst, content, host))
+    while any(entry[0].done is None for entry in (*outs, *backs)):
+        ends.device.synchronize()
+        transfer.pump()
+    ends.device.synchronize()
+    for _, got, content, _ in (*outs, *backs):
+        assert torch.equal(got.cpu(), content)
+
+
+def test_the_lanes_overlap_in_simulated_time(sim: cm.SimDevice) -> None:
+    ends = Ends(sim)
+    transfer = Transfer(sim)
+    content = random_bytes(4 * MIB)
+    host, src = ends.on_host(content), ends.on_device(content)
+    dst, other = ends.compute.alloc(4 * MIB), ends.on_host(content)
+    sim.synchronize()
+    out = transfer.swap_out(host, src, [], timed=True)
+    back = transfer.swap_in(dst, other, [], timed=True)
+    sim.synchronize()
+    (left,), (came,) = out.pieces, back.pieces
+    alone_us = left.end.elapsed_us(left.start)
+    assert came.start.elapsed_us(left.start) < alone_us  # the second began before the first had ended
+    ends.close()
+
+
+def test_a_curtailed_moves_event_orders_the_reuse_of_both_ends(ends: Ends) -> None:
+    """On the simulator an early reuse is a race error, on a GPU wrong bytes."""
+    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    nbytes = 5 * PIECE
+    content = random_bytes(nbytes)
+    src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
+    move = transfer.swap_out(host, src, [ends.compute.record()])
+    unsent = transfer.curtail_out(move)
+    moved = nbytes - unsent
+    assert moved in (2 * PIECE, 3 * PIECE, 4 * PIECE, nbytes)  # two at once, more where a piece ended in between
+    assert move.done is not None
+    ends.compute.wait(move.done)
+    ends.compute.copy(src, ends.on_host(torch.zeros(nbytes, dtype=torch.uint8)))
+    ends.device.synchronize()
+    assert torch.equal(host[:moved], content[:moved])
+    assert not host[moved:].any()
+
+
+def test_a_source_may_go_once_compute_waited_for_the_move(ends: Ends) -> None:
+    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    content = random_bytes(3 * PIECE)
+    src, host = ends.on_device(content), ends.on_host(torch.zeros(3 * PIECE, dtype=torch.uint8))
+    ref = weakref.ref(src.untyped_storage())
+    move = transfer.swap_out(host, src, [ends.compute.record()])
+    ends.compute.wait(transfer.issue_out(move))
+    ends.compute.free(src)
+    del src
+    assert ref() is None  # neither the lane nor the move holds it
+    ends.device.synchronize()
+    assert torch.equal(host, content)
+
+
+# --- any sequence of calls
+
+
+class SeenEvent:
+    """An event that remembers whether the host saw it complete."""
+
+    def __init__(self, inner: Event) -> None:
+        self.inner = inner
+        self.seen = False
+
+    def query(self) -> bool:
+        self.seen = self.seen or self.inner.query()
+        return self.seen
+
+    def synchronize(self) -> None:
+        self.inner.synchronize()
+
+    def elapsed_us(self, since: Event) -> float:
+        assert isinstance(since, SeenEvent)
+        return self.inner.elapsed_us(since.inner)
+
+
+class CountingStream:
+    """Counts the copies that were issued and not seen complete; refuses one too many unless it is `urgent`."""
+
+    def __init__(self, inner: Stream, limit: int) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.urgent = False
+        self._limit = limit
+        self._after_copy: list[SeenEvent] = []
+        self._copied = False
+
+    def alloc(self, nbytes: int) -> Tensor:
+        return self.inner.alloc(nbytes)
+
+    def free(self, buffer: Tensor) -> None:
+        self.inner.free(buffer)
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        outstanding = sum(not event.seen for event in self._after_copy)
+        assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
+        self.inner.copy(dst, src)
+        self._copied = True
+
+    def record(self, *, timed: bool = False) -> SeenEvent:
+        event = SeenEvent(self.inner.record(timed=timed))
+        if self._copied:
+            self._after_copy.append(event)
+            self._copied = False
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.inner.wait(event.inner if isinstance(event, SeenEvent) else event)
+
+
+class CountingDevice(cm.SimDevice):
+    """A simulated GPU whose new streams hold the outstanding limit against the transfer."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.streams: list[CountingStream] = []
+
+    def new_stream(self, name: str) -> Stream:  # type: ignore[override]  # the protocol's stream, not the simulator's
+        self.streams.append(CountingStream(super().new_stream(name), self.limit))
+        return self.streams[-1]
+
+
+@dataclass
+class Tracked:
+    """One submitted move, with what its destination must hold in the end."""
+
+    move: Move
+    outward: bool
+    dst: Tensor
+    content: Tensor
+    src: Tensor
+    unsent: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.move.done is not None or self.move.cancelled
+
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "submit", "pump", "wait", "issue", "cancel", "curtail"]),
+        st.integers(0, 3 * PIECE + 2),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(calls=CALLS, limit=st.integers(1, 3))
+def test_any_sequence_ends_every_move_with_the_right_bytes(calls: list[tuple[str, int, bool]], limit: int) -> None:
+    device = CountingDevice(limit)
+    ends = Ends(device)
+    transfer = Transfer(device, piece_bytes=PIECE, outstanding=limit)
+    everything: list[Tracked] = []
+    for what, number, outward in calls:
+        if what == "submit":
+            everything.append(submit(ends, transfer, max(1, number), outward))
+        elif what == "pump":
+            transfer.pump()
+        elif what == "wait":
+            device.synchronize()
+        elif everything:
+            act(what, everything[number % len(everything)], transfer, device)
+    in_turn = {lane: [t for t in everything if t.outward is lane and not t.ended] for lane in (True, False)}
+    for lane in in_turn.values():  # nobody starves: the oldest of each lane ends first
+        while waiting := [t for t in lane if not t.ended]:
+            assert lane[-len(waiting) :] == waiting
+            sent = waiting[0].move.next_byte
+            device.synchronize()
+            transfer.pump()
+            assert waiting[0].ended or waiting[0].move.next_byte > sent
+    device.synchronize()
+    for tracked in everything:
+        whole = 0 if tracked.move.cancelled else tracked.content.numel() - tracked.unsent
+        assert torch.equal(tracked.dst[:whole], tracked.content[:whole])
+        assert not tracked.dst[whole:].any()
+        assert tracked.move.dst is None and tracked.move.src is None
+    ends.close()
+
+
+def submit(ends: Ends, transfer: Transfer, nbytes: int, outward: bool) -> Tracked:
+    content, blank = random_bytes(nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+    if outward:
+        dst, src = ends.on_host(blank), ends.on_device(content)
+        move = transfer.swap_out(dst, src, [ends.compute.record()])
+    else:
+        dst, src = ends.on_device(blank), ends.on_host(content)
+        move = transfer.swap_in(dst, src, [ends.compute.record()])
+    return Tracked(move, outward, dst, content, src)
+
+
+def act(what: str, tracked: Tracked, transfer: Transfer, device: CountingDevice) -> None:
+    move = tracked.move
+    if what == "cancel":
+        was_ended, was_begun = tracked.ended, move.begun
+        taken_back = transfer.cancel_out(move) if tracked.outward else transfer.cancel_in(move)
+        assert taken_back is not (was_ended or was_begun)
+    elif what == "issue" and not move.cancelled:
+        for stream in device.streams:
+            stream.urgent = True
+        done = transfer.issue_out(move) if tracked.outward else transfer.issue_in(move)
+        assert done is move.done
+        for stream in device.streams:
+            stream.urgent = False
+    elif what == "curtail" and tracked.outward and not move.cancelled:
+        tracked.unsent += transfer.curtail_out(move)
+
+
+# --- two threads
+
+
+def test_two_threads_may_use_one_transfer(ends: Ends) -> None:
+    """Forward and backward run on different threads: both lanes stay consistent, every byte arrives."""
+    transfer = Transfer(ends.device, piece_bytes=PIECE)
+    work: list[list[Tracked]] = [[], []]
+    failures: list[BaseException] = []
+    prepared = [[prepare(ends, number) for number in range(60)] for _ in work]
+    start = threading.Barrier(2)
+
+    def run(mine: list[Tracked], buffers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+        try:
+            start.wait()
+            for number, (dst, src, content) in enumerate(buffers):
+                tracked = Tracked(transfer.swap_out(dst, src, ready), True, dst, content, src)
+                mine.append(tracked)
+                transfer.pump()
+                if number % 3 == 0:
+                    transfer.issue_out(tracked.move)
+                elif number % 3 == 1 and not transfer.cancel_out(tracked.move):
+                    tracked.unsent = transfer.curtail_out(tracked.move)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the test's own thread must report it
+            failures.append(error)
+
+    ready = [ends.compute.record()]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(work, prepared, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failures == []
+    everything = [tracked for mine in work for tracked in mine]
+    assert len(everything) == 120
+    while not all(tracked.ended for tracked in everything):
+        ends.device.synchronize()
+        transfer.pump()
+    ends.device.synchronize()
+    for tracked in everything:
+        whole = 0 if tracked.move.cancelled else tracked.content.numel() - tracked.unsent
+        assert torch.equal(tracked.dst[:whole], tracked.content[:whole])
+        assert not tracked.dst[whole:].any()
+
+
+def prepare(ends: Ends, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    content = random_bytes(PIECE // 2 + 97 * number)
+    return ends.on_host(torch.zeros_like(content)), ends.on_device(content), content

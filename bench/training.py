@@ -12,8 +12,6 @@ not what a GPU does.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -28,6 +26,7 @@ from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, a
 from chameleon_mm.bench._training_peers import Peer, peers
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import GIB
@@ -138,10 +137,11 @@ def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int,
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()  # else an earlier peer's cached blocks count as this one's reserved memory
     device.reset_peaks()
-    with _deterministic(), device.compute():
+    with reproducible(), device.compute():
         torch.manual_seed(seed)
         model = Stack(shape, device=device.torch_device, checkpointed=peer.checkpointed)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        # fused: one kernel on every device. torch's default on a CPU is a dozen small ones per parameter, which no GPU runs.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses: list[Tensor] = []
         marks = [device.current_stream().record(timed=True)]
         with peer.over_run(device, model, hbm_budget) as around:
@@ -177,20 +177,6 @@ def _attempt(peer: Peer, shape: Shape, args: argparse.Namespace, baseline: PeerR
         return run_peer(peer, shape, device, steps=args.steps, seed=args.seed, hbm_budget=hbm_budget)
     except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
         return Waived(f"{peer.name}: {str(error).splitlines()[0]}")
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Kernels that give the same bits on every run: without them a loss could differ for reasons that are no peer's."""
-    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
-    mode, fill = torch.get_deterministic_debug_mode(), flags.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    flags.fill_uninitialized_memory = False  # changes no result, costs bandwidth
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        flags.fill_uninitialized_memory = fill
 
 
 def _columns(device: Device) -> tuple[Column, ...]:

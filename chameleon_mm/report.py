@@ -206,7 +206,8 @@ class SwapReport:
             for s in spans
         )
         label = f"{len(spans)} copies within {format_us(end - begin)}"
-        older = f" The {len(self.spans) - len(spans)} copies before them are in the trace." if len(spans) < len(self.spans) else ""
+        before = len(self.spans) - len(spans)
+        older = f" The {before} copies before them are in the trace." if before else ""
         return (
             f'<svg viewBox="0 0 1000 125" role="img" aria-label="{label}">{lanes}{bars}'
             f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'

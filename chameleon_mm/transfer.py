@@ -43,7 +43,7 @@ class Move:
 
     def __init__(self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool) -> None:
         if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
-            raise ValueError(f"expected a destination of {src.numel()} bytes, as the source, got {dst.numel()}; slice the larger")
+            raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
         self.dst: Tensor | None = dst
         self.src: Tensor | None = src
         self.after = tuple(after)
@@ -63,8 +63,9 @@ class Move:
 class Lane:
     """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
 
-    def __init__(self, stream: Stream, piece_bytes: int, outstanding: int) -> None:
+    def __init__(self, stream: Stream, piece_bytes: int, outstanding: int, *, speculative: bool) -> None:
         self.stream = stream
+        self._speculative = speculative
         self._piece_bytes = piece_bytes
         self._limit = outstanding
         self._queue: deque[Move] = deque()
@@ -119,7 +120,7 @@ class Lane:
         begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.src.numel())
         # A piece's own time, not the move's: between two pieces the lane may idle, or carry another move that was needed first.
         start = self.stream.record(timed=True) if move.timed else None
-        self.stream.copy(move.dst[begin:end], move.src[begin:end])
+        self.stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
         move.next_byte = end
         last = end == move.src.numel()
         event = self.stream.record(timed=move.timed)  # orders both ends' reuse after this piece
@@ -138,9 +139,12 @@ class Transfer:
     def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts the owner of a move leaves its work to the owner
-        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding)
-        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding)
+        self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
+        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding, speculative=True)
+        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding, speculative=False)
+
+    # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
+    # whoever uses it gets eager's error instead of the bytes.
 
     def swap_out(self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
         """Queue device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""

@@ -39,7 +39,7 @@ def test_smoke_copies_that_change_a_byte_are_noticed(sim: SimDevice, monkeypatch
         def __getattr__(self, attribute: str) -> Any:
             return getattr(self._stream, attribute)
 
-        def copy(self, dst: Tensor, src: Tensor) -> None:
+        def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
             self._stream.copy(dst[1:], src[1:])
 
     monkeypatch.setattr(sim, "new_stream", Flipping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def test_out_of_memory_leaves_the_ledger_as_it_was() -> None:
     with sim.compute():
         kept = [square() for _ in range(3)]
         before = sim.read_memory()
-        for too_much in (lambda: kept[0].repeat(2, 1), lambda: sim.current_stream().alloc(1025)):
+        attempts: list[Callable[[], Tensor]] = [lambda: kept[0].repeat(2, 1), lambda: sim.current_stream().alloc(1025)]
+        for too_much in attempts:
             with pytest.raises(torch.OutOfMemoryError, match=r"capacity of 4\.00 KiB, of which 1\.00 KiB is free; 3\.00 KiB"):
                 too_much()
             assert sim.read_memory() == before

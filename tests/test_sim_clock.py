@@ -107,21 +107,20 @@ def test_a_copy_inside_device_memory_reads_and_writes_every_byte(device: SimDevi
 
 
 def test_tiny_kernels_run_at_the_pace_of_the_host() -> None:
-    device = SimDevice("h200")
+    device = SimDevice(ROUND, cost=CostModel(spec=ROUND, event_us=0.0))
     with device.compute():
         x = torch.zeros(4)
         start = device.current_stream().record(timed=True)
         launched = device.host_us
         for _ in range(100):
             x.add_(1)
-        host_took = device.host_us - launched
         end = device.current_stream().record(timed=True)
-    end.synchronize()
-    assert host_took == pytest.approx(100 * device.cost.launch_us)
+    assert device.host_us == pytest.approx(launched + 100 * device.cost.launch_us)
     # Each kernel takes 2 us and is launched every 5: the stream is idle in between, and done 2 us after the last launch.
-    # `start` lies at the end of the zeros' own kernel, 2 us after its launch; then an event was recorded (0.5 us).
-    before = device.cost.shortest_kernel_us - device.cost.event_us
-    assert end.elapsed_us(start) == pytest.approx(host_took - before + device.cost.shortest_kernel_us)
+    assert not end.query()
+    end.synchronize()
+    assert device.host_us == pytest.approx(launched + 100 * device.cost.launch_us + device.cost.shortest_kernel_us)
+    assert end.elapsed_us(start) == pytest.approx(100 * device.cost.launch_us)  # from the end of one kernel to another's
 
 
 def test_large_kernels_run_at_the_pace_of_the_device() -> None:

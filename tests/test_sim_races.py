@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
+from chameleon_mm.device.sim.poison import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError, SimRaceError
 
 N = 64
@@ -427,3 +428,26 @@ def test_a_copy_that_lost_its_source_is_an_error(sim: SimDevice) -> None:
     del hbm
     with pytest.raises(SimLifetimeError, match="its source was dropped while the copy was pending"):
         d2h.record().synchronize()
+
+
+def test_a_speculative_copy_may_have_its_source_written_and_then_delivers_poison() -> None:
+    """A write by an operator is no race with it; reuse of the source's memory still is one."""
+    device = SimDevice()
+    d2h = device.new_stream("d2h")
+    with device.compute():
+        source = torch.arange(256, dtype=torch.uint8)
+        untouched = device.alloc_pinned(256)
+        written = device.alloc_pinned(256)
+        for host in (untouched, written):
+            d2h.wait(device.current_stream().record())
+            d2h.copy(host, source, speculative=True)
+            if host is written:
+                source.add_(1)
+            device.current_stream().wait(d2h.record())
+        device.synchronize()
+        assert untouched.tolist() == list(range(256))
+        assert set(written.tolist()) == {POISON_BYTE}
+        d2h.copy(untouched, source, speculative=True)
+        with pytest.raises(SimRaceError, match="reused"):
+            device.current_stream().free(source)
+        device.current_stream().wait(d2h.record())

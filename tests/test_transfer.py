@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
+from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.transfer import OUTSTANDING, PIECE_BYTES, Move, Transfer
 from chameleon_mm.units import MIB
@@ -61,7 +65,7 @@ class HeldStream:
     def free(self, buffer: Tensor) -> None:
         raise AssertionError("a transfer frees nothing")
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         assert dst.numel() == src.numel()
         self.log.append(("copy", src.numel()))
         dst.copy_(src)
@@ -73,15 +77,14 @@ class HeldStream:
         self.log.append(("wait", event))
 
 
-class HeldDevice(cm.SimDevice):
-    """A device whose new streams are held ones."""
+class Lanes:
+    """As much of a device as a transfer needs: something that makes streams."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.streams: dict[str, HeldStream] = {}
+    def __init__(self, make: Callable[[str], Stream]) -> None:
+        self.new_stream = make
 
-    def new_stream(self, name: str) -> Stream:  # type: ignore[override]  # the protocol's stream, not the simulator's
-        return self.streams.setdefault(name, HeldStream(name))
+    def transfer(self, *, outstanding: int = 2) -> Transfer:
+        return Transfer(cast(Device, self), piece_bytes=PIECE, outstanding=outstanding)
 
 
 @dataclass
@@ -98,9 +101,19 @@ class Held:
 
 
 def held(*, outstanding: int = 2) -> Held:
-    device = HeldDevice()
-    transfer = Transfer(device, piece_bytes=PIECE, outstanding=outstanding)
-    return Held(transfer, device.streams["d2h"], device.streams["h2d"])
+    streams = {name: HeldStream(name) for name in ("d2h", "h2d")}
+    return Held(Lanes(streams.__getitem__).transfer(outstanding=outstanding), streams["d2h"], streams["h2d"])
+
+
+def is_done(move: Move) -> bool:
+    """Whether all of it was handed over."""
+    return move.done is not None
+
+
+def is_complete(move: Move) -> bool:
+    """Whether the device is through with it."""
+    assert move.done is not None
+    return move.done.query()
 
 
 def random_bytes(nbytes: int) -> Tensor:
@@ -115,19 +128,19 @@ def test_at_most_two_pieces_are_handed_over_until_one_ends() -> None:
     lane = held()
     move, dst, src = lane.submit(3 * PIECE + 1)
     assert lane.out.log_of("copy") == [PIECE, PIECE]
-    assert move.done is None
+    assert not is_done(move)
     lane.transfer.pump()
     assert lane.out.log_of("copy") == [PIECE, PIECE]  # none has ended
     lane.out.ended = 1
     lane.transfer.pump()
     assert lane.out.log_of("copy") == [PIECE] * 3
-    assert move.done is None
+    assert not is_done(move)
     lane.out.ended = 2
     lane.transfer.pump()
     assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, 1]
-    assert move.done is not None and not move.done.query()
+    assert is_done(move) and not is_complete(move)
     lane.out.ended = 4
-    assert move.done.query()
+    assert is_complete(move)
     assert torch.equal(dst, src)
 
 
@@ -154,7 +167,7 @@ def test_moves_go_in_the_order_they_came() -> None:
     lane = held()
     moves = [lane.submit(n)[0] for n in (PIECE + 1, 2, 3)]
     for ended in range(1, 5):
-        done = [m.done is not None for m in moves]
+        done = [is_done(m) for m in moves]
         assert done == sorted(done, reverse=True)  # none before an earlier one
         lane.out.ended = ended
         lane.transfer.pump()
@@ -170,14 +183,14 @@ def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
     assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, PIECE, 5]
     assert done is urgent.done
     assert torch.equal(dst, src)
-    assert first.next_byte == 2 * PIECE and first.done is None
+    assert first.next_byte == 2 * PIECE and not is_done(first)
     assert not second.begun
     lane.transfer.pump()
     assert len(lane.out.log_of("copy")) == 5  # the bound counts the urgent pieces too
     lane.out.ended = 5
     lane.transfer.pump()
     assert lane.out.log_of("copy")[5:] == [PIECE, 7]  # the others go on where they were
-    assert first.done is not None and second.done is not None
+    assert is_done(first) and is_done(second)
 
 
 def test_issue_of_a_begun_move_hands_over_only_the_rest() -> None:
@@ -243,9 +256,10 @@ def test_curtailing_moves_the_prefix_and_no_more() -> None:
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert torch.equal(dst[: 2 * PIECE], src[: 2 * PIECE])
     assert not dst[2 * PIECE :].any()
-    assert move.done is not None and not move.done.query()
+    lane.out.ended = 1
+    assert is_done(move) and not is_complete(move)
     lane.out.ended = 2
-    assert move.done.query()  # comes after exactly the two that were handed over
+    assert is_complete(move)  # comes after exactly the two that were handed over
     lane.transfer.pump()
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert lane.transfer.curtail_out(move) == 0
@@ -311,7 +325,7 @@ def test_unequal_sizes_are_refused_before_anything_is_queued() -> None:
     lane = held()
     for sizes in ((PIECE, 2 * PIECE), (2 * PIECE, PIECE)):
         dst, src = (torch.zeros(n, dtype=torch.uint8) for n in sizes)
-        with pytest.raises(ValueError, match=f"expected a destination of {sizes[1]} bytes.*got {sizes[0]}"):
+        with pytest.raises(ValueError, match=f"expected a destination of the source's {sizes[1]} bytes, got {sizes[0]}"):
             lane.transfer.swap_out(dst, src, [])
     lane.transfer.pump()
     assert lane.out.log == []
@@ -383,9 +397,10 @@ def finish(issue: Callable[[Move], Event] | None, transfer: Transfer, move: Move
     """The event after `move`: at once, or as the outstanding limit lets it go."""
     if issue is not None:
         return issue(move)
-    while move.done is None:
+    while not is_done(move):
         device.synchronize()
         transfer.pump()
+    assert move.done is not None
     return move.done
 
 
@@ -400,7 +415,7 @@ def test_both_lanes_at_once(ends: Ends) -> None:
         content = random_bytes(nbytes)
         dst, host = ends.compute.alloc(nbytes), ends.on_host(content)
         backs.append((transfer.swap_in(dst, host, [ends.compute.record()]), dst, content, host))
-    while any(entry[0].done is None for entry in (*outs, *backs)):
+    while not all(is_done(entry[0]) for entry in (*outs, *backs)):
         ends.device.synchronize()
         transfer.pump()
     ends.device.synchronize()
@@ -495,10 +510,10 @@ class CountingStream:
     def free(self, buffer: Tensor) -> None:
         self.inner.free(buffer)
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         outstanding = sum(not event.seen for event in self._after_copy)
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
-        self.inner.copy(dst, src)
+        self.inner.copy(dst, src, speculative=speculative)
         self._copied = True
 
     def record(self, *, timed: bool = False) -> SeenEvent:
@@ -510,19 +525,6 @@ class CountingStream:
 
     def wait(self, event: Event) -> None:
         self.inner.wait(event.inner if isinstance(event, SeenEvent) else event)
-
-
-class CountingDevice(cm.SimDevice):
-    """A simulated GPU whose new streams hold the outstanding limit against the transfer."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit = limit
-        self.streams: list[CountingStream] = []
-
-    def new_stream(self, name: str) -> Stream:  # type: ignore[override]  # the protocol's stream, not the simulator's
-        self.streams.append(CountingStream(super().new_stream(name), self.limit))
-        return self.streams[-1]
 
 
 @dataclass
@@ -554,9 +556,10 @@ CALLS = st.lists(
 @settings(max_examples=60)
 @given(calls=CALLS, limit=st.integers(1, 3))
 def test_any_sequence_ends_every_move_with_the_right_bytes(calls: list[tuple[str, int, bool]], limit: int) -> None:
-    device = CountingDevice(limit)
+    device = cm.SimDevice()
     ends = Ends(device)
-    transfer = Transfer(device, piece_bytes=PIECE, outstanding=limit)
+    streams = {name: CountingStream(device.new_stream(name), limit) for name in ("d2h", "h2d")}
+    transfer = Lanes(streams.__getitem__).transfer(outstanding=limit)
     everything: list[Tracked] = []
     for what, number, outward in calls:
         if what == "submit":
@@ -566,7 +569,8 @@ def test_any_sequence_ends_every_move_with_the_right_bytes(calls: list[tuple[str
         elif what == "wait":
             device.synchronize()
         elif everything:
-            act(what, everything[number % len(everything)], transfer, device)
+            tracked = everything[number % len(everything)]
+            act(what, tracked, transfer, streams["d2h" if tracked.outward else "h2d"])
     in_turn = {lane: [t for t in everything if t.outward is lane and not t.ended] for lane in (True, False)}
     for lane in in_turn.values():  # nobody starves: the oldest of each lane ends first
         while waiting := [t for t in lane if not t.ended]:
@@ -595,53 +599,73 @@ def submit(ends: Ends, transfer: Transfer, nbytes: int, outward: bool) -> Tracke
     return Tracked(move, outward, dst, content, src)
 
 
-def act(what: str, tracked: Tracked, transfer: Transfer, device: CountingDevice) -> None:
+def act(what: str, tracked: Tracked, transfer: Transfer, stream: CountingStream) -> None:
     move = tracked.move
     if what == "cancel":
         was_ended, was_begun = tracked.ended, move.begun
         taken_back = transfer.cancel_out(move) if tracked.outward else transfer.cancel_in(move)
         assert taken_back is not (was_ended or was_begun)
     elif what == "issue" and not move.cancelled:
-        for stream in device.streams:
-            stream.urgent = True
+        stream.urgent = True
         done = transfer.issue_out(move) if tracked.outward else transfer.issue_in(move)
+        stream.urgent = False
         assert done is move.done
-        for stream in device.streams:
-            stream.urgent = False
     elif what == "curtail" and tracked.outward and not move.cancelled:
         tracked.unsent += transfer.curtail_out(move)
 
 
 # --- two threads
 
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.05, d2h_gbps=0.05, duplex_gbps=0.08)
+"""So slow that the lanes are always full: a piece takes as long as many calls."""
 
-def test_two_threads_may_use_one_transfer(ends: Ends) -> None:
-    """Forward and backward run on different threads: both lanes stay consistent, every byte arrives."""
-    transfer = Transfer(ends.device, piece_bytes=PIECE)
-    work: list[list[Tracked]] = [[], []]
+THREADS, MOVES_EACH = 2, 40
+
+
+class PausingStream:
+    """Lets other threads run right after each copy, while the lane has yet to note it."""
+
+    def __init__(self, inner: Stream) -> None:
+        self.name = inner.name
+        self.alloc, self.free, self.record, self.wait = inner.alloc, inner.free, inner.record, inner.wait
+        self._inner = inner
+
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+        self._inner.copy(dst, src, speculative=speculative)
+        time.sleep(1e-5)
+
+
+def test_two_threads_may_use_one_transfer() -> None:
+    """Forward and backward run on different threads: both see whole moves, every byte arrives."""
+    device = cm.SimDevice(SLOW_LINK)
+    ends = Ends(device)
+    transfer = Lanes(lambda name: PausingStream(device.new_stream(name))).transfer()
+    prepared = [[prepare(ends, number) for number in range(MOVES_EACH)] for _ in range(THREADS)]
+    ready = [ends.compute.record()]
+    device.synchronize()  # or no copy could end before the threads do
+    ended: list[Tracked] = []
     failures: list[BaseException] = []
-    prepared = [[prepare(ends, number) for number in range(60)] for _ in work]
-    start = threading.Barrier(2)
+    start = threading.Barrier(THREADS)
 
-    def run(mine: list[Tracked], buffers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    def run(buffers: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         try:
             start.wait()
             for number, (dst, src, content) in enumerate(buffers):
                 tracked = Tracked(transfer.swap_out(dst, src, ready), True, dst, content, src)
-                mine.append(tracked)
-                transfer.pump()
-                if number % 3 == 0:
+                for _ in range(60):
+                    transfer.pump()
+                if number % 4 == 0:
                     transfer.issue_out(tracked.move)
-                elif number % 3 == 1 and not transfer.cancel_out(tracked.move):
+                elif number % 4 == 1 and not transfer.cancel_out(tracked.move):
                     tracked.unsent = transfer.curtail_out(tracked.move)
+                ended.append(tracked)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test's own thread must report it
             failures.append(error)
 
-    ready = [ends.compute.record()]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=run, args=pair) for pair in zip(work, prepared, strict=True)]
+        threads = [threading.Thread(target=run, args=(buffers,)) for buffers in prepared]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -649,18 +673,19 @@ def test_two_threads_may_use_one_transfer(ends: Ends) -> None:
     finally:
         sys.setswitchinterval(interval)
     assert failures == []
-    everything = [tracked for mine in work for tracked in mine]
-    assert len(everything) == 120
-    while not all(tracked.ended for tracked in everything):
-        ends.device.synchronize()
+    for _ in range(THREADS * MOVES_EACH * 8):  # no move has more pieces than eight
+        device.synchronize()
         transfer.pump()
-    ends.device.synchronize()
-    for tracked in everything:
+    assert len(ended) == THREADS * MOVES_EACH
+    device.synchronize()
+    for tracked in ended:
+        assert tracked.ended
         whole = 0 if tracked.move.cancelled else tracked.content.numel() - tracked.unsent
         assert torch.equal(tracked.dst[:whole], tracked.content[:whole])
         assert not tracked.dst[whole:].any()
+    ends.close()
 
 
 def prepare(ends: Ends, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    content = random_bytes(PIECE // 2 + 97 * number)
+    content = random_bytes(PIECE // 2 + 150 * number)
     return ends.on_host(torch.zeros_like(content)), ends.on_device(content), content

@@ -11,12 +11,12 @@ every loss, every gradient norm, the final weights and the random state -> RunRe
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import get_device_states
 
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.reproducible import reproducible
 
 Rows = Sequence[tuple[Tensor, Tensor]]
 
@@ -106,24 +107,6 @@ class RunResult:
         return statistics.median(self.step_us[1:] or self.step_us)
 
 
-@contextmanager
-def reproducible() -> Iterator[None]:
-    """Two runs of the same program give the same bits inside: torch's deterministic kernels, put back afterwards.
-
-    On a GPU the backward of fused attention, and of embeddings, adds in whatever order threads finish unless asked not
-    to. Filling fresh memory, which torch switches on with it, is left off: it changes no result and costs bandwidth.
-    """
-    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
-    mode, fill = torch.get_deterministic_debug_mode(), flags.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")
-    flags.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(mode)
-        flags.fill_uninitialized_memory = fill
-
-
 def train(
     config: TrainConfig,
     rows: Rows,
@@ -141,7 +124,9 @@ def train(
     with reproducible(), device.compute():
         torch.manual_seed(config.seed)
         model = GPT(config.model, device=device.torch_device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+        # fused: one kernel, on a GPU and on the CPU that the simulator prices. By default torch would take a dozen small
+        # operators for every parameter there, and a simulated step of a small model would be about launching those.
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, fused=True)
         # Before the first step, for a copy out of pageable memory makes the host wait. copy=True: the simulator's device is
         # the CPU, and a row must become device memory there too.
         on_device = [tuple(part.to(device.torch_device, copy=True) for part in row) for row in rows]

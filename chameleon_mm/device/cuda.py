@@ -93,7 +93,8 @@ class CudaStream:
         far ahead (Note [Reclaim]). The wait that the protocol asks for does the same on the device, at no such price.
         """
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+        """As `Stream.copy`. A speculative copy is a copy like any other here: only the simulator could mind."""
         nbytes = dst.numel()
         for role, buffer in (("dst", dst), ("src", src)):
             if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():

@@ -60,10 +60,11 @@ class Stream(Protocol):
         """
         ...
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Enqueue an asynchronous copy between two flat uint8 tensors of equal size; the direction follows from where they
-        live. The caller keeps both alive until an event after the copy is complete or waited on. Raises `ValueError` for
-        unequal sizes or other dtypes or layouts."""
+        live. The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator
+        may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
+        for unequal sizes or other dtypes or layouts."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:

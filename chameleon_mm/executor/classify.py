@@ -8,15 +8,20 @@ resizes it to nothing), and it lives on the device anyway.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device
 from chameleon_mm.policy import SaveFacts
+
+_log = logging.getLogger(__name__)
 
 
 class ProtectedStorages:
@@ -46,7 +51,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if isinstance(t, Parameter) or isinstance(t._base, Parameter):
         return SaveFacts(nbytes=0, kind="parameter")
     if type(t) is not Tensor:
-        return SaveFacts(nbytes=0, kind="subclass")
+        return SaveFacts(nbytes=0, kind="leaf" if t.is_leaf and t.requires_grad else "subclass")
     if t.layout is not torch.strided or t.is_quantized or t.is_mkldnn:
         return SaveFacts(nbytes=0, kind="layout")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -59,3 +64,17 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if storage in protected:
         return SaveFacts(nbytes=0, kind="persistent")
     return SaveFacts(nbytes=storage.nbytes())
+
+
+def taken_apart(t: Tensor) -> tuple[dict[str, Tensor], Any] | None:
+    """The tensors that a wrapper subclass wraps, and what it needs to wrap them again; None if it cannot be taken apart."""
+    wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
+    if not is_traceable_wrapper_subclass(wrapper):
+        return None
+    try:
+        names, context = wrapper.__tensor_flatten__()
+        inner = {name: getattr(wrapper, name) for name in names}
+    except Exception:  # noqa: BLE001 - anybody's code; a hook that raises would break the graph, keeping the tensor does not
+        _log.warning("%s could not be taken apart and stays on the device", type(t).__name__, exc_info=True)
+        return None
+    return (inner, context) if inner and all(isinstance(part, Tensor) for part in inner.values()) else None

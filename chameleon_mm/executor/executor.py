@@ -22,8 +22,8 @@ from torch import Tensor
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.executor.budget import BudgetGuard
-from chameleon_mm.executor.classify import ProtectedStorages, facts_of
-from chameleon_mm.executor.handles import KeptTensor, SwappedView
+from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
+from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools
 from chameleon_mm.pinned import PinnedPool
@@ -69,9 +69,14 @@ class Executor:
 
     # --- autograd's two hooks
 
-    def save(self, t: Tensor) -> KeptTensor | SwappedView:
+    def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
-        reason = self._rule.reason_to_keep(facts_of(t, self.device, self._protected))
+        facts = facts_of(t, self.device, self._protected)
+        if facts.kind == "subclass":
+            handle = self._save_inner(t)
+            if handle is not None:
+                return handle
+        reason = self._rule.reason_to_keep(facts)
         with self._entered():
             self._advance(look=reason is None)
             if reason is None:
@@ -79,11 +84,13 @@ class Executor:
             self.meter.totals.kept_by_reason[reason] += 1
             return KeptTensor(t, by_reference=reason == "parameter")
 
-    def use(self, handle: KeptTensor | SwappedView) -> Tensor:
+    def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         handle.check_version()
         if isinstance(handle, KeptTensor):
             return handle.tensor
+        if isinstance(handle, TakenApart):
+            return handle.rebuild({name: self.use(part) for name, part in handle.parts.items()})
         saved = handle.claim.saved
         with self._entered():
             self._advance(look=True)
@@ -91,6 +98,19 @@ class Executor:
             self._count_use(handle, saved)
             self._prefetch_after(saved)
             return handle.rebuild(storage)
+
+    def _save_inner(self, t: Tensor) -> TakenApart | None:
+        """A wrapper by what it wraps; None if it cannot be taken apart or nothing of it would move."""
+        apart = taken_apart(t)
+        if apart is None:
+            return None
+        inner, context = apart
+        # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
+        stays = set(inner) - {"_values"} if t.is_nested else set()
+        parts = {n: KeptTensor(p, by_reference=True) if n in stays else self.save(p) for n, p in inner.items()}
+        if all(isinstance(part, KeptTensor) for part in parts.values()):
+            return None
+        return TakenApart(t, parts, context)
 
     # --- steps
 

@@ -1,6 +1,6 @@
 """What autograd holds instead of a saved tensor, and how the tensor is rebuilt from it.
 
-    handle = KeptTensor(t)  |  SwappedView(claim, t)         # on_save; its life is the saved tensor's life: Note [Life]
+    handle = KeptTensor(t) | SwappedView(claim, t) | TakenApart(t, handles of what it wraps)      # on_save: Note [Life]
     handle.check_version()                                    # on_use: eager's "modified by an inplace operation"
     SwappedView.rebuild(storage)                              # the same strides, offset, dtype, conj and neg bits
 
@@ -10,7 +10,8 @@ data was replaced by nothing keeps sharing the version counter of `t` and of all
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,40 @@ class SwappedView:
         if self._conj:
             view = view.conj()
         return view._neg_view() if self._neg else view
+
+
+class TakenApart:
+    """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap again.
+
+    PyTorch's own protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner tensors,
+    whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper.
+    """
+
+    __slots__ = ("_context", "_expected", "_origin", "_ref", "_shape", "_stride", "_type", "parts")
+
+    def __init__(self, t: Tensor, parts: dict[str, Handle], context: Any) -> None:
+        self.parts = parts
+        self._context = context
+        self._type: Any = type(t)
+        self._shape = t.shape
+        self._stride = t.stride()
+        self._expected = t._version
+        self._ref = weakref.ref(t)
+        self._origin = Origin(t)
+
+    def check_version(self) -> None:
+        t = self._ref()
+        if t is not None and t._version != self._expected:
+            raise RuntimeError(inplace_message((t.type(), t.shape), self._origin, t._version, self._expected))
+
+    def rebuild(self, inner: dict[str, Tensor]) -> Tensor:
+        """The wrapper around `inner`, as it was saved."""
+        wrapped: Tensor = self._type.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
+        return wrapped
+
+
+Handle = KeptTensor | SwappedView | TakenApart
+"""What autograd holds for one saved tensor."""
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -1,9 +1,9 @@
 """The model's own CPU ops as the simulated GPU's compute: a dispatch mode that orders, counts and prices each of them.
 
-    reads   -> each input's bytes, checked against the copies that touch them        (before the operator runs)
-    run     -> the real CPU operator: the numbers are real
-    writes  -> results and mutated inputs; new storages are charged for, and may not fit
-    time    -> host: launch cost; stream: max(its time, host's) + price of the kernel
+reads   -> each input's bytes, checked against the copies that touch them        (before the operator runs)
+run     -> the real CPU operator: the numbers are real
+writes  -> results and mutated inputs; new storages are charged for, and may not fit
+time    -> host: launch cost; stream: max(its time, host's) + price of the kernel
 """
 
 from __future__ import annotations

@@ -52,4 +52,3 @@ class CostModel:
     def device_copy_us(self, nbytes: int) -> float:
         """Device time of a copy inside device memory, which reads and writes every byte."""
         return self.kernel_us(0, 2 * nbytes, torch.float32)
-

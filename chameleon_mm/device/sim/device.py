@@ -1,9 +1,9 @@
 """A GPU that is not there, strict on purpose: what would be a race once in a thousand runs on a GPU is an error here.
 
-    device = SimDevice("h200", hbm_bytes="2GiB")
-    with device.compute():                     # CPU ops are its compute: counted, priced, ordered
-        loss = model(x)
-    d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see stream.py
+device = SimDevice("h200", hbm_bytes="2GiB")
+with device.compute():                     # CPU ops are its compute: counted, priced, ordered
+    loss = model(x)
+d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see stream.py
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.sim.link import Span
 from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.memory import poison
+from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.errors import HostMemoryExhausted

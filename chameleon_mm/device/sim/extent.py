@@ -1,8 +1,8 @@
 """Which bytes of its storage a tensor covers, exactly: two columns of one matrix share none, though their spans overlap.
 
-    extent_of(t)        -> Extent(start, end, pattern)      # pattern None: every byte of [start, end)
-    share_bytes(a, b)   -> by their spans where both are dense, else byte by byte
-    covers(a, b)        -> whether a holds every byte of b; may say no where it does
+extent_of(t)        -> Extent(start, end, pattern)      # pattern None: every byte of [start, end)
+share_bytes(a, b)   -> by their spans where both are dense, else byte by byte
+covers(a, b)        -> whether a holds every byte of b; may say no where it does
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What an operator does to a GPU, from its schema, read once per operator.
 
-    view, empty            -> no kernel: host time only
-    composite              -> taken apart first, as autograd does outside of inference mode
-    mutated, overwritten   -> which arguments are written, and whether they are read before
-    host_reads             -> the host needs the result, so it waits
+view, empty            -> no kernel: host time only
+composite              -> taken apart first, as autograd does outside of inference mode
+mutated, overwritten   -> which arguments are written, and whether they are read before
+host_reads             -> the host needs the result, so it waits
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A copy that was issued and not yet carried out: its bytes move when something ordered after it must see them.
 
-    late = LateCopy(dst, src, label, before)       # `before`: copies that it was ordered after
-    carry_out([late])                              # before first, then late; a buffer that is gone by then is an error
+late = LateCopy(dst, src, label, before)       # `before`: copies that it was ordered after
+carry_out([late])                              # before first, then late; a buffer that is gone by then is an error
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.sim.poison import POISON_BYTE, poison
 from chameleon_mm.errors import SimLifetimeError
 
 
@@ -45,7 +46,7 @@ class _End:
 class LateCopy:
     """Holds both ends weakly: dropping one too early is an error, not luck."""
 
-    __slots__ = ("_dst", "_src", "before", "done", "label")
+    __slots__ = ("_dst", "_spoilt", "_src", "before", "done", "label")
 
     def __init__(self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...]) -> None:
         self._dst = _End(dst)
@@ -53,6 +54,14 @@ class LateCopy:
         self.label = label
         self.before = before
         self.done = False
+        self._spoilt = False
+
+    def spoil(self) -> None:
+        """The source was written while the copy may have been running: what arrives is anything."""
+        self._spoilt = True
+        dst = self._dst.ref()
+        if self.done and dst is not None:
+            poison(dst, self._dst.start, self._dst.nbytes)
 
     def touches(self, storage: torch.UntypedStorage, start: int, end: int) -> bool:
         """Whether the copy has yet to read or write any of these bytes."""
@@ -69,7 +78,10 @@ class LateCopy:
                     f"an event after the copy is waited on or complete"
                 )
         src, dst = self._src, self._dst
-        ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
+        if self._spoilt:
+            ctypes.memset(dst.address + dst.start, POISON_BYTE, dst.nbytes)
+        else:
+            ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
 
 
 def carry_out(copies: Iterable[LateCopy]) -> None:

@@ -19,7 +19,8 @@ from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.sim.extent import Extent, extent_of
 from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out
 from chameleon_mm.device.sim.link import CopyEngine, Span
-from chameleon_mm.device.sim.memory import Buffer, Ledger, held_by_caller_alone, plain_bytes, poison
+from chameleon_mm.device.sim.memory import Buffer, Ledger, held_by_caller_alone, plain_bytes
+from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.device.sim.shadow import HOST, Access, Clock, join
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.errors import SimLifetimeError
@@ -101,7 +102,7 @@ class Machine:
                     f"{memory.numel()} elements"
                 )
             if self.check_races:
-                everything = Access(Extent(0, buffer.nbytes), True, HOST, 0, "the host, which frees it")
+                everything = Access(Extent(0, buffer.nbytes), True, HOST, 0, "the host, which frees it", reuse=True)
                 buffer.shadow.check(everything, self._host_clock)
             buffer.gone = "freed by free_pinned"
 
@@ -153,7 +154,8 @@ class Machine:
                 return
             if self.check_races:
                 label = f"{stream.name}, which was handed it back (the block is reused)"
-                buffer.shadow.check(Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label), stream.clock)
+                everything = Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label, reuse=True)
+                buffer.shadow.check(everything, stream.clock)
             del storage  # or it would be one holder more
             if held_by_caller_alone(tensor):
                 buffer.gone = f"handed back to {stream.name}"
@@ -161,7 +163,7 @@ class Machine:
 
     # --- work on streams
 
-    def copy(self, stream: SimStream, dst: Tensor, src: Tensor) -> None:
+    def copy(self, stream: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         _check_copy(dst, src)
         with self.lock:
             self.ledger.settle()
@@ -174,12 +176,12 @@ class Machine:
             self.begin(stream)
             direction = "d2h" if to_host else "h2d" if from_host else "d2d"
             label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
-            self.access(stream, [src], write=False, label=label)
+            late = LateCopy(dst, src, label, stream.pending)
+            self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
             self.access(stream, [dst], write=True, label=label)
             self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
             if src.numel() == 0:
                 return
-            late = LateCopy(dst, src, label, stream.pending)
             self._poison_destination(dst)
             if stream.late:
                 stream.pending = (late,)
@@ -204,13 +206,15 @@ class Machine:
     def run_kernel(self, stream: SimStream, price_us: float) -> None:
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us
 
-    def access(self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str) -> int:
+    def access(
+        self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str, spoils: LateCopy | None = None
+    ) -> int:
         """`stream` reads or writes these tensors now. Returns their bytes. Raises `SimRaceError`, `SimLifetimeError`."""
         total = 0
         for t in tensors:
             extent = extent_of(t)
             buffer = self.ledger.adopt(t.untyped_storage(), stream.actor)
-            self._touch(stream, buffer, extent, write=write, label=label)
+            self._touch(stream, buffer, extent, write=write, label=label, spoils=spoils)
             total += min(extent.end - extent.start, t.numel() * t.element_size())
         return total
 
@@ -222,9 +226,18 @@ class Machine:
             access = Access(extent_of(t), write, HOST, self._host_clock[HOST], label)
             self._record(buffer, access, self._host_clock)
 
-    def _touch(self, stream: SimStream, buffer: Buffer, extent: Extent, *, write: bool, label: str) -> None:
+    def _touch(
+        self,
+        stream: SimStream,
+        buffer: Buffer,
+        extent: Extent,
+        *,
+        write: bool,
+        label: str,
+        spoils: LateCopy | None = None,
+    ) -> None:
         if extent.start < extent.end:
-            self._record(buffer, stream.tick(extent, write=write, label=label), stream.clock)
+            self._record(buffer, stream.tick(extent, write=write, label=label, spoils=spoils), stream.clock)
 
     def _record(self, buffer: Buffer, access: Access, clock: Clock) -> None:
         if buffer.gone and (self.check_races or buffer.host):

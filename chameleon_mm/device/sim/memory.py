@@ -10,7 +10,6 @@ is a write by its owner at that point of its program: any access elsewhere that 
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import weakref
 from collections import deque
@@ -24,9 +23,6 @@ from chameleon_mm.device.sim.shadow import Access, Clock, Shadow, join
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.units import format_size
 
-POISON_BYTE = 0xFB
-"""Fills memory that holds nothing yet: as float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""
-
 ROUND_BYTES = 512
 """The caching allocator's rounding: what `memory_allocated` counts for a block."""
 
@@ -34,13 +30,6 @@ ROUND_BYTES = 512
 def round_up(nbytes: int) -> int:
     """Bytes counted for a block of `nbytes`."""
     return (nbytes + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES
-
-
-def poison(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> None:
-    """Fill bytes of a storage with `POISON_BYTE`, past every dispatcher."""
-    size = storage.nbytes() - start if nbytes is None else nbytes
-    if size > 0:
-        ctypes.memset(storage.data_ptr() + start, POISON_BYTE, size)
 
 
 def plain_bytes(nbytes: int) -> Tensor:
@@ -170,7 +159,7 @@ class Ledger:
         join(clock, host)  # what the host had seen complete is ordered before all that it launches from then on
         end = max(access.extent.end for access in buffer.shadow.accesses)
         label = "its owner, as it was freed (the block is reused)"
-        buffer.shadow.check(Access(Extent(0, end), True, buffer.owner, 0, label), clock)
+        buffer.shadow.check(Access(Extent(0, end), True, buffer.owner, 0, label, reuse=True), clock)
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
         """A storage has another size than when it was last seen: its old block went back to its owner, it has a new one."""

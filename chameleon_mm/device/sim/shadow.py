@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from chameleon_mm.device.sim.extent import Extent, covers, share_bytes
+from chameleon_mm.device.sim.late_copy import LateCopy
 from chameleon_mm.errors import SimRaceError
 
 Clock = dict[int, int]
@@ -29,13 +30,19 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 class Access(NamedTuple):
-    """One read or write of some bytes of a buffer. `label` says by what."""
+    """One read or write of some bytes of a buffer. `label` says by what.
+
+    `reuse`: a write that stands for the memory's next owner, not an operator's. `spoils`: a speculative copy, of which this
+    is the read: an operator's unordered write is no race with it, it makes what arrives undefined.
+    """
 
     extent: Extent
     write: bool
     actor: int
     tick: int
     label: str
+    reuse: bool = False
+    spoils: LateCopy | None = None
 
 
 class Shadow:
@@ -59,6 +66,9 @@ class Shadow:
             if old.actor == new.actor or not (old.write or new.write) or clock.get(old.actor, 0) >= old.tick:
                 continue
             if share_bytes(old.extent, new.extent):
+                if old.spoils is not None and not new.reuse:
+                    old.spoils.spoil()
+                    continue
                 raise SimRaceError(
                     f"{self.name}: {_describe(new)} is not ordered after {_describe(old)}; "
                     f"expected an event of the earlier one waited on (or seen complete) before the later one was issued"

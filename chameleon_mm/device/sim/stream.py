@@ -1,8 +1,8 @@
 """Streams and events of the simulated device: times fixed at once, bytes moved as late as the ordering allows.
 
-    copy(dst, src):  when it runs is known now (engine, ready time); the bytes move when something ordered after must see them
-    record():        the stream's time, its vector clock, and which copies are still to be carried out
-    wait(event):     time and clock joined; a compute stream carries the copies out, a copy stream only remembers them
+copy(dst, src):  when it runs is known now (engine, ready time); the bytes move when something ordered after must see them
+record():        the stream's time, its vector clock, and which copies are still to be carried out
+wait(event):     time and clock joined; a compute stream carries the copies out, a copy stream only remembers them
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class SimStream:
         this gets poison, or `SimLifetimeError`, as long as nobody else held it."""
         self._machine.hand_back(self, buffer)
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
-        """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`."""
-        self._machine.copy(self, dst, src)
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+        """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`. A
+        speculative copy whose source an operator writes meanwhile delivers poison."""
+        self._machine.copy(self, dst, src, speculative=speculative)
 
     def record(self, *, timed: bool = False) -> SimEvent:
         """As `Stream.record`."""
@@ -101,10 +102,10 @@ class SimStream:
 
     # --- what the machine asks
 
-    def tick(self, extent: Extent, *, write: bool, label: str) -> Access:
+    def tick(self, extent: Extent, *, write: bool, label: str, spoils: LateCopy | None = None) -> Access:
         """This stream's next access."""
         self.clock[self.actor] += 1
-        return Access(extent, write, self.actor, self.clock[self.actor], label)
+        return Access(extent, write, self.actor, self.clock[self.actor], label, spoils=spoils)
 
     def order_after(self, copies: tuple[LateCopy, ...]) -> None:
         """What this stream does next sees what `copies` have moved."""

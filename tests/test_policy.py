@@ -1,0 +1,226 @@
+"""The default rule, the limits, what is learned of memory and of order: arithmetic, tested without a tensor."""
+
+from __future__ import annotations
+
+import ast
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import chameleon_mm
+from chameleon_mm.policy import DefaultRule, Headroom, Limits, SaveFacts, UseOrder
+from chameleon_mm.units import MIB
+
+
+def test_the_policy_imports_no_torch() -> None:
+    """Read, not run: `import chameleon_mm` loads torch for others."""
+    tree = ast.parse((Path(chameleon_mm.__file__).parent / "policy.py").read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "dataclasses" in imported  # the test does see imports
+    ours = {name for name in imported if name.startswith("chameleon_mm")}
+    assert ours == {"chameleon_mm.units"}  # which imports the standard library alone: the layers hold that
+    assert not {name for name in imported if name.partition(".")[0] in {"torch", "numpy", "cupy", "triton"}}
+
+
+# --- the rule
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "reason"),
+    [
+        (MIB, "", None),
+        (MIB - 1, "", "small"),
+        (1 << 40, "", None),
+        (0, "", "empty"),
+        (0, "parameter", "parameter"),
+        (1 << 40, "leaf", "leaf"),
+    ],
+)
+def test_the_default_rule(nbytes: int, kind: str, reason: str | None) -> None:
+    assert DefaultRule().reason_to_keep(SaveFacts(nbytes=nbytes, kind=kind)) == reason
+
+
+def test_with_no_minimum_all_but_the_empty_moves() -> None:
+    rule = DefaultRule(min_bytes=0)
+    assert rule.reason_to_keep(SaveFacts(nbytes=1)) is None
+    assert rule.reason_to_keep(SaveFacts(nbytes=0)) == "empty"
+
+
+@given(nbytes=st.integers(0, 1 << 42), min_bytes=st.integers(0, 1 << 42))
+def test_the_minimum_is_where_moving_begins(nbytes: int, min_bytes: int) -> None:
+    moves = DefaultRule(min_bytes=min_bytes).reason_to_keep(SaveFacts(nbytes=nbytes)) is None
+    assert moves is (nbytes >= max(1, min_bytes))
+
+
+def test_a_negative_minimum_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_bytes: expected 0 or more, got -1"):
+        DefaultRule(min_bytes=-1)
+
+
+@pytest.mark.parametrize("knob", ["hbm_budget_bytes", "leaving_bytes", "ahead_bytes"])
+def test_a_negative_limit_is_refused_and_zero_is_one(knob: str) -> None:
+    with pytest.raises(ValueError, match=f"{knob}: expected 0 bytes or more.*got -1"):
+        Limits(**{knob: -1})
+    assert getattr(Limits(**{knob: 0}), knob) == 0
+    assert getattr(Limits(), knob) is None
+
+
+# --- headroom
+
+
+def learned(*growth: int) -> Headroom:
+    """A headroom that has seen one step."""
+    headroom = Headroom()
+    for nbytes in growth:
+        headroom.record(nbytes)
+    headroom.end_step()
+    return headroom
+
+
+def test_nothing_is_known_in_the_first_step() -> None:
+    headroom = Headroom()
+    for nbytes in (1, 2, 3):
+        assert headroom.need() is None
+        assert headroom.need(ahead=5) is None
+        headroom.record(nbytes)
+    assert headroom.need() is None
+
+
+def test_the_need_is_the_most_of_the_neighbours() -> None:
+    headroom = learned(10, 1, 2, 3, 4, 50)
+    needs = []
+    for _ in range(6):
+        needs.append(headroom.need())
+        headroom.record(0)
+    # windows:   10 1 2 | 10 1 2 3 | 10 1 2 3 4 | 1 2 3 4 50 | 2 3 4 50 | 3 4 50
+    assert needs == [10, 10, 10, 50, 50, 50]
+
+
+def test_looking_ahead_widens_the_window_forwards_only() -> None:
+    headroom = learned(90, 0, 0, 0, 5, 0, 7, 0, 80)
+    for _ in range(3):
+        headroom.record(0)
+    assert headroom.need() == 5
+    assert headroom.need(ahead=1) == 7
+    assert headroom.need(ahead=3) == 80
+    assert headroom.need(ahead=100) == 80
+
+
+def test_beyond_the_last_known_look_nothing_is_known() -> None:
+    headroom = learned(1, 2)
+    headroom.record(0)
+    assert headroom.need() == 2
+    headroom.record(0)
+    assert headroom.need() is None
+    headroom.record(0)
+    assert headroom.need() is None
+
+
+def test_a_step_of_another_length_is_what_the_next_one_is_measured_by() -> None:
+    headroom = learned(1, 2, 3, 4, 5)
+    headroom.record(9)
+    headroom.end_step()
+    assert headroom.need() == 9
+    headroom.record(0)
+    assert headroom.need() is None
+
+
+def test_a_step_that_did_not_end_teaches_nothing() -> None:
+    headroom = learned(1, 2, 3)
+    headroom.record(7)
+    headroom.forget()
+    assert headroom.position == 0
+    assert headroom.need() is None
+    headroom.record(4)
+    headroom.end_step()
+    assert headroom.need() == 4
+
+
+def test_a_step_without_a_look_leaves_nothing_known() -> None:
+    headroom = learned(1, 2, 3)
+    headroom.end_step()
+    assert headroom.need() is None
+
+
+@given(growth=st.lists(st.integers(0, 1 << 40), min_size=1, max_size=30), shift=st.integers(-2, 2), ahead=st.integers(0, 8))
+def test_a_repeated_step_is_covered_even_when_shifted(growth: list[int], shift: int, ahead: int) -> None:
+    headroom = learned(*growth)
+    for position in range(len(growth)):
+        need = headroom.need(ahead)
+        assert need is not None
+        then = range(position + shift, position + shift + 1 + ahead)
+        assert need >= max((growth[k] for k in then if 0 <= k < len(growth)), default=0)
+        assert need in growth
+        headroom.record(growth[position])
+
+
+# --- the order of uses
+
+
+def uses(order: UseOrder, *indices: int) -> None:
+    for index in indices:
+        order.used(index)
+    order.end_step()
+
+
+def test_the_first_time_last_saved_is_used_first() -> None:
+    order = UseOrder()
+    assert list(order.upcoming(4, 10)) == [3, 2, 1, 0]
+    assert list(order.upcoming(4, 2)) == [3, 2]
+    assert list(order.upcoming(0, 10)) == []
+    assert list(order.upcoming(4, 0)) == []
+    assert order.rank(3) < order.rank(0)
+
+
+def test_what_the_previous_step_did_is_expected_again() -> None:
+    order = UseOrder()
+    uses(order, 2, 0, 3, 1)
+    assert list(order.upcoming(2, 10)) == [0, 3, 1]
+    assert list(order.upcoming(0, 1)) == [3]
+    assert list(order.upcoming(1, 10)) == []
+    assert [order.rank(index) for index in (2, 0, 3, 1)] == [0, 1, 2, 3]
+
+
+def test_a_second_use_does_not_change_the_order() -> None:
+    order = UseOrder()
+    uses(order, 2, 0, 2, 1, 0)
+    assert list(order.upcoming(2, 10)) == [0, 1]
+
+
+def test_only_the_last_step_counts() -> None:
+    order = UseOrder()
+    uses(order, 0, 1, 2)
+    uses(order, 2, 1, 0)
+    assert list(order.upcoming(2, 10)) == [1, 0]
+
+
+def test_a_storage_that_the_previous_step_did_not_use() -> None:
+    order = UseOrder()
+    uses(order, 1, 0)
+    assert list(order.upcoming(5, 3)) == [4, 3, 2]  # falls back on reverse order
+    assert order.rank(5) < order.rank(1)  # and is taken for sooner than what is known: kept longest
+
+
+def test_a_step_without_a_use_teaches_reverse_order() -> None:
+    order = UseOrder()
+    uses(order, 0, 1, 2)
+    order.end_step()
+    assert list(order.upcoming(2, 10)) == [1, 0]
+
+
+@given(sequence=st.permutations(range(12)), at_most=st.integers(0, 15))
+def test_any_order_is_learned(sequence: list[int], at_most: int) -> None:
+    order = UseOrder()
+    uses(order, *sequence)
+    for place, index in enumerate(sequence):
+        assert list(order.upcoming(index, at_most)) == sequence[place + 1 : place + 1 + at_most]
+    assert all(order.rank(sooner) < order.rank(later) for sooner, later in pairwise(sequence))
+
+
+@given(index=st.integers(0, 50), at_most=st.integers(0, 60))
+def test_the_reverse_order_names_each_earlier_storage_once(index: int, at_most: int) -> None:
+    assert list(UseOrder().upcoming(index, at_most)) == list(reversed(range(index)))[:at_most]

@@ -1,0 +1,350 @@
+"""The report: every figure in the dict, honest words, JSON that parses, a page without surprises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.executor import CopySpan
+from chameleon_mm.executor.meter import MAX_SPANS, Meter
+from chameleon_mm.transfer import Transfer
+from chameleon_mm.units import MIB
+
+PROMISED = {
+    "steps", "detailed_steps", "plans", "plan_cache_hits", "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed",
+    "hidden_fraction", "stall_us", "peak_hbm_bytes", "hbm_budget_bytes", "peak_host_bytes", "host_reserved_bytes",
+    "kept_by_reason", "fallbacks", "oom_retries", "simulated", "device",
+}  # fmt: skip
+
+
+def made_up(**changed: object) -> cm.SwapReport:
+    """A report of a session that never was."""
+    report = cm.SwapReport(
+        device="simulated H200",
+        simulated=True,
+        steps=3,
+        timed_steps=3,
+        detailed_steps=0,
+        plans=0,
+        plan_cache_hits=0,
+        bytes_swapped_out=10 * MIB,
+        bytes_swapped_in=8 * MIB,
+        bytes_reclaimed=8 * MIB,
+        swap_ins_on_demand=1,
+        prefetches=7,
+        uses_on_device=9,
+        hidden_fraction=0.755,
+        stall_us=1234.0,
+        copy_us=5000.0,
+        peak_hbm_bytes=30 * MIB,
+        hbm_budget_bytes=32 * MIB,
+        budget_misses=0,
+        peak_host_bytes=10 * MIB,
+        host_reserved_bytes=1024 * MIB,
+        kept_by_reason={"leaf": 2, "small": 5},
+        fallbacks=0,
+        oom_retries=0,
+        spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),
+    )
+    return dataclasses.replace(report, **changed)  # type: ignore[arg-type]  # the names are checked by replace itself
+
+
+UNMEASURED = {"hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": ()}
+
+
+def trained(device: Device, *, steps: int = 2) -> cm.SwapReport:
+    """A report of real copies: a chain deep enough that both lanes are used."""
+    session = cm.SwapSession(hbm_budget=device.allocated_bytes() + 6 * MIB, host_budget="64MiB", device=device)
+    x = torch.randn(512, 512, device=device.torch_device, requires_grad=True)
+    with session:
+        for _ in range(steps):
+            with session.step():
+                out: Tensor = x
+                for _ in range(8):
+                    out = torch.tanh(out * 1.5).exp() - 1
+                out.sum().backward()
+                del out
+                x.grad = None
+    return session.report()
+
+
+@pytest.fixture
+def swapped(sim: cm.SimDevice) -> cm.SwapReport:
+    report = trained(sim)
+    assert report.bytes_swapped_out > 0 and report.bytes_swapped_in > 0
+    return report
+
+
+# --- for programs
+
+
+def test_the_dict_has_every_promised_key(swapped: cm.SwapReport) -> None:
+    assert set(swapped.to_dict()) >= PROMISED
+
+
+def test_the_dict_is_every_field_but_the_spans() -> None:
+    fields = {field.name for field in dataclasses.fields(cm.SwapReport)}
+    assert set(made_up().to_dict()) == fields - {"spans"}
+
+
+@pytest.mark.parametrize("changed", [{}, UNMEASURED], ids=["measured", "not measured"])
+def test_the_dict_goes_through_json(changed: dict[str, object]) -> None:
+    figures = made_up(**changed).to_dict()
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+
+
+def test_a_real_report_goes_through_json(swapped: cm.SwapReport) -> None:
+    figures = swapped.to_dict()
+    assert json.loads(json.dumps(figures, allow_nan=False)) == figures
+
+
+def test_the_dict_is_the_callers_own() -> None:
+    report = made_up()
+    report.to_dict()["kept_by_reason"]["leaf"] = 99
+    assert report.kept_by_reason == {"leaf": 2, "small": 5}
+
+
+# --- for people
+
+
+def test_the_text_says_simulated_beside_every_time() -> None:
+    lines = dict(made_up().rows())
+    assert "simulated" in lines["device"]
+    assert lines["stall (simulated)"] == "1.23 ms"
+    assert lines["hidden share of copy time (simulated)"] == "75.5 %"
+    assert not [label for label in dict(made_up(simulated=False, device="NVIDIA H200").rows()) if "simulated" in label]
+
+
+def test_what_was_not_measured_says_so() -> None:
+    lines = dict(made_up(**UNMEASURED).rows())
+    assert lines["stall (simulated)"] == lines["hidden share of copy time (simulated)"] == "not measured"
+    assert "None" not in str(made_up(**UNMEASURED))
+
+
+def test_a_hidden_share_of_nothing_is_a_measured_one() -> None:
+    assert dict(made_up(hidden_fraction=0.0).rows())["hidden share of copy time (simulated)"] == "0.0 %"
+
+
+@pytest.mark.parametrize(("peak", "word"), [(32 * MIB, "held"), (32 * MIB + 1, "PASSED")])
+def test_the_text_says_whether_the_budget_held(peak: int, word: str) -> None:
+    assert word in dict(made_up(peak_hbm_bytes=peak).rows())["peak device memory"]
+
+
+def test_str_is_one_aligned_line_for_each_row() -> None:
+    report = made_up()
+    lines = str(report).splitlines()
+    assert len(lines) == len(report.rows())
+    width = max(len(label) for label, _ in report.rows())
+    for line, (label, text) in zip(lines, report.rows(), strict=True):
+        assert (line[:width].rstrip(), line[width : width + 2], line[width + 2 :]) == (label, "  ", text)
+
+
+# --- the trace
+
+
+def lanes_of(path: Path) -> dict[int, list[tuple[float, float, int]]]:
+    """(start, end, bytes) of the complete events of a Chrome trace, by thread."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert isinstance(document["traceEvents"], list)
+    lanes: dict[int, list[tuple[float, float, int]]] = {}
+    for event in document["traceEvents"]:
+        assert event["ph"] in {"M", "X"}
+        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            lanes.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"], event["args"]["bytes"]))
+    return lanes
+
+
+def test_the_trace_names_the_device_and_both_lanes(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    made_up().save_trace(path)
+    document = json.loads(path.read_text(encoding="utf-8"))
+    names = {e["name"]: e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
+    assert names["process_name"] == "simulated H200"
+    threads = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    assert threads == {1: "d2h: swap out", 2: "h2d: swap in"}
+    assert document["otherData"] == {"device": "simulated H200", "simulated": True}
+    assert lanes_of(path) == {1: [(0.0, 100.0, MIB)], 2: [(50.0, 250.0, MIB)]}
+
+
+def test_copies_within_a_lane_follow_each_other(swapped: cm.SwapReport, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    swapped.save_trace(path)
+    lanes = lanes_of(path)
+    assert set(lanes) == {1, 2}
+    for spans in lanes.values():
+        assert all(0 <= start < end for start, end, _ in spans)
+        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(spans))
+    assert sum(nbytes for *_, nbytes in lanes[1]) == swapped.bytes_swapped_out
+    assert sum(nbytes for *_, nbytes in lanes[2]) == swapped.bytes_swapped_in
+
+
+def test_copy_time_is_that_of_the_spans(swapped: cm.SwapReport) -> None:
+    assert swapped.copy_us == pytest.approx(sum(span.end_us - span.start_us for span in swapped.spans))
+    assert swapped.stall_us is not None and swapped.hidden_fraction is not None and swapped.copy_us is not None
+    assert swapped.hidden_fraction == pytest.approx(max(0.0, 1 - swapped.stall_us / swapped.copy_us))
+
+
+def test_a_trace_without_a_copy_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    made_up(**UNMEASURED).save_trace(str(path))
+    assert lanes_of(path) == {}
+
+
+# --- the page
+
+
+class Page(HTMLParser):
+    """Checks that what opens closes, in order, and keeps the text and the tags."""
+
+    VOID = frozenset({"meta"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_holds_every_row_and_a_bar_for_each_copy(swapped: cm.SwapReport, tmp_path: Path) -> None:
+    swapped.save_html(tmp_path / "swap.html")
+    page = Page(tmp_path / "swap.html")
+    for label, text in swapped.rows():
+        assert label in page.text and text in page.text
+    assert page.tags.count("rect") == len(swapped.spans) + 2  # and a line for each lane
+    assert any("simulated time" in text for text in page.text)
+
+
+def test_text_on_the_page_is_escaped(tmp_path: Path) -> None:
+    hostile = '<script>alert("&")</script>'
+    made_up(device=hostile, kept_by_reason={hostile: 1}).save_html(str(tmp_path / "swap.html"))
+    page = Page(tmp_path / "swap.html")
+    assert "script" not in page.tags
+    assert hostile in page.text
+    assert f"1 {hostile}" in page.text
+
+
+def test_a_page_without_a_copy_says_so(tmp_path: Path) -> None:
+    made_up(**UNMEASURED, simulated=False).save_html(tmp_path / "swap.html")
+    page = Page(tmp_path / "swap.html")
+    assert "No copy was timed." in page.text
+    assert "svg" not in page.tags
+    assert any("device time" in text for text in page.text)
+
+
+def test_a_long_session_draws_the_latest_copies_and_says_how_many_are_left_out(tmp_path: Path) -> None:
+    spans = tuple(CopySpan("out", 10.0 * k, 10.0 * k + 5, MIB) for k in range(1000))
+    made_up(spans=spans).save_html(tmp_path / "swap.html")
+    page = Page(tmp_path / "swap.html")
+    assert page.tags.count("rect") == 600 + 2
+    assert any("The 400 copies before them" in text for text in page.text)
+
+
+# --- the meter behind it
+
+
+class Lane:
+    """Two buffers and a transfer of pieces of 1 MiB over a simulated GPU, metered."""
+
+    def __init__(self, sim: cm.SimDevice, nbytes: int) -> None:
+        self.sim = sim
+        self.nbytes = nbytes
+        self.transfer = Transfer(sim, piece_bytes=MIB)
+        self.meter = Meter()
+        self.hbm, self.host = sim.current_stream().alloc(nbytes), sim.alloc_pinned(nbytes)
+        self.meter.begin_step(sim.current_stream(), timed=True)
+        self.move = self.transfer.swap_out(self.host, self.hbm, [sim.current_stream().record()], timed=True)
+        self.meter.moved(self.move, "out", nbytes)
+
+
+def test_the_meter_never_waits_and_counts_each_piece_once(sim: cm.SimDevice) -> None:
+    lane = Lane(sim, 3 * MIB + 500)
+    assert len(lane.meter.resolve()) <= 2  # as many as are handed over
+    lane.transfer.issue_out(lane.move)
+    sim.synchronize()
+    spans = lane.meter.resolve()
+    assert [span.nbytes for span in spans] == [MIB, MIB, MIB, 500]
+    copy_us = lane.meter.totals.copy_us
+    assert copy_us == pytest.approx(sum(span.end_us - span.start_us for span in spans))
+    assert lane.meter.resolve() == spans
+    assert lane.meter.totals.copy_us == copy_us
+
+
+def test_a_curtailed_move_counts_with_what_was_moved(sim: cm.SimDevice) -> None:
+    lane = Lane(sim, 3 * MIB + 500)
+    unsent = lane.transfer.curtail_out(lane.move)
+    sim.synchronize()
+    assert sum(span.nbytes for span in lane.meter.resolve()) == 3 * MIB + 500 - unsent
+    assert unsent > 0
+
+
+def test_an_overtaken_move_is_not_charged_for_what_overtook_it(sim: cm.SimDevice) -> None:
+    """Copy time is time on the link: the pieces of a move, not what lies between them."""
+    lane = Lane(sim, 3 * MIB + 500)
+    host, hbm = sim.alloc_pinned(64 * MIB), sim.current_stream().alloc(64 * MIB)
+    urgent = lane.transfer.swap_out(host, hbm, [sim.current_stream().record()])
+    lane.transfer.issue_out(urgent)  # 1.2 ms, untimed, between the second and the third piece
+    sim.synchronize()
+    lane.transfer.issue_out(lane.move)
+    sim.synchronize()
+    lane.meter.resolve()
+    assert lane.move.next_byte == 3 * MIB + 500
+    assert 0 < lane.meter.totals.copy_us < 200  # 57 us at 54.9 GB/s, and what launching costs the host
+
+
+def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
+    lane = Lane(sim, 3 * MIB + 500)
+    compute = sim.current_stream()
+    done = lane.transfer.issue_out(lane.move)
+    lane.meter.wait(compute, done)
+    sim.synchronize()
+    lane.meter.resolve()
+    first = lane.meter.totals.stall_us
+    assert first > 0
+    lane.meter.wait(compute, done)  # complete by now: nothing more to wait for
+    sim.synchronize()
+    lane.meter.resolve()
+    assert lane.meter.totals.stall_us - first < 2  # what two records and a wait cost the host
+
+
+def test_an_untimed_step_records_no_timed_event(sim: cm.SimDevice) -> None:
+    meter, compute = Meter(), sim.current_stream()
+    meter.begin_step(compute, timed=False)
+    meter.wait(compute, compute.record())
+    sim.synchronize()
+    assert meter.resolve() == ()
+    assert (meter.totals.timed_steps, meter.totals.stall_us, meter.totals.hidden_fraction) == (0, 0.0, None)
+
+
+def test_only_the_latest_spans_are_kept() -> None:
+    meter = Meter()
+    meter.spans.extend(CopySpan("out", float(k), k + 0.5, 1) for k in range(MAX_SPANS + 5))
+    spans = meter.resolve()
+    assert len(spans) == MAX_SPANS
+    assert spans[0].start_us == 5.0

@@ -24,6 +24,7 @@ from chameleon_mm.errors import (
     SessionClosedError,
     SimLifetimeError,
     SimRaceError,
+    SwapMismatch,
 )
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
@@ -45,6 +46,7 @@ __all__ = [
     "SimDevice",
     "SimLifetimeError",
     "SimRaceError",
+    "SwapMismatch",
     "SwapReport",
     "SwapSession",
     "resolve_device",

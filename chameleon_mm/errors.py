@@ -27,6 +27,10 @@ class SessionClosedError(ChameleonError, RuntimeError):
     """A session was used outside `with session:`, or after it was closed."""
 
 
+class SwapMismatch(ChameleonError, RuntimeError):
+    """Verify mode found a saved tensor that came back with other bits than it went out with."""
+
+
 class DeviceUnavailable(ChameleonError, RuntimeError):
     """The device that was asked for is not on this machine, or not in a state in which it can be used."""
 

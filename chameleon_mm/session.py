@@ -63,7 +63,8 @@ class SwapSession:
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity,
     and half of the host memory available. `device` is a `Device`, "cuda", "cuda:1", "sim", "sim:a100", or None for CUDA
     where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB). `model`, where
-    given, names the parameters and buffers that never move, and whose bytes the budget is checked against first.
+    given, names the parameters and buffers that never move, and whose bytes the budget is checked against first. `verify`
+    checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
     Hooks act on the thread that entered the session. Raises `ValueError` for malformed sizes or an unknown device, and
     `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the device.
@@ -77,6 +78,7 @@ class SwapSession:
         min_bytes: int | str | None = None,
         *,
         model: nn.Module | None = None,
+        verify: bool = False,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -91,6 +93,7 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
+            verify=verify,
         )
         self._phase = Phase.NEW
         self._stack = ExitStack()

@@ -55,6 +55,7 @@ class HeldStream:
         self.name = name
         self.ended = 0
         self.log: list[tuple[str, object]] = []
+        self.speculative: set[bool] = set()
 
     def log_of(self, what: str) -> list[object]:
         return [about for kind, about in self.log if kind == what]
@@ -68,6 +69,7 @@ class HeldStream:
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         assert dst.numel() == src.numel()
         self.log.append(("copy", src.numel()))
+        self.speculative.add(speculative)
         dst.copy_(src)
 
     def record(self, *, timed: bool = False) -> HeldEvent:
@@ -310,6 +312,13 @@ def test_lanes_do_not_count_each_others_pieces() -> None:
     assert len(lane.out.log_of("copy")) == len(lane.back.log_of("copy")) == 2
     lane.transfer.issue_in(back)
     assert (len(lane.out.log_of("copy")), len(lane.back.log_of("copy"))) == (2, 4)
+
+
+def test_only_what_leaves_may_be_written_meanwhile() -> None:
+    lane = held()
+    lane.submit(3 * PIECE)
+    lane.transfer.issue_in(lane.transfer.swap_in(torch.zeros(2 * PIECE, dtype=torch.uint8), random_bytes(2 * PIECE), []))
+    assert (lane.out.speculative, lane.back.speculative) == ({True}, {False})
 
 
 def test_a_swap_in_is_taken_back() -> None:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
 
 SIZES: dict[str, dict[str, int]] = {
-    "simulated": {"steps": 12, "layers": 6, "width": 192, "heads": 6, "context": 256, "batch": 16},
+    "simulated": {"steps": 8, "layers": 4, "width": 64, "heads": 2, "context": 8192, "batch": 1},
     "real": {"steps": 20, "layers": 12, "width": 1024, "heads": 16, "context": 1024, "batch": 16},
 }
 """Default sizes by kind of device. Activations dominate in both: parameters, gradients and AdamW's state together are less
-than a fifth of the unswapped peak. Simulated ones are computed on the CPU, in well under a minute on two cores; real ones need
-about 20 GiB of device memory."""
+than a fifth of the unswapped peak. Simulated ones are computed on the CPU, in about a minute on two cores, where only a long
+context gives a narrow model the compute per saved byte that a real one has: that of attention grows with the context, that of
+matrix products with the width. Real ones need about 20 GiB of device memory."""
 
 Environment = Callable[[str, "Device"], Mapping[str, Any]]
 """Theme and device -> the header of a result file: device, simulated, commit, versions."""

@@ -49,13 +49,14 @@ class Executor:
         limits: Limits,
         protected: ProtectedStorages,
         steps_end_by_themselves: bool = False,
+        verify: bool = False,
     ) -> None:
         self.device = device
         self.meter = Meter()
         self._rule = rule
         self._protected = protected
         self._transfer = Transfer(device)
-        self._tools = Tools(pool, self._transfer, self.meter)
+        self._tools = Tools(pool, self._transfer, self.meter, verify)
         self._order = UseOrder()
         self._guard = BudgetGuard(device, limits, self._order, self.meter, lambda: list(self._live.values()))
         self._steps_end_by_themselves = steps_end_by_themselves

@@ -20,6 +20,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.handles import VersionProbe, flat_bytes
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.verify import Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
@@ -48,6 +49,8 @@ class Tools:
     pool: PinnedPool
     transfer: Transfer
     meter: Meter
+    verify: bool = False
+    """Checksum what goes out against what comes back."""
 
 
 class SavedStorage:
@@ -74,6 +77,7 @@ class SavedStorage:
         """Handles made for it; `to_come` of them have not been used in this `round` (a round begins with a swap-in)."""
         self.to_come = 0
         self.round = 0
+        self._seal = Seal(t, epoch) if tools.verify else None
         self._home = home
         self._tools = tools
         self._block: PinnedBlock | None = None
@@ -91,6 +95,8 @@ class SavedStorage:
         ready = self._home.record()
         after = [ready, *block.pending_events]
         self._block = block
+        if self._seal is not None:
+            self._seal.close(flat_bytes(self.device))
         self._out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
         self._tools.meter.moved(self._out, "out", self.nbytes)
         self.place = Place.LEAVING
@@ -129,7 +135,7 @@ class SavedStorage:
         self._home.free(flat_bytes(self.device))
         self.device = None
         self._tools.meter.totals.bytes_reclaimed += self.nbytes
-        self.place = Place.ON_HOST
+        self.place = Place.RETIRED if self._block is None else Place.ON_HOST
 
     # --- back
 
@@ -160,6 +166,8 @@ class SavedStorage:
             if not arrived.query():
                 self._tools.meter.wait(compute, arrived)  # Note [Swap-in]: use after the bytes are there
             self._arrived_on = compute
+        if self._seal is not None and self.place is Place.ARRIVING:
+            self._seal.check(flat_bytes(self.device))
         self.place = Place.RESTORED
         return self.device
 

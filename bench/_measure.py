@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from chameleon_mm.bench._environment import commit, environment, result_name, versions
 from chameleon_mm.device.protocols import Device, Stream
@@ -33,6 +35,9 @@ __all__ = [
 
 
 _Sample = TypeVar("_Sample")
+
+_SAME = 0.005
+"""Percentiles closer than this share of the median are not shown: they would be the same digits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +67,9 @@ class Figure:
         }  # fmt: skip
 
     def __str__(self) -> str:
-        low, middle, high = (f"{value:.4g}" for value in (self.p20, self.median, self.p80))
-        return middle if low == middle == high else f"{middle} ({low}..{high})"
+        middle, far = _digits(self.median), _SAME * abs(self.median)
+        steady = self.median - self.p20 <= far and self.p80 - self.median <= far
+        return middle if steady else f"{middle} ({_digits(self.p20)}..{_digits(self.p80)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +98,7 @@ class Column:
 
     key: str
     title: str
-    """For people, with the unit: "pinned GB/s"."""
+    """For people, with the unit and short, since tables fit 80 columns: "pinned GB/s"."""
     formula: str
     """How a sample comes about: "bytes * copies / elapsed"."""
     simulated: bool = False
@@ -164,36 +170,62 @@ class Results:
         lines = ["| | " + " | ".join(_title(column) for column in self.columns) + " |"]
         lines.append("|---|" + "---:|" * len(self.columns))
         lines += [f"| {row.name} | " + " | ".join(str(row.cells[c.key]) for c in self.columns) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer())]) + "\n"
+        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer(self.columns))]) + "\n"
 
     def show(self, console: Console) -> None:
-        """Print the table, then what its numbers depend on."""
-        table = Table(title=f"{self.header['theme']} on {self.header['device']}")
-        table.add_column("")
-        for column in self.columns:
-            table.add_column(_title(column), justify="right")
-        for row in self.rows:
-            table.add_row(row.name, *(str(row.cells[column.key]) for column in self.columns))
-        console.print(table)
-        for line in self._footer():
-            console.print(line, style="dim", highlight=False, markup=False)
+        """Print the table, then what its numbers depend on.
 
-    def _footer(self) -> list[str]:
+        A column without one figure takes no room: the list below says that it is waived, and why.
+        """
+        measured = [c for c in self.columns if any(isinstance(row.cells[c.key], Figure) for row in self.rows)]
+        table = Table(box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("", no_wrap=True)  # the name is what a row is read by: figures may wrap, it may not
+        for column in measured:
+            table.add_column(_title(column), justify="right", overflow="fold")
+        for row in self.rows:
+            table.add_row(Text(row.name), *(str(row.cells[column.key]) for column in measured))
+        console.print(Text(f"{self.header['theme']} on {self.header['device']}", style="bold"))
+        console.print(table)
+        notes = Table.grid(padding=(0, 1))
+        for line in self._footer(measured):
+            notes.add_row("-", Text(line))
+        console.print(notes, style="dim")
+
+    def _footer(self, shown: Sequence[Column]) -> list[str]:
         header = self.header
-        lines = ["median (p20..p80); " + "; ".join(f"{_title(column)} = {column.formula}" for column in self.columns)]
-        for column in self.columns:
-            cells = [row.cells[column.key] for row in self.rows]
-            reasons = dict.fromkeys(cell.reason for cell in cells if isinstance(cell, Waived))
-            lines += [f"WAIVED, {_title(column)}: {reason}" for reason in reasons]
+        lines = [f"{_title(column)}: {column.formula}" for column in shown]
+        lines.append(f"each figure: the median, and (p20..p80) where one is more than {_SAME:.1%} from it")
+        if any(column.simulated for column in self.columns):
+            lines.append("sim.: simulated, in virtual time; no GPU took part in such a figure")
+        lines += [f"WAIVED, {where}: {reason}" for reason, where in self._waived().items()]
         lines += self.notes
         dirty = ", with uncommitted changes" if header["dirty"] else ""
         lines.append(", ".join(f"{name} {version}" for name, version in header["versions"].items()))
-        lines.append(f"commit {header['commit']}{dirty}, {header['date']}")
+        lines.append(f"commit {header['commit'][:12]}{dirty}, {header['date']}")
         return lines
+
+    def _waived(self) -> dict[str, str]:
+        """Reason -> what it stands for: whole rows by their names, else columns by their titles."""
+        cells: dict[str, list[tuple[Row, Column]]] = {}
+        for row in self.rows:
+            for column in self.columns:
+                cell = row.cells[column.key]
+                if isinstance(cell, Waived):
+                    cells.setdefault(cell.reason, []).append((row, column))
+        where: dict[str, str] = {}
+        for reason, places in cells.items():
+            rows, columns = dict.fromkeys(row.name for row, _ in places), dict.fromkeys(_title(column) for _, column in places)
+            where[reason] = ", ".join(rows if len(places) == len(rows) * len(self.columns) else columns)
+        return where
 
 
 def _title(column: Column) -> str:
-    return f"{column.title} (simulated)" if column.simulated else column.title
+    return f"{column.title} sim." if column.simulated else column.title
+
+
+def _digits(value: float) -> str:
+    """Three digits, more where they stand before the point; a whole number as it is."""
+    return f"{value:.0f}" if abs(value) >= 99.95 or float(value).is_integer() else f"{value:#.3g}"
 
 
 def _write(path: Path, text: str) -> None:

@@ -39,8 +39,6 @@ class Part:
     """Never more than this."""
     least_s: float
     """Not worth starting with less; kept free for it while earlier parts run."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables on top of the run's own."""
 
     def __post_init__(self) -> None:
         if not 0 < self.least_s <= self.cap_s:
@@ -87,7 +85,7 @@ def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, environment
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
-                command, cwd=cwd, env={**environment, **part.variables}, stdin=subprocess.DEVNULL, stdout=output,
+                command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=output,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         except OSError as error:

@@ -62,7 +62,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
     stock = (
         Peer(
             key="torch_save_on_cpu_modelled",
-            name="save_on_cpu (modelled)",
+            name="torch, modelled",
             note="torch's save_on_cpu(pin_memory=True) needs CUDA: here a pair of hooks issues the copies that it would, "
             "one per save, parameters included, both ways on the compute stream",
             over_run=_modelled,
@@ -93,7 +93,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
         ),
         Peer(
             key="chameleon_save_on_cpu",
-            name="chameleon_mm save_on_cpu",
+            name="our save_on_cpu",
             note="chameleon_mm.save_on_cpu: no budget, everything worth moving is moved",
             over_run=_ours_on_cpu,
             ours=True,

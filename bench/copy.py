@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+import torch
 from rich.console import Console
 from torch import Tensor
 
@@ -31,8 +32,10 @@ _LIMIT_S = 4.0
 _COLUMNS = (
     Column(key="pinned", title="pinned GB/s", formula="size * copies / time between two events around them / 1e9"),
     Column(key="pageable", title="pageable GB/s", formula="the same from and to memory that is not page-locked"),
-    Column(key="ratio", title="pinned / pageable", formula="ratio of the samples taken in the same round"),
-    Column(key="simulated", title="pinned GB/s", formula="the same in virtual time", simulated=True),
+    Column(key="ratio", title="ratio", formula="pinned / pageable, of the samples taken in the same round"),
+    Column(
+        key="simulated", title="pinned GB/s", formula="size * copies / virtual time between two events / 1e9", simulated=True
+    ),
 )
 
 
@@ -68,7 +71,7 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
         try:
             with Buffers(device) as buffers:
                 rows = _measure_size(device, buffers, h2d, d2h, size, copies, repeats)
-        except HostMemoryExhausted as error:  # a machine that cannot pin this much still has the other sizes
+        except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other sizes
             rows = [_row(device, [], None, why_not=str(error))] * 3
         for name, cells in zip(names, rows, strict=True):
             results.add(name, params, cells)
@@ -131,7 +134,7 @@ def _row(
     if why_not:
         return {column.key: Waived(why_not) for column in _COLUMNS}
     if device.simulated:
-        no_gpu = f"this run is on {device.name}; measure on a CUDA GPU"
+        no_gpu = f"measured on a CUDA GPU alone; this run is on a {device.name}"
         return {
             "pinned": Waived(no_gpu),
             "pageable": Waived(no_gpu),

@@ -57,7 +57,7 @@ def _columns(*, simulated: bool) -> tuple[Column, ...]:
         "compute": ("compute us", "operators alone"),
         "copies": ("copies us", "copies alone"),
         "slowdown": ("slowdown", "compute beside copies / compute alone, by round"),
-        "hidden": ("hidden share", "(compute then copies - both from one start) / copies alone, by round"),
+        "hidden": ("hidden", "(compute then copies - both from one start) / copies alone, by round: 1 is all of it"),
     }
     return tuple(
         Column(key=prefix + key, title=title, formula=formula, simulated=simulated) for key, (title, formula) in titles.items()
@@ -90,6 +90,7 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Results:
     if device.simulated:
         repeats = min(repeats, 2)  # virtual time repeats itself exactly; the second round shows it
     results = Results("overlap", device, [*_columns(simulated=False), *_columns(simulated=True)])
+    results.notes.append("gemm: matrix products; mul: products by element, bound by memory bandwidth")
     with Buffers(device) as buffers, device.compute():
         copier = Copier(device, buffers, sizes.chunk_bytes)
         for work, operator in _operators(device, sizes).items():
@@ -207,7 +208,7 @@ def _operators(device: Device, sizes: Sizes) -> dict[str, Callable[[], None]]:
     def multiply() -> None:
         torch.mul(x, y, out=z)
 
-    return {"gemm": gemm, "memory-bound": multiply}
+    return {"gemm": gemm, "mul": multiply}
 
 
 def _compute_us(device: Device, operator: Callable[[], None], count: int) -> float:
@@ -234,8 +235,11 @@ def derive(device: Device, samples: Mapping[str, Sequence[Sample]]) -> dict[str,
         "hidden": ([(serial.total_us - both.total_us) / copies.total_us for _, copies, serial, both in rounds], "1"),
     }
     here, there = ("simulated_", "") if device.simulated else ("", "simulated_")
-    reason = "measure on a CUDA GPU" if device.simulated else "--device sim gives the simulator's figures"
-    cells: dict[str, Cell] = {there + key: Waived(f"this run is on {device.name}; {reason}") for key in figures}
+    if device.simulated:
+        reason = f"measured on a CUDA GPU alone; this run is on a {device.name}"
+    else:
+        reason = "this run is on a real GPU; --device sim gives the simulator's figures"
+    cells: dict[str, Cell] = {there + key: Waived(reason) for key in figures}
     for key, (values, unit) in figures.items():
         cells[here + key] = Figure.of(values, unit, simulated=device.simulated)
     return cells

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     device = resolve_device(args.device)
     shape = choose_shape(args, device)
-    results = Results("training", device, _columns(device))
+    results = Results("training", device, _columns(device, WARMUP_STEPS + args.steps))
     results.notes.append(
         f"{shape.layers} blocks, width {shape.width}, {shape.heads} heads, ffn {shape.ffn}, {shape.batch} rows of {shape.seq} "
         f"tokens, {shape.dtype}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer"
@@ -176,30 +176,33 @@ def _attempt(peer: Peer, shape: Shape, args: argparse.Namespace, baseline: PeerR
     try:
         return run_peer(peer, shape, device, steps=args.steps, seed=args.seed, hbm_budget=hbm_budget)
     except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
-        return Waived(f"{peer.name}: {str(error).splitlines()[0]}")
+        return Waived(str(error).splitlines()[0])
 
 
-def _columns(device: Device) -> tuple[Column, ...]:
+def _columns(device: Device, losses: int) -> tuple[Column, ...]:
     simulated = device.simulated
     return (
         Column(key="step_ms", title="step ms", formula="time between events around a step", simulated=simulated),
         Column(key="ratio", title="x no swap", formula="step / median step of no swap", simulated=simulated),
         Column(key="peak_allocated_gib", title="peak GiB", formula="most bytes in live tensors / 2**30", simulated=simulated),
         Column(key="peak_reserved_gib", title="reserved GiB", formula="most bytes reserved by the caching allocator / 2**30"),
-        Column(key="equal_losses", title="equal losses", formula="steps, warm-up included, whose loss has the bits of no swap"),
+        Column(
+            key="equal_losses",
+            title=f"losses equal, of {losses}",
+            formula="steps, warm-up included, whose loss has the bits of no swap",
+        ),
     )
 
 
 def _cells(outcome: PeerRun | Waived, baseline: PeerRun | None, device: Device) -> dict[str, Cell]:
-    keys = [column.key for column in _columns(device)]
     if isinstance(outcome, Waived) or baseline is None:
         reason = outcome if isinstance(outcome, Waived) else Waived("no run to compare with")
-        return dict.fromkeys(keys, reason)
+        return {column.key: reason for column in _columns(device, 0)}
     base_us = Figure.of(baseline.step_us, "us", simulated=device.simulated).median
     figure = partial(Figure.of, simulated=device.simulated)
     reserved: Cell
     if outcome.peak_reserved_bytes is None:
-        reserved = Waived("the simulator has no caching allocator, so it reserves nothing beyond what is allocated")
+        reserved = Waived("the simulator has no caching allocator: it reserves nothing beyond what is allocated")
     else:
         reserved = Figure.of([outcome.peak_reserved_bytes / GIB], "GiB", simulated=False)
     return {

@@ -25,6 +25,7 @@ from chameleon_mm.errors import (
     SimLifetimeError,
     SimRaceError,
     SwapMismatch,
+    TransferFailed,
 )
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
@@ -49,6 +50,7 @@ __all__ = [
     "SwapMismatch",
     "SwapReport",
     "SwapSession",
+    "TransferFailed",
     "resolve_device",
     "save_on_cpu",
 ]

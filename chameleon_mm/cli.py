@@ -19,6 +19,7 @@ from rich.console import Console
 
 from chameleon_mm import __version__
 from chameleon_mm.bench import THEMES
+from chameleon_mm.errors import DeviceUnavailable
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
@@ -70,17 +71,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(args.handler(args, Console()))
     except SystemExit as done:  # argparse has printed its help, or what it did not understand
         return done.code if isinstance(done.code, int) else FAILED
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DeviceUnavailable) as error:
         return _complain(error, BAD_USAGE)
     except MemoryError as error:
         return _complain(error, FAILED)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 
 
 def _complain(what: object, code: int) -> int:
-    Console(stderr=True).print(f"chameleon-mm: {what}", markup=False, highlight=False, soft_wrap=True)
+    line = " ".join(str(what).split())  # one line, whatever a driver's message looks like
+    Console(stderr=True).print(f"chameleon-mm: {line}", markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    import torch  # loaded by now: no command runs without it, and help does
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -27,6 +27,10 @@ class SessionClosedError(ChameleonError, RuntimeError):
     """A session was used outside `with session:`, or after it was closed."""
 
 
+class TransferFailed(ChameleonError, RuntimeError):
+    """A copy between host and device could not be handed to the device."""
+
+
 class SwapMismatch(ChameleonError, RuntimeError):
     """Verify mode found a saved tensor that came back with other bits than it went out with."""
 
@@ -35,9 +39,13 @@ class DeviceUnavailable(ChameleonError, RuntimeError):
     """The device that was asked for is not on this machine, or not in a state in which it can be used."""
 
 
-class SimRaceError(ChameleonError, RuntimeError):
+class SimError(ChameleonError, RuntimeError):
+    """The simulator found what would be a bug on a GPU. Never handled as a failure of the device: always raised on."""
+
+
+class SimRaceError(SimError):
     """Two conflicting accesses to one address have no happens-before between them. Raised by the simulator alone."""
 
 
-class SimLifetimeError(ChameleonError, RuntimeError):
+class SimLifetimeError(SimError):
     """A copy that was still pending lost its source or destination. Raised by the simulator alone."""

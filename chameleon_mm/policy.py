@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import islice
+from math import ceil
 
 from chameleon_mm.units import MIB
 
@@ -67,6 +68,9 @@ class Headroom:
     Position k is the k-th look of a step. The growth of the allocation odometer from look k to look k+1 bounds the peak in
     between: nothing that was allocated and freed again is missed. In the first step, after one that did not end, and beyond the
     last look of the previous one there is no answer (None): the caller then keeps as much free as it can.
+
+    A climb beyond what was foreseen says that this step is larger, a longer batch say: all later answers of the step grow in
+    the same proportion. Where nothing at all was foreseen there is no proportion, and no answer for the rest of the step.
     """
 
     WINDOW = 2
@@ -75,9 +79,14 @@ class Headroom:
     def __init__(self) -> None:
         self._known: list[int] = []
         self._growing: list[int] = []
+        self._scale: float | None = 1.0
+        """How many times larger than the previous step this one is, as far as it went."""
 
     def record(self, growth_bytes: int) -> None:
         """The growth since the previous look of this step; at its end, since the last one."""
+        foreseen = self.need()
+        if foreseen is not None and self._scale is not None and growth_bytes > foreseen:
+            self._scale = self._scale * growth_bytes / foreseen if foreseen else None
         self._growing.append(growth_bytes)
 
     @property
@@ -88,17 +97,18 @@ class Headroom:
     def need(self, ahead: int = 0) -> int | None:
         """Bytes to leave free until the next look, or the most until any of the next `ahead` looks."""
         position = self.position
-        if position >= len(self._known):
+        if self._scale is None or position >= len(self._known):
             return None
-        return max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead])
+        return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
     def end_step(self) -> None:
         """The step is over: the next one is expected to be like it."""
-        self._known, self._growing = self._growing, []
+        self._known, self._growing, self._scale = self._growing, [], 1.0
 
     def forget(self) -> None:
         """The step did not end as it began (an exception): learn nothing from it."""
-        self._known, self._growing = [], []
+        self._growing = []
+        self.end_step()
 
 
 @dataclass(slots=True)

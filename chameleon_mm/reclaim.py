@@ -66,13 +66,12 @@ class ReclaimQueue:
         """Give back oldest first until `enough()`. Returns the bytes given back."""
         freed = 0
         while self._entries and not enough():
-            oldest = self._forget_oldest()
+            oldest = self._entries[0]
             if not oldest.reclaimed:
-                oldest.reclaim()
+                oldest.reclaim()  # if this raises, the entry is still here: nobody else would end it
                 freed += oldest.nbytes
+            self._forget_oldest()
         return freed
 
-    def _forget_oldest(self) -> Reclaimable:
-        oldest = self._entries.popleft()
-        self.pending_bytes -= oldest.nbytes
-        return oldest
+    def _forget_oldest(self) -> None:
+        self.pending_bytes -= self._entries.popleft().nbytes

@@ -64,7 +64,6 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             rule=rule,
             limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
             protected=ProtectedStorages(),
-            steps_end_by_themselves=True,
         )
         self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
 

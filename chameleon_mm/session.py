@@ -115,8 +115,10 @@ class SwapSession:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._to(Phase.CLOSED)
-        self._stack.__exit__(kind, error, trace)
+        try:
+            self._stack.__exit__(kind, error, trace)  # first: hooks must not outlive the block, whatever state it is left in
+        finally:
+            self._to(Phase.CLOSED)
 
     @contextmanager
     def step(self) -> Iterator[SwapSession]:

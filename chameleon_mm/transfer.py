@@ -11,15 +11,19 @@ about to wait for more: then holding back would only make them wait longer.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from chameleon_mm.device import Device, Event, Stream
+from chameleon_mm.errors import SimError, TransferFailed
 from chameleon_mm.units import MIB
+
+_log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * MIB
 """99 % of the link's rate comes at 17 MB; 32 MiB take 0.6 ms at 55 GB/s: the longest an urgent copy waits is two of them."""
@@ -39,7 +43,7 @@ class Piece(NamedTuple):
 class Move:
     """One buffer's way across. `done` is there once all its pieces are handed over. Raises `ValueError` for unequal sizes."""
 
-    __slots__ = ("after", "cancelled", "done", "dst", "next_byte", "pieces", "src", "timed")
+    __slots__ = ("after", "cancelled", "done", "dst", "failed", "next_byte", "pieces", "src", "timed")
 
     def __init__(self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool) -> None:
         if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
@@ -53,6 +57,8 @@ class Move:
         """Of a timed move: the pieces handed over, until the meter takes them."""
         self.done: Event | None = None
         self.cancelled = False
+        self.failed = False
+        """The device refused it. What was handed over before is complete, and nothing more will come."""
 
     @property
     def begun(self) -> bool:
@@ -63,8 +69,11 @@ class Move:
 class Lane:
     """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
 
-    def __init__(self, stream: Stream, piece_bytes: int, outstanding: int, *, speculative: bool) -> None:
+    def __init__(
+        self, stream: Stream, piece_bytes: int, outstanding: int, *, speculative: bool, synchronize: Callable[[], None]
+    ) -> None:
         self.stream = stream
+        self._synchronize = synchronize
         self._speculative = speculative
         self._piece_bytes = piece_bytes
         self._limit = outstanding
@@ -73,7 +82,11 @@ class Lane:
 
     def submit(self, move: Move) -> None:
         self._queue.append(move)
-        self.pump()
+        try:
+            self.pump()
+        except BaseException:
+            self._fail(move)  # the caller never learns of it, and gives both ends to others
+            raise
 
     def pump(self) -> None:
         while self._queue:
@@ -81,19 +94,23 @@ class Lane:
                 self._running.popleft()
             if len(self._running) >= self._limit:
                 return
-            if self._hand_over_piece(self._queue[0]):
-                self._queue.popleft()
+            try:
+                self._hand_over_piece(self._queue[0])
+            except SimError:
+                raise
+            except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
+                # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
+                _log.warning("a copy on %s was refused: %s", self.stream.name, str(error))
 
     def issue(self, move: Move) -> Event:
-        queued = move.done is None
+        if move.failed:
+            raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:
             self._hand_over_piece(move)
-        if queued:
-            self._queue.remove(move)
         return move.done
 
     def cancel(self, move: Move) -> bool:
-        if move.begun or move.cancelled:
+        if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
         self._queue.remove(move)
@@ -101,17 +118,49 @@ class Lane:
         return True
 
     def curtail(self, move: Move) -> int:
-        if move.done is not None:
+        if move.done is not None or move.failed:
             return 0
         assert move.src is not None
         unsent = move.src.numel() - move.next_byte
-        self._queue.remove(move)
-        move.done = self.stream.record()  # orders both ends' reuse after the pieces that were handed over
-        move.dst, move.src, move.after = None, None, ()
+        try:
+            move.done = self.stream.record()  # orders both ends' reuse after the pieces that were handed over
+        except BaseException:
+            self._fail(move)
+            raise
+        self._drop(move)
         return unsent
 
-    def _hand_over_piece(self, move: Move) -> bool:
-        """Enqueue the next piece; returns whether it was the last."""
+    def _hand_over_piece(self, move: Move) -> None:
+        """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
+        try:
+            last = self._enqueue_piece(move)
+        except BaseException:
+            self._fail(move)
+            raise
+        if last:
+            self._drop(move)
+
+    def _fail(self, move: Move) -> None:
+        # Some of it may be running with no event to tell when it ends: the host waits, so that both ends may be dropped.
+        move.failed = True
+        self._drop(move)
+        self.settle()
+
+    def settle(self) -> None:
+        """The host waits for the device."""
+        try:
+            self._synchronize()
+        except RuntimeError as error:  # a device that cannot even be waited for runs nothing any more
+            _log.warning("the device could not be synchronised after a failure: %s", str(error))
+
+    def _drop(self, move: Move) -> None:
+        """Out of the queue; from here on the executor's references keep both ends."""
+        move.dst, move.src, move.after = None, None, ()
+        if move in self._queue:
+            self._queue.remove(move)
+
+    def _enqueue_piece(self, move: Move) -> bool:
+        """Returns whether it was the last."""
         assert move.dst is not None and move.src is not None, "a finished move was handed over again"
         if move.next_byte == 0:
             for event in move.after:
@@ -129,7 +178,6 @@ class Lane:
             move.pieces.append(Piece(start, event, end - begin))
         if last:
             move.done = event
-            move.dst = move.src = None  # from here on the executor's references keep both ends
         return last
 
 
@@ -140,8 +188,8 @@ class Transfer:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
-        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding, speculative=True)
-        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding, speculative=False)
+        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding, speculative=True, synchronize=device.synchronize)
+        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding, speculative=False, synchronize=device.synchronize)
 
     # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
     # whoever uses it gets eager's error instead of the bytes.
@@ -178,6 +226,10 @@ class Transfer:
         """Take a swap-in back if none of it was handed over. Returns whether it was."""
         with self._lock:
             return self._in.cancel(move)
+
+    def synchronize(self) -> None:
+        """The host waits for the device, as far as it still answers: what follows a failure needs no event then."""
+        self._out.settle()
 
     def pump(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""

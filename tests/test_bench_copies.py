@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_copy_writes_what_it_measured(tmp_path: Path) -> None:
 def test_simulated_copies_are_waived_as_measurements(sim: SimDevice) -> None:
     for cells in rows(copy.measure(sim, [64 * KIB], repeats=1)).values():
         assert cells["simulated"]["simulated"] is True
-        assert all("measure on a CUDA GPU" in cells[key]["waived"] for key in ("pinned", "pageable", "ratio"))
+        assert all("measured on a CUDA GPU" in cells[key]["waived"] for key in ("pinned", "pageable", "ratio"))
 
 
 def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
@@ -54,15 +54,19 @@ def test_simulated_copies_keep_within_the_link(sim: SimDevice) -> None:
     assert max(h2d, d2h) < both <= sim.spec.duplex_gbps
 
 
-def test_a_size_that_cannot_be_pinned_is_waived(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    pin = sim.alloc_pinned
+@pytest.mark.parametrize(("method", "error"), [("alloc_pinned", HostMemoryExhausted), ("alloc", torch.OutOfMemoryError)])
+def test_a_size_that_does_not_fit_is_waived(
+    method: str, error: type[Exception], sim: SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = sim if method == "alloc_pinned" else type(sim.current_stream())
+    allocate = getattr(owner, method)
 
-    def refuse_large(nbytes: int) -> torch.Tensor:
-        if nbytes > MIB:
-            raise HostMemoryExhausted("no more than 1 MiB here")
-        return pin(nbytes)
+    def refuse_large(*args: Any) -> torch.Tensor:
+        if args[-1] > MIB:
+            raise error("no more than 1 MiB here")
+        return cast(torch.Tensor, allocate(*args))
 
-    monkeypatch.setattr(sim, "alloc_pinned", refuse_large)
+    monkeypatch.setattr(owner, method, refuse_large)
     before = sim.allocated_bytes()
     cells = rows(copy.measure(sim, [1 * MIB, 2 * MIB], repeats=1))
     assert "median" in cells["H2D 1.00 MiB"]["simulated"]
@@ -95,7 +99,7 @@ def test_bad_usage_raises_before_anything_is_written(module: ModuleType, argumen
 
 def test_overlap_covers_both_loops_and_all_ways(sim: SimDevice) -> None:
     cells = rows(overlap.measure(sim, SMALL))
-    assert list(cells) == [f"{work}, {ways}" for work in ("gemm", "memory-bound") for ways in ("H2D", "D2H", "both ways")]
+    assert list(cells) == [f"{work}, {ways}" for work in ("gemm", "mul") for ways in ("H2D", "D2H", "both ways")]
     for row in cells.values():
         assert all(("waived" in cell) == (not key.startswith("simulated_")) for key, cell in row.items())
         # The simulator's link takes nothing from its compute: copies cost the host time to issue them and hide but for that.

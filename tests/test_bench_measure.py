@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import shutil
 import subprocess
@@ -105,10 +106,48 @@ def test_results_as_json_markdown_and_text(sim: SimDevice, tmp_path: Path) -> No
     assert (row["name"], row["bytes"], row["cells"]["real"]) == ("H2D 1 MiB", 1 << 20, {"waived": "there is no GPU"})
     assert row["cells"]["virtual"] == {"median": 2.0, "p20": 1.4, "p80": 2.6, "count": 3, "unit": "GB/s", "simulated": True}
 
-    for text in (files[1].read_text(encoding="utf-8"), console.export_text()):
-        assert "GB/s (simulated)" in text
-        assert "WAIVED, GB/s: there is no GPU" in text
-        assert "bytes / virtual time" in text
+    markdown, text = files[1].read_text(encoding="utf-8"), console.export_text()
+    for shown in (markdown, text):
+        assert "GB/s sim." in shown
+        assert "sim.: simulated" in shown
+        assert "WAIVED, GB/s: there is no GPU" in shown
+        assert "bytes / virtual time" in shown
+    assert "| H2D 1 MiB | WAIVED | 2 (1.40..2.60) |" in markdown
+
+
+def test_a_table_fits_80_columns_and_cuts_no_name(sim: SimDevice) -> None:
+    columns = [Column(key=str(index), title=f"figure {index} us", formula="time", simulated=True) for index in range(4)]
+    never = [Column(key=f"w{index}", title=f"waived {index}", formula="time") for index in range(5)]
+    results = Results("overlap", sim, [*columns, *never])
+    name, wide = "mul, both ways", Figure.of([10_000.0, 20_000.0, 30_000.0], "us", simulated=True)
+    results.add(name, {}, {c.key: wide if c.simulated else Waived("measured on a CUDA GPU alone") for c in results.columns})
+    console = Console(width=80, record=True, file=io.StringIO())
+    results.show(console)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(name in line for line in lines)
+    assert sum(line.count("(14000..26000)") for line in lines) == len(columns)
+    titles = ", ".join(column.title for column in never)
+    assert f"WAIVED, {titles}: measured on a CUDA GPU alone" in " ".join(" ".join(lines).split())
+
+
+def test_a_row_that_is_waived_whole_is_named_once(sim: SimDevice) -> None:
+    results = Results("copy", sim, [REAL, SIMULATED])
+    results.add("kept", {}, {"real": Waived("no GPU"), "virtual": figure(simulated=True)})
+    results.add("lost", {}, dict.fromkeys(("real", "virtual"), Waived("out of memory")))
+    assert "- WAIVED, lost: out of memory\n- " in results.markdown()
+    assert "- WAIVED, GB/s: no GPU\n- " in results.markdown()
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [
+        ([1.0], "1"), ([46.04], "46.0"), ([0.9], "0.900"), ([99.96], "100"), ([12345.6], "12346"),
+        ([9.22, 9.22, 9.23], "9.22"), ([9.0, 10.0, 11.0], "10 (9.40..10.6)"),
+    ],
+)  # fmt: skip
+def test_figures_are_short_and_show_their_spread_where_there_is_one(samples: list[float], text: str) -> None:
+    assert str(Figure.of(samples, "us", simulated=False)) == text
 
 
 def test_environment_of_a_result(device: Device) -> None:

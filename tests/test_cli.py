@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 import chameleon_mm
 from chameleon_mm.bench import THEMES
 from chameleon_mm.cli import main
+from chameleon_mm.errors import DeviceUnavailable
 
 Run = Callable[[argparse.Namespace, Console], int]
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
 
 @pytest.fixture
@@ -100,8 +103,9 @@ def test_arguments_reach_the_command(theme: Callable[[Run], None]) -> None:
         (ValueError("hbm_budget: got nonsense [sic]"), 2),
         (chameleon_mm.InfeasibleBudget("hbm_budget: too low"), 2),
         (FileNotFoundError(2, "No such file", "x.json"), 2),
+        (DeviceUnavailable("CudaDevice: expected a CUDA GPU, got none"), 2),
         (chameleon_mm.HostMemoryExhausted("asked for too much"), 1),
-        (KeyboardInterrupt(), 130),
+        (torch.OutOfMemoryError("CUDA out of memory."), 1),
     ],
 )
 def test_an_expected_error_is_one_line_without_a_traceback(
@@ -114,6 +118,43 @@ def test_an_expected_error_is_one_line_without_a_traceback(
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("chameleon-mm: ")
     assert str(error) in captured.err
+
+
+def test_an_interrupt_and_a_message_of_many_lines_are_one_line_each(
+    theme: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    theme(raising(KeyboardInterrupt()))
+    assert main(["bench", "fake"]) == 130
+    assert capsys.readouterr().err == "chameleon-mm: interrupted\n"
+    theme(raising(ValueError("expected this,\n  got that")))
+    assert main(["bench", "fake"]) == 2
+    assert capsys.readouterr().err == "chameleon-mm: expected this, got that\n"
+
+
+COMMANDS = (["demo"], *(["bench", name] for name in THEMES))
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("marmot", "'marmot'"),
+        ("sim:marmot", "'marmot'"),
+        ("cuda:first", "'cuda:first'"),
+        pytest.param("cuda", "expected a CUDA GPU, got none", marks=without_cuda),
+        pytest.param("cuda:7", "expected a CUDA GPU, got none", marks=without_cuda),
+    ],
+)
+def test_a_device_that_is_not_there_is_bad_usage_of_every_command(
+    command: list[str], device: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "result.json"
+    assert main([*command, "--device", device, "--json", str(target)]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not target.exists()
 
 
 def test_an_unexpected_error_keeps_its_traceback(theme: Callable[[Run], None]) -> None:

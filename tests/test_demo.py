@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 import sysconfig
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.cli import main
@@ -21,9 +23,9 @@ from chameleon_mm.demo.compare import first_difference, same_bits
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.outcome import Outcome
 from chameleon_mm.demo.show import rows as table_rows
-from chameleon_mm.demo.show import verdicts
+from chameleon_mm.demo.show import show, verdicts
 from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
-from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, reproducible, train
+from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, train
 from chameleon_mm.device.sim import SimDevice
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
@@ -32,7 +34,7 @@ TINY_ARGS = [
 ]  # fmt: skip
 REPORT = {
     "bytes_swapped_out": 3 << 20, "bytes_swapped_in": 2 << 20, "hidden_fraction": 0.5, "stall_us": 1500.0,
-    "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7},
+    "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7}, "steps": 2, "timed_steps": 2,
 }  # fmt: skip
 
 
@@ -162,20 +164,10 @@ def test_the_model_counts_towards_the_peak() -> None:
 def test_activations_dominate_at_the_default_sizes() -> None:
     sizes = SIZES["simulated"]
     config = GPTConfig(layers=sizes["layers"], width=sizes["width"], heads=sizes["heads"], context=sizes["context"])
-    rows = draw_batches(read_text(), steps=2, batch=sizes["batch"], context=sizes["context"], seed=0)
-    result = train(TrainConfig(model=config, steps=2, batch=sizes["batch"]), rows, SimDevice())
-    assert 4 * result.model_bytes < result.peak_bytes / 5
-
-
-def test_deterministic_kernels_are_put_back() -> None:
-    before = torch.get_deterministic_debug_mode()
-    flags: Any = torch.utils.deterministic  # its attribute is a property that torch adds at run time
-    fill = flags.fill_uninitialized_memory
-    with pytest.raises(KeyError), reproducible():
-        assert torch.get_deterministic_debug_mode() == 2  # "error"
-        raise KeyError
-    assert torch.get_deterministic_debug_mode() == before
-    assert flags.fill_uninitialized_memory == fill
+    rows = draw_batches(read_text(), steps=1, batch=sizes["batch"], context=sizes["context"], seed=0)
+    result = train(TrainConfig(model=config, steps=1, batch=sizes["batch"]), rows, SimDevice())
+    # In one step the optimizer's state is made after the peak: its place in every later peak is two of the four shares.
+    assert 4 * result.model_bytes < (result.peak_bytes + 2 * result.model_bytes) / 5
 
 
 # --- comparing two runs
@@ -255,7 +247,35 @@ def test_a_passed_outcome_says_yes_and_held() -> None:
 
 def test_simulated_time_says_so() -> None:
     names = [row[0] for row in table_rows(outcome())]
-    assert {"stall (simulated)", "step time, median (simulated)", "share of copy time hidden (simulated)"} <= set(names)
+    assert {
+        "stall, all steps (simulated)", "step time, median (simulated)", "share of copy time hidden (simulated)",
+    } <= set(names)  # fmt: skip
+
+
+def test_what_was_not_timed_says_so() -> None:
+    some = {name: text for name, _, text in table_rows(outcome(report={**REPORT, "timed_steps": 1}))}
+    assert some["stall, 1 timed steps (simulated)"] == "1.50 ms"
+    none = {**REPORT, "timed_steps": 0, "stall_us": None, "hidden_fraction": None}
+    assert [text for name, _, text in table_rows(outcome(report=none)) if "stall" in name or "hidden" in name] == [
+        "not measured", "not measured",
+    ]  # fmt: skip
+
+
+def test_losses_are_marked_by_their_bits() -> None:
+    plain = tiny_run()
+    changed = dataclasses.replace(plain, losses=flipped(plain.losses, 1))
+    last = {name: text for name, _, text in table_rows(outcome(unswapped=plain, swapped=changed))}
+    assert last["loss, first step"].endswith("(same bits)")
+    assert last["loss, last step"].endswith("(DIFFERS)")
+
+
+def test_the_table_fits_80_columns() -> None:
+    shown = io.StringIO()
+    slow = dataclasses.replace(tiny_run(), peak_bytes=999 << 20, step_us=(999_990.0, 999_990.0))
+    show(outcome(unswapped=slow, swapped=slow, hbm_budget_bytes=999 << 20), Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line or line.endswith(" ") for line in lines)
 
 
 def test_a_broken_budget_fails_and_says_what_stayed() -> None:
@@ -353,6 +373,7 @@ def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch,
         (["--device", "sim:marmot"], "marmot"),
         (["--hbm-budget", "12 parsecs"], "--hbm-budget: expected a number"),
         (["--host-budget", "-1"], "--host-budget"),
+        (["--host-budget", "8KiB"], "--host-budget: expected at least 16.0 KiB, one block"),
         (["--min-bytes", "1.5"], "--min-bytes"),
         (["--hbm-budget", "64KiB"], "hbm_budget: expected more than"),  # the model alone is larger
         (["--steps", "0"], "steps: expected 1 or more"),
@@ -372,14 +393,17 @@ def test_bad_usage_is_told_before_anything_is_trained(
     assert main(["demo", *TINY_ARGS, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_gpu_that_is_not_there_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--device", "cuda"]) == 2
-    assert "--device cuda:" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert "expected a CUDA GPU, got none" in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
 
 
 def test_a_host_budget_that_cannot_do_is_refused_before_the_swapped_run(
@@ -400,5 +424,6 @@ def test_a_device_that_is_too_small_fails_with_a_way_out(
     monkeypatch.setattr("chameleon_mm.device.resolve_device", lambda _: SimDevice(hbm_bytes="1MiB"))
     assert main(["demo", *TINY_ARGS]) == 1
     err = capsys.readouterr().err
-    assert "ran out of memory" in err
-    assert "--batch" in err
+    assert "out of memory" in err
+    assert "smaller sizes" in err
+    assert err.count("\n") == 1

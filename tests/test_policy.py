@@ -129,6 +129,56 @@ def test_a_step_of_another_length_is_what_the_next_one_is_measured_by() -> None:
     assert headroom.need() is None
 
 
+def test_a_larger_step_is_noticed_and_answered_in_proportion() -> None:
+    headroom = learned(10, 10, 10, 10, 10, 90)
+    headroom.record(15)  # half as much again
+    assert headroom.need() == 15
+    headroom.record(9)  # less than foreseen takes nothing back
+    assert headroom.need() == 15
+    headroom.record(30)  # twice as much again
+    assert headroom.need() == 270
+    headroom.end_step()
+    assert headroom.need() == 30  # the next step is measured by this one as it was
+
+
+def test_proportions_are_rounded_up() -> None:
+    headroom = learned(3, 3)
+    headroom.record(4)
+    assert headroom.need() == 4
+    headroom = learned(3, 3, 5)
+    headroom.record(6)
+    assert headroom.need() == 6  # foreseen were 5 already, not 3
+
+
+def test_a_climb_where_none_was_foreseen_leaves_the_rest_unknown() -> None:
+    headroom = learned(0, 0, 0, 0, 0, 7)
+    headroom.record(1)
+    assert headroom.need() is None
+    headroom.record(0)
+    assert headroom.need() is None
+    headroom.end_step()
+    assert headroom.need() == 1
+
+
+def test_a_larger_step_that_did_not_end_is_forgotten_too() -> None:
+    headroom = learned(1, 1)
+    headroom.record(9)
+    headroom.forget()
+    headroom.record(2)
+    headroom.end_step()
+    assert headroom.need() == 2
+
+
+@given(climb=st.integers(1, 1 << 40), looks=st.integers(2, 30), times=st.integers(1, 8))
+def test_a_step_larger_throughout_is_covered_from_its_second_look_on(climb: int, looks: int, times: int) -> None:
+    """What a longer batch does to a sequence of like climbs."""
+    headroom = learned(*[climb] * looks)
+    headroom.record(times * climb)
+    for _ in range(looks - 1):
+        assert headroom.need() == times * climb
+        headroom.record(times * climb)
+
+
 def test_a_step_that_did_not_end_teaches_nothing() -> None:
     headroom = learned(1, 2, 3)
     headroom.record(7)

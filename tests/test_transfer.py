@@ -85,6 +85,9 @@ class Lanes:
     def __init__(self, make: Callable[[str], Stream]) -> None:
         self.new_stream = make
 
+    def synchronize(self) -> None:
+        raise AssertionError("a transfer waits for the device only after a copy was refused")
+
     def transfer(self, *, outstanding: int = 2) -> Transfer:
         return Transfer(cast(Device, self), piece_bytes=PIECE, outstanding=outstanding)
 

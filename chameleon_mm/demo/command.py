@@ -83,21 +83,12 @@ def _default(name: str) -> str:
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
     """Run the demo and return its exit code: 0 if the runs are bit-identical and the budget held, 1 if not.
 
-    Raises `ValueError` for bad usage, before anything is trained where that can be known.
+    Raises `ValueError` and `DeviceUnavailable` for bad usage, before anything is trained where that can be known, and
+    `torch.OutOfMemoryError` where a run does not fit.
     """
-    import torch
-
     from chameleon_mm.demo.show import show
 
-    job = _Job(args)
-    try:
-        outcome = job.run(console)
-    except torch.OutOfMemoryError as error:
-        smaller = "lower --batch, --context, --layers or --width, or name a larger --device"
-        Console(stderr=True).print(
-            f"chameleon-mm demo: {job.device().name} ran out of memory: {error}; {smaller}", markup=False, highlight=False
-        )
-        return 1
+    outcome = _Job(args).run(console)
     show(outcome, console)
     if args.json is not None:
         args.json.write_text(
@@ -142,11 +133,7 @@ class _Job:
         """A device as the user named it: a fresh one on the simulator, the same GPU again on CUDA."""
         from chameleon_mm.device import resolve_device
 
-        name = self._args.device
-        try:
-            return resolve_device(None if name == "auto" else name)
-        except RuntimeError as error:  # a GPU that is not there is a wrong --device, not a failed run
-            raise ValueError(f"--device {name}: {error}") from error
+        return resolve_device(None if self._args.device == "auto" else self._args.device)
 
     def run(self, console: Console) -> Outcome:
         from chameleon_mm.demo.compare import first_difference
@@ -182,12 +169,20 @@ class _Job:
         )  # fmt: skip
 
     def _check_budgets(self) -> None:
-        """Let a session refuse the user's budgets now rather than after a run without it."""
+        """Refuse the user's budgets now rather than after a run without them."""
         from chameleon_mm.demo.model import GPT
+        from chameleon_mm.policy import DefaultRule
         from chameleon_mm.session import SwapSession
 
         if all(value is None for value in self._budgets.values()):
             return
+        host_budget, min_bytes = self._budgets["host_budget"], self._budgets["min_bytes"]
+        smallest = DefaultRule().min_bytes if min_bytes is None else min_bytes
+        if host_budget is not None and host_budget < smallest:
+            raise ValueError(
+                f"--host-budget: expected at least {format_size(smallest)}, one block of the smallest tensor that moves "
+                f"(--min-bytes), got {format_size(host_budget)}; raise it"
+            )
         device = self.device()
         with device.compute():
             model = GPT(self.config.model, device=device.torch_device)

@@ -6,9 +6,13 @@ show(outcome, console)
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
+from chameleon_mm.demo.compare import same_bits
 from chameleon_mm.demo.outcome import Outcome
 from chameleon_mm.demo.train import RunResult
 from chameleon_mm.units import format_size, format_us
@@ -22,14 +26,14 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("peak device memory", format_size(unswapped.peak_bytes), format_size(swapped.peak_bytes)),
         ("HBM budget", "-", f"{format_size(outcome.hbm_budget_bytes)}, {'held' if outcome.budget_held else 'NOT held'}"),
         ("model (parameters, buffers)", format_size(unswapped.model_bytes), format_size(swapped.model_bytes)),
-        ("swapped out", "-", format_size(report["bytes_swapped_out"])),
-        ("swapped in", "-", format_size(report["bytes_swapped_in"])),
-        (f"share of copy time hidden{clock}", "-", f"{report['hidden_fraction']:.1%}"),
-        (f"stall{clock}", "-", format_us(report["stall_us"])),
         ("peak host memory", "-", format_size(report["peak_host_bytes"])),
+        ("swapped out, all steps", "-", format_size(report["bytes_swapped_out"])),
+        ("swapped in, all steps", "-", format_size(report["bytes_swapped_in"])),
+        (f"share of copy time hidden{clock}", "-", _measured(report["hidden_fraction"], "{:.1%}".format)),
+        (f"stall, {_timed(report)}{clock}", "-", _measured(report["stall_us"], format_us)),
         (f"step time, median{clock}", format_us(unswapped.median_step_us), _step_time(unswapped, swapped)),
-        ("loss, first step", _loss(unswapped, 0), _loss(swapped, 0)),
-        ("loss, last step", _loss(unswapped, -1), _loss(swapped, -1)),
+        ("loss, first step", *_losses(unswapped, swapped, 0)),
+        ("loss, last step", *_losses(unswapped, swapped, -1)),
     ]
 
 
@@ -54,20 +58,21 @@ def verdicts(outcome: Outcome) -> list[str]:
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table, what it was measured on, and the verdicts."""
     config, model = outcome.config, outcome.config.model
-    table = Table(title=f"chameleon-mm demo on {outcome.device.name}", title_justify="left")
-    table.add_column("")
-    table.add_column("no swapping", justify="right")
-    table.add_column("swapping", justify="right")
+    table = Table()
+    table.add_column("", no_wrap=True)
+    table.add_column("no swapping", justify="right", no_wrap=True)
+    table.add_column("swapping", justify="right", no_wrap=True)
     for row in rows(outcome):
         table.add_row(*row)
+    _line(console, f"chameleon-mm demo on {outcome.device.name}", style="bold")
     console.print(table)
     _line(
         console,
         f"GPT: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}; "
-        f"{config.steps} steps of {config.batch} rows, seed {config.seed}",
+        f"{config.steps} steps of {config.batch} row{'s' if config.batch > 1 else ''}, seed {config.seed}",
     )
     if outcome.device.simulated:
-        _line(console, "no GPU took part: the numbers are computed on the CPU, times and copy speeds are simulated")
+        _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
     for line in verdicts(outcome):
         _line(console, line, style="bold" if outcome.passed else "bold red")
 
@@ -76,8 +81,19 @@ def _line(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
-def _loss(run: RunResult, step: int) -> str:
-    return f"{run.losses[step].item():.9g}"  # nine digits tell any two float32 apart
+def _losses(unswapped: RunResult, swapped: RunResult, step: int) -> tuple[str, str]:
+    first, second = unswapped.losses[step], swapped.losses[step]
+    mark = "same bits" if same_bits(first, second) else "DIFFERS"
+    return f"{first.item():.9g}", f"{second.item():.9g} ({mark})"  # nine digits tell any two float32 apart
+
+
+def _measured(value: float | None, text: Callable[[float], str]) -> str:
+    return "not measured" if value is None else text(value)
+
+
+def _timed(report: Mapping[str, Any]) -> str:
+    """Which steps the stall was measured in: on a GPU timing costs time, and a session times only some."""
+    return "all steps" if report["timed_steps"] == report["steps"] else f"{report['timed_steps']} timed steps"
 
 
 def _step_time(unswapped: RunResult, swapped: RunResult) -> str:

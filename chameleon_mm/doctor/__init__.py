@@ -98,7 +98,7 @@ def _device() -> Iterator[Finding]:
 def pin_trial(device: Device, nbytes: int) -> tuple[str, Any]:
     """Pin `nbytes` once, with the clock running, and give them back. Raises what `alloc_pinned` raises."""
     if device.simulated:
-        raise Unavailable("not tried: the device is simulated, and its pinned memory is plain memory")
+        raise Unavailable("the simulator's pinned memory is plain memory")
     start = time.perf_counter()
     memory = device.alloc_pinned(nbytes)
     seconds = time.perf_counter() - start

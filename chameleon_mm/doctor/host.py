@@ -69,7 +69,7 @@ def _memory(machine: Machine) -> tuple[str, Any]:
 
 def _may_be_pinned(machine: Machine) -> tuple[str, Any]:
     half = _available(machine) // 2
-    return f"{format_size(half)} by default: half of what is available", half
+    return f"{format_size(half)} by default (half)", half
 
 
 def _cgroup(machine: Machine) -> tuple[str, Any]:

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from chameleon_mm import __version__
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, look
 
 _DISTRIBUTIONS = {
-    "chameleon-mm": ("chameleon-mm",),
     "triton": ("triton",),
     "numpy": ("numpy",),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
@@ -31,6 +31,7 @@ def software(machine: Machine) -> Iterator[Finding]:
     """Rows of the section `software`."""
     yield look("software", "python", lambda: (platform.python_version(), platform.python_version()))
     yield look("software", "system", lambda: (platform.platform(), platform.platform()))
+    yield look("software", "chameleon-mm", lambda: (__version__, __version__))
     yield look("software", "torch", _torch)
     for name, distributions in _DISTRIBUTIONS.items():
         yield look("software", name, partial(_installed, distributions))
@@ -58,7 +59,10 @@ def _driver(machine: Machine) -> tuple[str, Any]:
         version = machine.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0].strip()
     except (Unavailable, IndexError):
         # "NVRM version: NVIDIA UNIX ... Kernel Module  580.159.03  Release Build ..."
-        words = machine.read("proc/driver/nvidia/version").splitlines()[0].split()
+        try:
+            words = machine.read("proc/driver/nvidia/version").splitlines()[0].split()
+        except Unavailable:
+            raise Unavailable("none is loaded") from None
         version = next((word for word in words if word[:1].isdigit() and "." in word), "")
         if not version:
             raise Unavailable("no version in /proc/driver/nvidia/version") from None

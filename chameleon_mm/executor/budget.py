@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from chameleon_mm.device import Device
-from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import Headroom, Limits, UseOrder
@@ -126,12 +126,13 @@ class BudgetGuard:
             if enough():
                 return
             saved.drop_restored()
-        taken_back = [s for s in self._live() if s.place is Place.RESIDENT and s.op_is_over and s is not keep]
+        resident = [s for s in self._live() if s.place is Place.RESIDENT and s is not keep]
+        taken_back = [s for s in resident if s.op_is_over and s.worth_a_copy]
         for saved in taken_back:
             if enough():
                 return
             try:
                 saved.swap_out()
-            except HostMemoryExhausted:
+            except (HostMemoryExhausted, TransferFailed):
                 return
             saved.reclaim()

@@ -52,7 +52,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="parameter")
     if type(t) is not Tensor:
         return SaveFacts(nbytes=0, kind="leaf" if t.is_leaf and t.requires_grad else "subclass")
-    if t.layout is not torch.strided or t.is_quantized or t.is_mkldnn:
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
         return SaveFacts(nbytes=0, kind="layout")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return SaveFacts(nbytes=0, kind="functorch")
@@ -74,7 +74,7 @@ def taken_apart(t: Tensor) -> tuple[dict[str, Tensor], Any] | None:
     try:
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
-    except Exception:  # noqa: BLE001 - anybody's code; a hook that raises would break the graph, keeping the tensor does not
-        _log.warning("%s could not be taken apart and stays on the device", type(t).__name__, exc_info=True)
+    except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not
+        _log.warning("%s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return (inner, context) if inner and all(isinstance(part, Tensor) for part in inner.values()) else None

@@ -10,6 +10,7 @@ Note [No plan, no harm].
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -20,18 +21,24 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
 from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools
+from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, UseOrder
 from chameleon_mm.transfer import Transfer
 
+_log = logging.getLogger(__name__)
+
 PREFETCH_LOOK = 32
 """How many of the coming uses are looked at for a prefetch at each use."""
+
+LONGEST_UNNAMED_STEP = 16_384
+"""Storages saved outside of any step before it is cut: a graph that is kept for ever must not make one step of all the rest."""
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 """The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
@@ -48,7 +55,6 @@ class Executor:
         rule: DefaultRule,
         limits: Limits,
         protected: ProtectedStorages,
-        steps_end_by_themselves: bool = False,
         verify: bool = False,
     ) -> None:
         self.device = device
@@ -56,10 +62,11 @@ class Executor:
         self._rule = rule
         self._protected = protected
         self._transfer = Transfer(device)
-        self._tools = Tools(pool, self._transfer, self.meter, verify)
+        self._streams = ComputeStreams()
+        self._streams.note(device.current_stream())
+        self._tools = Tools(pool, self._transfer, self.meter, verify, self._streams)
         self._order = UseOrder()
         self._guard = BudgetGuard(device, limits, self._order, self.meter, lambda: list(self._live.values()))
-        self._steps_end_by_themselves = steps_end_by_themselves
         self._lock = threading.Lock()
         self._dropped: deque[SavedStorage] = deque()
         self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
@@ -67,6 +74,9 @@ class Executor:
         self._live: dict[tuple[int, int], SavedStorage] = {}
         self._epoch = 0
         self._next_index = 0
+        self._live_of_epoch = 0
+        self._in_step = False
+        self._saved_any = self._used_any = False
 
     # --- autograd's two hooks
 
@@ -118,8 +128,8 @@ class Executor:
     def begin_step(self, *, timed: bool) -> None:
         """A new step: saves are numbered from 0 again."""
         with self._entered():
-            self._epoch += 1
-            self._next_index = 0
+            self._in_step = True
+            self._begin_epoch()
             self.meter.begin_step(self.device.current_stream(), timed=timed)
 
     def end_step(self, *, completed: bool) -> None:
@@ -127,8 +137,9 @@ class Executor:
         with self._entered():
             self._advance(look=False)
             self._guard.reclaim.flush(lambda: False)
+            self._in_step = False
             self._learn(completed=completed)
-            self.meter.resolve()
+            self.meter.end_step()
 
     @property
     def peak_seen_bytes(self) -> int:
@@ -169,22 +180,41 @@ class Executor:
 
     def _retire_dropped(self) -> None:
         retired = False
+        errors: list[BaseException] = []
         while self._dropped:
             saved = self._dropped.popleft()
             retired = True
             self._live.pop((saved.epoch, saved.index), None)
-            saved.retire()
+            self._live_of_epoch -= saved.epoch == self._epoch
+            claim = self._claims.get(saved.key)
+            if claim is not None and claim() is None:
+                del self._claims[saved.key]
+            try:
+                saved.retire()
+            except BaseException as error:  # noqa: BLE001 - raised below, once the others are retired too
+                errors.append(error)
             kept_alive = saved.first()
             if saved.place is Place.RETIRED and kept_alive is not None:
                 self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
-        if retired and not self._live:
-            self._claims.clear()
+        if retired and not self._live_of_epoch:
             self._guard.reclaim.flush(lambda: False)
-            if self._steps_end_by_themselves:
-                self._next_index = 0
-                self._learn(completed=True)
+            if not self._in_step and (self._saved_any or self._used_any):
+                self._end_unnamed_step()
+        if errors:
+            raise errors[0]
+
+    def _end_unnamed_step(self) -> None:
+        """Outside of `begin_step` and `end_step`, a step is over when nothing that was saved in it is claimed any more."""
+        self._begin_epoch()
+        self._learn(completed=self._used_any)
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._next_index = 0
+        self._live_of_epoch = 0
 
     def _learn(self, *, completed: bool) -> None:
+        self._saved_any = self._used_any = False
         self._guard.end_step(completed=completed)
         if completed:
             self._order.end_step()
@@ -208,24 +238,30 @@ class Executor:
         self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
         for saved in over:
             saved.op_is_over = True
-            # Written to since: no handle may ever see it again (its use raises), so there is nothing worth a copy.
-            if saved.place is not Place.RESIDENT or saved.probe.moved:
+        for saved in over:
+            if saved.place is not Place.RESIDENT or not saved.worth_a_copy:
                 continue
             try:
                 saved.swap_out()
-            except HostMemoryExhausted:
+            except (HostMemoryExhausted, TransferFailed) as refusal:
+                _log.info("kept on the device: %s", refusal)
                 self.meter.totals.fallbacks += 1
                 continue
             self._guard.reclaim.add(saved)
 
     def _claim(self, t: Tensor) -> Claim:
         """The claim on `t`'s storage: one copy per storage and version, whatever number of views. Note [Identity]."""
-        storage = t.untyped_storage()
+        storage, compute = t.untyped_storage(), self.device.current_stream()
         ref = self._claims.get(id(storage))
         claim = None if ref is None else ref()
-        if claim is None or not claim.saved.holds(storage, t._version):
-            saved = SavedStorage(t, self.device.current_stream(), self._tools, epoch=self._epoch, index=self._next_index)
+        if claim is None or not claim.saved.holds(storage, t._version, compute):
+            if self._next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
+                self._end_unnamed_step()
+            self._streams.note(compute)
+            saved = SavedStorage(t, compute, self._tools, epoch=self._epoch, index=self._next_index)
             self._next_index += 1
+            self._live_of_epoch += 1
+            self._saved_any = True
             self._live[saved.epoch, saved.index] = saved
             self._fresh.append((saved, threading.get_ident(), _sequence_nr()))
             claim = Claim(saved, self._on_claim_end)
@@ -236,8 +272,8 @@ class Executor:
 
     def _bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """The storage, on the device, ready for `compute`."""
-        if saved.place in (Place.ARRIVING, Place.RESTORED) and not saved.home_is(compute):
-            saved.drop_restored()  # its block belongs to another stream's pool; ours gets its own
+        if saved.place in (Place.ARRIVING, Place.RESTORED) and (saved.lost_on_the_way or not saved.home_is(compute)):
+            saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
         if saved.place is Place.LEAVING:
             saved.take_back()
         if saved.place is Place.ON_HOST:
@@ -251,8 +287,7 @@ class Executor:
         self.meter.totals.uses_on_device += 1
         if saved.place in (Place.ARRIVING, Place.RESTORED):
             return saved.arrive(compute)
-        assert saved.device is not None
-        return saved.device
+        return saved.lend(compute)
 
     def _swap_in_now(self, saved: SavedStorage, compute: Stream) -> None:
         self._guard.make_room(saved.nbytes, keep=saved)
@@ -266,6 +301,7 @@ class Executor:
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._epoch:
+            self._used_any = True
             self._order.used(saved.index)
         if handle.round != saved.round:
             handle.round = saved.round
@@ -286,7 +322,7 @@ class Executor:
                 return
             try:
                 coming.swap_in(compute)
-            except torch.OutOfMemoryError:
-                return
+            except (torch.OutOfMemoryError, TransferFailed):
+                return  # nobody needs it yet
             self._guard.took(coming.nbytes)
             self.meter.totals.prefetches += 1

@@ -2,7 +2,7 @@
 
     handle = KeptTensor(t) | SwappedView(claim, t) | TakenApart(t, handles of what it wraps)      # on_save: Note [Life]
     handle.check_version()                                    # on_use: eager's "modified by an inplace operation"
-    SwappedView.rebuild(storage)                              # the same strides, offset, dtype, conj and neg bits
+    SwappedView.rebuild(storage)                              # same strides, offset, dtype, conj and neg bits, version counter
 
 Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias whose
 data was replaced by nothing keeps sharing the version counter of `t` and of all its views, and holds none of its memory.
@@ -37,6 +37,15 @@ class VersionProbe:
     @property
     def moved(self) -> bool:
         return self._alias._version != self.expected
+
+    def joined(self, view: Tensor) -> Tensor:
+        """`view` under the saved tensor's own version counter, as what eager hands to a node is.
+
+        A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
+        """
+        shared = self._alias.detach()
+        shared.data = view
+        return shared
 
     def check(self) -> None:
         """Raise what eager raises when a saved tensor was written to since it was saved."""
@@ -86,7 +95,7 @@ class SwappedView:
         view = flat.set_(storage, self._offset, self._shape, self._stride)
         if self._conj:
             view = view.conj()
-        return view._neg_view() if self._neg else view
+        return self.probe.joined(view._neg_view() if self._neg else view)
 
 
 class TakenApart:

@@ -77,6 +77,11 @@ class Meter:
             if self._origin is None:
                 self._origin = compute.record(timed=True)
 
+    def end_step(self) -> None:
+        """What comes until the next step is not timed: nobody would add it up."""
+        self.timed = False
+        self.resolve()
+
     def wait(self, compute: Stream, event: Event) -> None:
         """Order `compute` after `event`, timing how long that holds it up when this step is timed."""
         if not self.timed:

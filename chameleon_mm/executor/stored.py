@@ -9,20 +9,25 @@ Everything here is per storage and orders exactly one buffer; which storage move
 from __future__ import annotations
 
 import enum
+import logging
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Stream
+from chameleon_mm.device import Event, Stream
+from chameleon_mm.errors import SimError, TransferFailed
 from chameleon_mm.executor.handles import VersionProbe, flat_bytes
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.verify import Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
+
+_log = logging.getLogger(__name__)
 
 
 class Place(enum.Enum):
@@ -51,6 +56,7 @@ class Tools:
     meter: Meter
     verify: bool = False
     """Checksum what goes out against what comes back."""
+    streams: ComputeStreams = field(default_factory=ComputeStreams)
 
 
 class SavedStorage:
@@ -78,26 +84,40 @@ class SavedStorage:
         self.to_come = 0
         self.round = 0
         self._seal = Seal(t, epoch) if tools.verify else None
+        self.key = id(storage)
+        """Under which the executor finds the claim on it."""
         self._home = home
         self._tools = tools
         self._block: PinnedBlock | None = None
         self._out: Move | None = None
         self._in: Move | None = None
+        self._read: Event | None = None
+        """After the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
+        self._guests: list[Stream] = []
+        """Other streams that used the device copy of `_home`."""
 
     # --- out
 
+    @property
+    def worth_a_copy(self) -> bool:
+        """Whether it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
+        return self.device is not None and self.device.nbytes() == self.nbytes and not self.probe.moved
+
     def swap_out(self) -> None:
-        """Queue the copy out. Raises `HostMemoryExhausted` with nothing changed."""
+        """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed."""
         assert self.place is Place.RESIDENT and self.device is not None
         block = self._tools.pool.allocate(self.nbytes)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         ready = self._home.record()
         after = [ready, *block.pending_events]
-        self._block = block
         if self._seal is not None:
             self._seal.close(flat_bytes(self.device))
-        self._out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
+        out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
+        if out.failed:
+            block.release()
+            raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
+        self._block, self._out = block, out
         self._tools.meter.moved(self._out, "out", self.nbytes)
         self.place = Place.LEAVING
 
@@ -107,6 +127,9 @@ class SavedStorage:
 
     def copied(self) -> bool:
         assert self._out is not None
+        if self._out.failed:
+            self._stay()
+            return False
         if self._out.done is None or not self._out.done.query():
             return False
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
@@ -115,23 +138,44 @@ class SavedStorage:
 
     def reclaim(self) -> None:
         assert self._out is not None
-        done = self._tools.transfer.issue_out(self._out)
+        try:
+            done = self._tools.transfer.issue_out(self._out)
+        except SimError:
+            raise
+        except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
+            _log.warning("%d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
+            self._stay()
+            return
         self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
         self._drop_device()
+
+    def lend(self, compute: Stream) -> torch.UntypedStorage:
+        """The saved storage itself, which never left; `compute` need not be its home."""
+        assert self.device is not None
+        if not self.home_is(compute) and compute not in self._guests:
+            self._guests.append(compute)
+        return self.device
 
     def take_back(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
         assert self._out is not None
-        if self.place is not Place.LEAVING or not self._tools.transfer.cancel_out(self._out):
+        if self.place is not Place.LEAVING or not (self._out.failed or self._tools.transfer.cancel_out(self._out)):
             return False
+        self._stay()
+        return True
+
+    def _stay(self) -> None:
         self._tools.meter.totals.bytes_swapped_out -= self.nbytes
         self._release_block()
         self._out = None
         self.place = Place.RESIDENT
-        return True
 
     def _drop_device(self) -> None:
         assert self.device is not None
+        for guest in self._guests:
+            self._home.wait(guest.record())  # the guest's uses -> the block's next owner
+        self._guests.clear()
+        self._tools.streams.follow(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self._home.free(flat_bytes(self.device))
         self.device = None
         self._tools.meter.totals.bytes_reclaimed += self.nbytes
@@ -140,7 +184,10 @@ class SavedStorage:
     # --- back
 
     def swap_in(self, compute: Stream) -> None:
-        """Allocate on `compute` and queue the copy back. Raises `torch.OutOfMemoryError` with nothing changed."""
+        """Allocate on `compute` and queue the copy back.
+
+        Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed.
+        """
         assert self.place is Place.ON_HOST and self._block is not None and self._out is not None
         done_out = self._out.done
         assert done_out is not None, "HBM was dropped before its copy was handed over"
@@ -148,7 +195,10 @@ class SavedStorage:
         # Note [Swap-in]: the block came from compute's pool, whose earlier owner may still be running there; and the host
         # copy must be whole before it is read.
         after = [compute.record(), done_out]
-        self._in = self._tools.transfer.swap_in(destination, self._block.buffer, after, timed=self._tools.meter.timed)
+        back = self._tools.transfer.swap_in(destination, self._block.buffer, after, timed=self._tools.meter.timed)
+        if back.failed:
+            raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
+        self._in = back
         self._tools.meter.moved(self._in, "in", self.nbytes)
         self.device = destination.untyped_storage()
         self.latest = weakref.ref(self.device)
@@ -161,7 +211,7 @@ class SavedStorage:
     def arrive(self, compute: Stream) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there."""
         assert self._in is not None and self.device is not None
-        arrived = self._tools.transfer.issue_in(self._in)
+        arrived = self._read = self._tools.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
             if not arrived.query():
                 self._tools.meter.wait(compute, arrived)  # Note [Swap-in]: use after the bytes are there
@@ -181,15 +231,29 @@ class SavedStorage:
         self.place = Place.ON_HOST
         return self.nbytes
 
+    @property
+    def lost_on_the_way(self) -> bool:
+        """Whether its copy back was refused after it was queued: it is still on the host."""
+        return self.place is Place.ARRIVING and self._in is not None and self._in.failed
+
     def let_go(self) -> None:
         """All views were used: hold the device copy no longer; whoever still uses it does."""
         assert self.place is Place.RESTORED
         self.device = None
         self.place = Place.ON_HOST
 
-    def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own."""
-        return self.first() is storage and self.probe.expected == version and not self.probe.moved
+    def holds(self, storage: torch.UntypedStorage, version: int, compute: Stream) -> bool:
+        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own.
+
+        Not for a save on another stream: dropping the storage orders what `_home` has done with it and no more.
+        """
+        return (
+            self.first() is storage
+            and self.probe.expected == version
+            and self.home_is(compute)
+            and self.nbytes == storage.nbytes()
+            and not self.probe.moved
+        )
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
@@ -203,11 +267,14 @@ class SavedStorage:
 
     def _settle_arrival(self) -> None:
         assert self._in is not None
+        if self._in.failed:
+            self._in = None
+            return
         if self._tools.transfer.cancel_in(self._in):
             self._tools.meter.totals.bytes_swapped_in -= self.nbytes
             self._in = None
             return
-        arrived = self._tools.transfer.issue_in(self._in)
+        arrived = self._read = self._tools.transfer.issue_in(self._in)
         if not arrived.query():
             self._tools.meter.wait(self._home, arrived)  # Note [Reclaim]: the copy must be done before the block is reused
 
@@ -220,16 +287,24 @@ class SavedStorage:
         """
         if self.place is Place.RETIRED:
             return
-        if self.place is Place.LEAVING and not self.take_back():
-            assert self._out is not None
-            unsent = self._tools.transfer.curtail_out(self._out)
-            self._tools.meter.totals.bytes_swapped_out -= unsent
-            self._release_block()
-            return
-        if self.place is Place.ARRIVING:
-            self._settle_arrival()
-            assert self.device is not None
-            self._home.free(flat_bytes(self.device))
+        try:
+            if self.place is Place.LEAVING and not self.take_back():
+                assert self._out is not None
+                self._tools.meter.totals.bytes_swapped_out -= self._tools.transfer.curtail_out(self._out)
+                self._release_block()
+                return
+            if self.place is Place.ARRIVING:
+                self._settle_arrival()
+                assert self.device is not None
+                self._home.free(flat_bytes(self.device))
+        except BaseException:
+            # The device did not take an order that what follows rests on: the host waits instead.
+            self._tools.transfer.synchronize()
+            self._retired()
+            raise
+        self._retired()
+
+    def _retired(self) -> None:
         self._release_block()
         self.device = None
         self.place = Place.RETIRED
@@ -239,7 +314,7 @@ class SavedStorage:
             return
         # Note [Host block]: the next owner's copy out waits for our last copy, on its stream. A copy back comes after the
         # copy out, so its event covers both.
-        after = self._in.done if self._in is not None else self._out.done if self._out is not None else None
+        after = self._read if self._read is not None else self._out.done if self._out is not None else None
         self._block.release(after=after)
         self._block = None
 

@@ -1,0 +1,33 @@
+"""Which compute streams there are, as far as hooks have seen.
+
+    streams.note(device.current_stream())      # at every save that moves
+    streams.follow(home)                       # before a saved storage is dropped: home's work so far, then anybody's next
+
+A caching allocator gives a dropped block to the stream that allocated it, which need not be the one that saved it, and torch
+does not tell whose it is. In eager the graph keeps the block until backward; dropped in forward, it could be overwritten by its
+owner under a copy, or under a kernel of another stream that still reads it. So every stream comes after the dropping one.
+"""
+
+from __future__ import annotations
+
+from chameleon_mm.device import Stream
+
+
+class ComputeStreams:
+    """The streams on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self) -> None:
+        self._seen: list[Stream] = []
+
+    def note(self, stream: Stream) -> None:
+        """Hooks run on `stream`."""
+        if stream not in self._seen:
+            self._seen.append(stream)
+
+    def follow(self, stream: Stream) -> None:
+        """Order all others after what `stream` has been given so far. Costs nothing while it is the only one."""
+        others = [other for other in self._seen if other is not stream]
+        if others:
+            so_far = stream.record()
+            for other in others:
+                other.wait(so_far)  # what `stream` did with the block -> its next use by whoever owns it

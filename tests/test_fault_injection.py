@@ -1,0 +1,129 @@
+"""The N-th pin, allocation, copy, event or wait of a step fails, or is interrupted, for every N: nothing leaks, the next step
+is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device.sim import SimEvent, SimStream
+
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    # What fails while a dropped graph is cleared away can only be reported.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+BASELINE_BYTES = 2 * 4608
+"""The input and the expected gradient, 32 * 33 * 4 bytes each, rounded up to 512."""
+
+
+class Fault(RuntimeError):
+    """What an injected failure raises."""
+
+
+class Faults:
+    """Counts the calls of one kind and lets the N-th fail."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fail_at: int | None = None
+        self.error: type[BaseException] = Fault
+
+    def hit(self, *, before: bool = True) -> None:
+        if before:
+            self.count += 1
+        if self.fail_at == self.count:
+            self.fail_at = None
+            raise self.error("injected")
+
+
+SITES: dict[str, tuple[type, str]] = {
+    "pin": (cm.SimDevice, "alloc_pinned"),
+    "allocation": (SimStream, "alloc"),
+    "copy": (SimStream, "copy"),
+    "event": (SimStream, "record"),
+    "wait": (SimStream, "wait"),
+    "query": (SimEvent, "query"),
+    "free": (SimStream, "free"),
+}
+"""Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
+
+
+@contextmanager
+def faults_at(site: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    faults = Faults()
+    owner, name = SITES[site]
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        faults.hit()
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield faults
+
+
+class Trainer:
+    """A small step that swaps out, reclaims, prefetches and swaps in on demand, with a graph that is dropped besides."""
+
+    def __init__(self) -> None:
+        self.device = cm.SimDevice("h200", hbm_bytes="1GiB")
+        with self.device.compute():
+            torch.manual_seed(0)
+            self.x = torch.randn(32, 33, requires_grad=True)
+            budget = self.device.allocated_bytes() + 64 * 1024
+        self.session = cm.SwapSession(hbm_budget=budget, host_budget="1MiB", device=self.device, min_bytes=0)
+        self.expected = self._gradient()
+
+    def _gradient(self) -> Tensor:
+        with self.device.compute():
+            y = self.x
+            dropped = torch.tanh(self.x * 3)
+            for _ in range(4):
+                y = torch.tanh(y * 1.5).exp() - 1
+            del dropped
+            (grad,) = torch.autograd.grad(y.sum(), self.x)
+        return grad
+
+    def step(self) -> bool:
+        """Whether the gradient is right."""
+        with self.session.step():
+            return torch.equal(self._gradient(), self.expected)
+
+
+def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int) -> bool:
+    """One run with the N-th call failing. Returns whether there was an N-th call."""
+    trainer = Trainer()
+    with faults_at(site, monkeypatch) as faults, trainer.session:
+        faults.fail_at, faults.error = fail_at, error
+        for _ in range(2):
+            try:
+                assert trainer.step(), f"{site} {fail_at}: a wrong number"
+            except (Fault, KeyboardInterrupt, cm.TransferFailed, torch.OutOfMemoryError) as caught:
+                caught.__traceback__ = None  # its frames hold the graph
+                del caught
+        reached = faults.fail_at is None
+        faults.fail_at = None
+        assert trainer.step(), f"{site} {fail_at}: the next step is wrong"
+        assert trainer.session.pool.stats().num_live == 0, f"{site} {fail_at}: a block leaked"
+        trainer.device.synchronize()
+        assert trainer.device.allocated_bytes() <= BASELINE_BYTES, f"{site} {fail_at}: device memory leaked"
+    return reached
+
+
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
+@pytest.mark.parametrize("site", SITES)
+def test_every_single_fault(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    injected = 0
+    while attempt(site, error, monkeypatch, injected + 1):
+        injected += 1
+    assert injected > 0, "the site was never reached: nothing was tested"

@@ -1,0 +1,355 @@
+"""Random training programs give what eager gives: the same gradients, bit for bit, or the same error.
+
+    program = [("sin", 3), ("mul_", 0, 5), ("forget", 2), ("backward", 4, 1), ...]      # drawn by hypothesis
+    run(program, eager) == run(program, swapped)                                         # and no block is left behind
+
+A program works on a few square tensors. Every instruction picks its operands from those alive, so that any list of numbers is a
+program; what eager refuses is an outcome like any other, and the program goes on after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device.reproducible import reproducible
+
+SIDE = 8
+"""Every value is a SIDE x SIDE tensor of float32: 256 bytes."""
+
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.05, d2h_gbps=0.05, duplex_gbps=0.08)
+"""Copies are still on their way when the next operators, uses and drops come."""
+
+# --- what programs are made of
+
+
+class SavesBoth(torch.autograd.Function):
+    """Saves its input, its result and a tensor that only the context knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.sin()
+        ctx.save_for_backward(x, out)
+        ctx.scale = x.detach().abs() + 1
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        x, out = ctx.saved_tensors
+        return grads[0] * (x.cos() + out * 0.5) / ctx.scale
+
+
+class WritesWhatItSaved(torch.autograd.Function):
+    """A backward that uses its saved tensor as scratch space, as hand-written memory savers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            x.mul_(0.5)
+        return grads[0] * 2 + x.detach()
+
+
+def block(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x * y).exp() - F.dropout(y, 0.2)
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "sin": torch.sin,
+    "exp": lambda x: torch.exp(torch.tanh(x)),
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "softmax": lambda x: torch.softmax(x, -1),
+    "norm": lambda x: F.layer_norm(x, (SIDE,)),
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "rrelu": lambda x: F.rrelu(x, 0.1, 0.9, training=True),
+    "scalar": lambda x: 1.7 / (x * x + 1.3),
+    "reduce": lambda x: x * x.square().mean(),
+    "saves both": SavesBoth.apply,
+    "writes what it saved": WritesWhatItSaved.apply,
+    "half": lambda x: (x.to(torch.bfloat16) * 1.5).to(torch.float32),
+    "indices": lambda x: torch.gather(x, 0, x.argsort(0)),
+}
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "t": lambda x, y: x.t(),
+    "same": lambda x, y: x.view(-1).view(SIDE, SIDE) if x.is_contiguous() else x[:],
+    "row": lambda x, y: x[3:4].expand(SIDE, SIDE),
+    "offset": lambda x, y: torch.cat((x, y))[3 : 3 + SIDE],
+    "strided": lambda x, y: torch.cat((x, y), 1)[:, ::2],
+    "unbind": lambda x, y: torch.stack((x, y)).unbind(0)[1],
+    "conj": lambda x, y: torch.complex(x, y).conj().imag,
+    "alias": lambda x, y: x.detach(),
+    "leaf": lambda x, y: x.detach().clone().requires_grad_(),
+}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": torch.mul,
+    "sub": torch.sub,
+    "matmul": lambda x, y: x @ y * 0.3,
+    "where": lambda x, y: torch.where(x > 0, x * y, y),
+    "block": block,
+    "checkpoint": lambda x, y: checkpoint(block, x, y, use_reentrant=False),
+    "reentrant": lambda x, y: checkpoint(block, x, y, use_reentrant=True),
+}
+INPLACE: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda x, y: x.add_(1),
+    "mul_": lambda x, y: x.mul_(y),
+    "rows_": lambda x, y: x[2:5].mul_(0.5),
+    "relu_": lambda x, y: x.relu_(),
+    "detached_": lambda x, y: x.detach().mul_(0.9),
+    "copy_": lambda x, y: x.t().copy_(y),
+}
+NAMES = [*UNARY, *BINARY, *VIEWS, *INPLACE, "linear", "no_grad", "no_grad write", "batch", "forget", "cycle"]
+NAMES += ["backward", "backward", "retain", "double", "last", "train", "outside"]
+
+Instruction = tuple[str, int, int]
+
+programs = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=40)
+
+
+class Run:
+    """One run of a program: its tensors, and everything that could be seen of it from outside."""
+
+    def __init__(self, device: Device, manager: AbstractContextManager[object]) -> None:
+        self.device = device
+        self.seen: list[object] = []
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self._manager = manager
+        self._inside = True
+        self._values: list[Tensor] = []
+        self._weight = nn.Parameter(torch.randn(SIDE, SIDE, device=device.torch_device))
+        for _ in range(2):
+            self._keep(self._randn(grad=True))
+
+    def __call__(self, program: list[Instruction]) -> None:
+        for instruction in program:
+            # The manager is entered and left again and again: what is saved inside is used outside, and the other way round.
+            with self._manager if self._inside else nullcontext():
+                self._guarded(instruction)
+        self._guarded(("backward", 0, 0))
+        self._values.clear()
+
+    def _guarded(self, instruction: Instruction) -> None:
+        try:
+            self._do(*instruction)
+        except RuntimeError as error:
+            self.seen.append((instruction[0], type(error).__name__, normalised(str(error))))
+            error.__traceback__ = None  # it holds frames that hold graphs
+
+    def _do(self, name: str, i: int, j: int) -> None:
+        x, y = self._values[i % len(self._values)], self._values[j % len(self._values)]
+        if name in UNARY:
+            self._keep(UNARY[name](x))
+        elif name in BINARY:
+            self._keep(BINARY[name](x, y))
+        elif name in VIEWS:
+            self._keep(VIEWS[name](x, y))
+        elif name in INPLACE:
+            INPLACE[name](x, y)
+        elif name == "linear":
+            self._keep(F.linear(x, self._weight.t() if j % 2 else self._weight))
+        elif name == "no_grad":
+            with torch.no_grad():
+                self._keep(x * y + 1)
+        elif name == "no_grad write":
+            with torch.no_grad():
+                x.add_(y, alpha=0.5)
+        elif name == "batch":
+            self._keep(self._randn(grad=j % 3 == 0))
+        elif name == "forget":
+            if len(self._values) > 1:
+                del self._values[i % len(self._values)]
+        elif name == "cycle":
+            ring: list[object] = [x, block(x, y)]
+            ring.append(ring)  # only the collector frees this graph
+        elif name == "train":
+            self._train()
+        elif name == "outside":
+            self._inside = not self._inside
+        else:
+            self._differentiate(name, x, y)
+
+    def _differentiate(self, name: str, x: Tensor, y: Tensor) -> None:
+        if name == "last":
+            x = self._values[-1]
+        if not x.requires_grad:
+            return
+        loss = (x * y).sum() if name != "last" else x.square().sum()
+        leaves = [v for v in self._leaves() if v is not x or name != "double"]
+        if name == "double":
+            grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+            for grad in grads:
+                if grad is not None:
+                    self._keep(grad)
+                    self._look(grad)
+            return
+        loss.backward(retain_graph=name == "retain")
+        for leaf in leaves:
+            self._look(leaf.grad)
+
+    def _train(self) -> None:
+        with torch.no_grad():
+            for leaf in self._leaves():
+                if leaf.grad is not None:
+                    leaf.sub_(leaf.grad, alpha=0.1)
+                    leaf.grad = None
+
+    def _leaves(self) -> list[Tensor]:
+        return [self._weight, *(v for v in self._values if v.is_leaf and v.requires_grad)]
+
+    def _randn(self, *, grad: bool) -> Tensor:
+        return torch.randn(SIDE, SIDE, device=self.device.torch_device, requires_grad=grad)
+
+    def _keep(self, t: Tensor) -> None:
+        self._values.append(t)
+        self.storages.append(weakref.ref(t.untyped_storage()))
+        self._look(t)
+
+    def _look(self, t: Tensor | None) -> None:
+        self.seen.append(None if t is None else bits(t))
+
+
+def bits(t: Tensor) -> bytes:
+    return t.detach().resolve_neg().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def normalised(message: str) -> str:
+    """Without the name of the op that wrote: of a tensor that nobody holds, only eager knows the latest."""
+    return re.sub(r", which is output \d+ of \w+,", "", message)
+
+
+# --- the ways to run one
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How a program is swapped."""
+
+    session: bool
+    min_bytes: int
+    pool_bytes: int
+    slow_link: bool
+    leaving_bytes: int
+    collect: bool
+
+
+def settings_drawn() -> st.SearchStrategy[Setting]:
+    return st.builds(
+        Setting,
+        session=st.booleans(),
+        min_bytes=st.sampled_from([0, 0, 300]),  # 300: only what is larger than one value moves
+        pool_bytes=st.sampled_from([1 << 20, 1 << 20, 16 << 10]),  # 16 KiB: four blocks, and then everything stays
+        slow_link=st.booleans(),
+        leaving_bytes=st.sampled_from([0, 1 << 20]),
+        collect=st.booleans(),
+    )
+
+
+def fresh(kind: str, setting: Setting) -> Device:
+    if kind == "cuda":
+        return cm.CudaDevice()
+    return cm.SimDevice(SLOW_LINK if setting.slow_link else "h200")
+
+
+class Reentered:
+    """Hooks that can be entered again and again, with a budget that is always exceeded."""
+
+    def __init__(self, device: Device, pool: cm.PinnedPool, setting: Setting) -> None:
+        from chameleon_mm.executor import Executor, ProtectedStorages
+        from chameleon_mm.policy import DefaultRule, Limits
+
+        self._executor = Executor(
+            device,
+            pool,
+            rule=DefaultRule(min_bytes=setting.min_bytes),
+            limits=Limits(hbm_budget_bytes=1 if setting.session else None, leaving_bytes=setting.leaving_bytes),
+            protected=ProtectedStorages(),
+        )
+        self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
+
+    def __enter__(self) -> None:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._executor.save, self._executor.use)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.pop().__exit__(*error)
+
+
+@contextmanager
+def collecting(*, always: bool) -> Iterator[None]:
+    """No garbage collection, or one at almost every allocation: then claims end in the middle of any line of ours."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    if always:
+        gc.freeze()  # only what the program itself leaves is looked through
+        gc.set_threshold(1, 2, 2)
+    else:
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.unfreeze()
+
+
+def check(program: list[Instruction], setting: Setting, kind: str) -> None:
+    with reproducible():
+        eager = run(program, fresh(kind, setting), nullcontext())
+        gone = all(ref() is None for ref in eager.storages)
+        device = fresh(kind, setting)
+        pool = cm.PinnedPool(setting.pool_bytes, device=device)
+        with collecting(always=setting.collect):
+            swapped = run(program, device, Reentered(device, pool, setting))
+            live = pool.stats().num_live
+    assert swapped.seen == eager.seen
+    # Where eager itself leaves something behind (a cycle, a failed double backward), so may we.
+    assert live == 0 or not gone
+
+
+def run(program: list[Instruction], device: Device, manager: AbstractContextManager[object]) -> Run:
+    torch.manual_seed(11)
+    with device.compute():
+        this = Run(device, manager)
+        this(program)
+    return this
+
+
+KINDS = ["sim", pytest.param("cuda", marks=pytest.mark.gpu)]
+QUIET = {"deadline": None, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, derandomize=True, **QUIET)  # type: ignore[arg-type]  # mypy takes a dict's values for one type
+@given(program=programs, setting=settings_drawn())
+def test_random_programs_give_what_eager_gives(kind: str, program: list[Instruction], setting: Setting) -> None:
+    check(program, setting, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@seed(20260101)
+@settings(max_examples=1000, **QUIET)  # type: ignore[arg-type]  # as above
+@given(program=programs, setting=settings_drawn())
+def test_a_thousand_more_random_programs(kind: str, program: list[Instruction], setting: Setting) -> None:
+    check(program, setting, kind)

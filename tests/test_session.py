@@ -1,0 +1,535 @@
+"""A session's phases and errors, its budget at every step, what it learns, and what it leaves behind: nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS, Device
+from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.units import MIB
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+KIB = 1 << 10
+
+
+def chain(x: Tensor, links: int = 4) -> Tensor:
+    """Every link saves two tensors that nobody else keeps."""
+    for _ in range(links):
+        x = torch.tanh(x * 1.5).exp() - 1
+    return x
+
+
+def leaf(device: Device) -> Tensor:
+    return torch.randn(64, 64, device=device.torch_device, requires_grad=True)
+
+
+def opened(device: Device, **changed: object) -> cm.SwapSession:
+    """A session in which every saved storage of `chain` moves."""
+    settings: dict[str, object] = {"hbm_budget": device.allocated_bytes() + 16 * MIB, "host_budget": "16MiB", "min_bytes": 0}
+    return cm.SwapSession(device=device, **{**settings, **changed})  # type: ignore[arg-type]  # keyword by keyword
+
+
+# --- phases
+
+
+def test_a_step_outside_the_session_is_refused(device: Device) -> None:
+    session = opened(device)
+    with pytest.raises(cm.SessionClosedError, match=r"got one that is new; use it inside `with session:`"), session.step():
+        raise AssertionError("the step began")
+    with session:
+        pass
+    with pytest.raises(cm.SessionClosedError, match="got one that is closed"), session.step():
+        raise AssertionError("the step began")
+
+
+def test_a_step_inside_a_step_is_refused_and_harms_neither(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(x).sum(), x)[0]
+    with session:
+        with session.step():
+            with pytest.raises(cm.SessionClosedError, match="got one that is in step"), session.step():
+                raise AssertionError("the step began")
+            assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], expected)
+        with session.step():
+            assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], expected)
+    assert session.report().steps == 2
+
+
+def test_a_session_is_entered_once(device: Device) -> None:
+    session = opened(device)
+    with session:
+        with pytest.raises(cm.SessionClosedError, match="got one that is open; make another"):
+            session.__enter__()
+        with session.step():
+            pass
+    with pytest.raises(cm.SessionClosedError, match="got one that is closed; make another"):
+        session.__enter__()
+    assert session.report().steps == 1
+
+
+def test_a_refusal_is_a_runtime_error_for_those_who_know_no_other() -> None:
+    assert issubclass(cm.SessionClosedError, RuntimeError)
+    assert issubclass(cm.InfeasibleBudget, ValueError)
+
+
+def test_the_hooks_are_gone_when_the_session_is(device: Device) -> None:
+    session = opened(device)
+    with session:
+        pass
+    with device.compute():
+        chain(leaf(device)).sum().backward()
+    assert session.pool.stats().peak_live_bytes == 0
+
+
+def test_what_is_saved_between_steps_is_swapped_too(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(x).sum(), x)[0]
+    with session:
+        out = chain(x).sum()
+        assert session.pool.stats().num_live > 0
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+        del out
+    assert session.pool.stats().num_live == 0
+
+
+def test_nested_sessions_are_exact_and_the_innermost_acts(device: Device) -> None:
+    outer, inner = opened(device), opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(chain(x)).sum(), x)[0]
+    with outer, outer.step():
+        half = chain(x)
+        outside = outer.pool.stats().num_live
+        with inner, inner.step():
+            out = chain(half).sum()
+            assert outer.pool.stats().num_live == outside > 0
+            assert inner.pool.stats().num_live > 0
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+        del half, out
+    assert (outer.pool.stats().num_live, inner.pool.stats().num_live) == (0, 0)
+    assert (outer.report().steps, inner.report().steps) == (1, 1)
+
+
+# --- bad input: refused before anything began
+
+
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget", "min_bytes"])
+@pytest.mark.parametrize("size", ["20 potatoes", "", "-1GiB", "0.3B", -1])
+def test_a_malformed_size_is_refused_by_name(which: str, size: int | str) -> None:
+    with pytest.raises(ValueError, match=which):
+        cm.SwapSession(device="sim", **{which: size})  # type: ignore[arg-type]  # keyword by keyword
+
+
+@pytest.mark.parametrize("which", ["hbm_budget", "host_budget", "min_bytes"])
+def test_a_size_of_another_type_is_refused_by_name(which: str) -> None:
+    with pytest.raises(TypeError, match=which):
+        cm.SwapSession(device="sim", **{which: 1.5})  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("name", ["tpu", "sim:h9000", "cuda:x", ""])
+def test_an_unknown_device_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        cm.SwapSession(device=name)
+
+
+def assert_nothing_began(session: cm.SwapSession, device: Device) -> None:
+    with device.compute():
+        chain(leaf(device)).sum().backward()  # no hook is installed: nothing is counted, nothing moves
+    report = session.report()
+    assert (report.steps, report.timed_steps, report.kept_by_reason, report.bytes_swapped_out) == (0, 0, {}, 0)
+    assert session.pool.stats().peak_reserved_bytes == 0
+
+
+def test_a_budget_below_the_models_bytes_is_infeasible_before_anything_began(device: Device) -> None:
+    model = nn.Linear(256, 256, bias=False).to(device.torch_device)  # 256 KiB
+    session = opened(device, hbm_budget=256 * KIB, model=model)
+    with pytest.raises(cm.InfeasibleBudget, match=r"hbm_budget: expected more than .* got 256.0 KiB; raise the budget"):
+        session.__enter__()
+    assert_nothing_began(session, device)
+
+
+def test_a_parameter_shared_by_two_layers_counts_once(sim: cm.SimDevice) -> None:
+    tied = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+    tied[1].weight = tied[0].weight
+    with opened(sim, hbm_budget=300 * KIB, model=tied):
+        pass
+
+
+def test_a_budget_below_what_is_allocated_is_infeasible_until_that_is_gone(sim: cm.SimDevice) -> None:
+    with sim.compute():
+        held = torch.zeros(MIB)
+    session = opened(sim, hbm_budget="2MiB")
+    with pytest.raises(cm.InfeasibleBudget, match=r"than the 4\.00 MiB"):
+        session.__enter__()
+    assert_nothing_began(session, sim)
+    del held
+    with session, session.step():
+        pass
+    assert session.report().steps == 1
+
+
+def test_a_budget_of_nothing_is_infeasible(sim: cm.SimDevice) -> None:
+    with pytest.raises(cm.InfeasibleBudget):
+        opened(sim, hbm_budget=0).__enter__()
+
+
+# --- None decides
+
+
+def test_none_decides(sim: cm.SimDevice) -> None:
+    session = cm.SwapSession(device=sim)
+    assert session.hbm_budget_bytes == sim.capacity * 9 // 10
+    assert 0 < session.pool.limit_bytes < available_host_bytes() * 3 // 4
+    x = leaf(sim)
+    with session, session.step():
+        chain(x).sum().backward()
+    kept = session.report().kept_by_reason
+    assert kept["small"] == 8  # 16 KiB each: below 1 MiB
+
+
+@pytest.mark.parametrize("name", ["sim", "sim:a100"])
+def test_a_device_by_name(name: str) -> None:
+    report = cm.SwapSession(device=name).report()
+    assert report.simulated
+    assert ("A100" in report.device) is name.endswith("a100")
+
+
+def test_sizes_as_text_and_as_bytes_are_the_same(sim: cm.SimDevice) -> None:
+    text = cm.SwapSession("1.5MiB", "2MiB", device=sim)
+    number = cm.SwapSession(3 * MIB // 2, 2 * MIB, device=sim)
+    assert text.hbm_budget_bytes == number.hbm_budget_bytes == 3 * MIB // 2
+    assert text.pool.limit_bytes == number.pool.limit_bytes == 2 * MIB
+
+
+# --- the report at any time
+
+
+def test_a_report_at_any_time(device: Device) -> None:
+    session = opened(device)
+    reports = [session.report()]
+    x = leaf(device)
+    with session:
+        reports.append(session.report())
+        with session.step():
+            out = chain(x).sum()
+            reports.append(session.report())
+            out.backward()
+            del out
+            reports.append(session.report())
+        reports.append(session.report())
+    reports.append(session.report())
+    assert [report.steps for report in reports] == [0, 0, 0, 0, 1, 1]
+    for earlier, later in pairwise(reports):
+        assert earlier.bytes_swapped_in <= later.bytes_swapped_in
+    for earlier, later in pairwise(reports[1:]):  # before it opens, a session has no peak of its own
+        assert earlier.peak_hbm_bytes <= later.peak_hbm_bytes
+    assert all(str(report) for report in reports)
+
+
+def test_a_report_from_another_thread_in_the_middle_of_a_step(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    reports: list[cm.SwapReport] = []
+    with session, session.step():
+        out = chain(x).sum()
+        thread = threading.Thread(target=lambda: reports.append(session.report()))
+        thread.start()
+        thread.join()
+        assert reports[0].bytes_swapped_out == session.report().bytes_swapped_out > 0
+        out.backward()
+        del out
+
+
+# --- what it leaves behind
+
+
+def test_an_exception_in_a_step_leaves_no_block_and_the_next_step_is_right(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(x).sum(), x)[0]
+
+    def fails() -> None:
+        out = chain(x)
+        assert session.pool.stats().num_live > 0
+        raise RuntimeError(f"the user's own, after {out.shape}")
+
+    with session:
+        for fail in (False, True, False):
+            if fail:
+                with pytest.raises(RuntimeError, match="the user's own") as caught, session.step():
+                    fails()
+                caught.value.__traceback__ = None  # it holds the frame that holds the graph
+                del caught
+            else:
+                with session.step():
+                    assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], expected)
+            assert session.pool.stats().num_live == 0
+    report = session.report()
+    assert report.steps == 2
+    assert "2 completed, 3 timed" in str(report)
+
+
+def test_an_exception_leaves_the_session_closed_and_the_hooks_gone(device: Device) -> None:
+    session = opened(device)
+    with pytest.raises(RuntimeError, match="the user's own"), session, session.step():
+        raise RuntimeError("the user's own")
+    with device.compute():
+        chain(leaf(device)).sum().backward()
+    assert session.pool.stats().peak_live_bytes == 0
+    with pytest.raises(cm.SessionClosedError):
+        session.__enter__()
+
+
+def test_a_graph_outlives_its_session_exactly(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(x).sum(), x)[0]
+        with session, session.step():
+            out = chain(x).sum()
+        assert session.pool.stats().num_live > 0
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+    del out
+    assert session.pool.stats().num_live == 0
+
+
+def test_a_graph_from_one_step_is_used_in_the_next(device: Device) -> None:
+    session = opened(device)
+    x = leaf(device)
+    with device.compute():
+        expected = torch.autograd.grad(chain(x).sum(), x)[0]
+    with session:
+        with session.step():
+            out = chain(x).sum()
+        with session.step():
+            assert torch.equal(torch.autograd.grad(chain(x).sum(), x)[0], expected)
+            assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+            del out
+    assert session.pool.stats().num_live == 0
+
+
+def test_micro_batches_within_a_step(device: Device) -> None:
+    batches = [torch.randn(64, 64, device=device.torch_device) for _ in range(3)]
+
+    def accumulated(step: AbstractContextManager[object], live: Callable[[], int]) -> Tensor:
+        torch.manual_seed(1)
+        weight = torch.randn(64, 64, device=device.torch_device, requires_grad=True)
+        with step:
+            for batch in batches:
+                chain(batch @ weight).sum().backward()
+                assert live() == 0
+        assert weight.grad is not None
+        return weight.grad
+
+    with device.compute():
+        expected = accumulated(nullcontext(), lambda: 0)
+    session = opened(device)
+    with session:
+        for _ in range(2):
+            got = accumulated(session.step(), lambda: session.pool.stats().num_live)
+            assert torch.equal(got, expected)
+    assert session.report().bytes_swapped_in > 0
+
+
+# --- the budget
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its batch; `activation_bytes` is the size of its largest saved tensor."""
+
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    activation_bytes: int
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
+
+
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=1.0, d2h_gbps=1.0, duplex_gbps=1.5)
+"""A copy takes far longer than the op beside it: what is on its way out stays until somebody waits for it."""
+
+LINKS = {"fast link": SPECS["h200"], "slow link": SLOW_LINK}
+
+MLP = Workload(lambda: nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(128, 128), nn.GELU()))), (2048, 128), MIB)
+TRANSFORMER = Workload(lambda: nn.Sequential(*(Block(64, 2) for _ in range(6))), (32, 64, 64), 2 * MIB)
+
+
+@dataclass
+class Trained:
+    """What each step did."""
+
+    session: cm.SwapSession | None
+    peaks: list[int]
+    held_after_forward: list[int]
+    on_demand: list[int]
+    prefetches: list[int]
+    losses: list[Tensor]
+    fixed_bytes: int
+    """Parameters and the batch, before the first step."""
+
+
+def train(
+    work: Workload, device: cm.SimDevice, *, hbm_budget: int | None, steps: int = 4, shares: tuple[int, ...] = ()
+) -> Trained:
+    """Trains for `steps` steps of the whole batch, or for one step with each n-th part of it that `shares` names."""
+    torch.manual_seed(3)
+    with device.compute():
+        model = work.model()
+        batch = torch.randn(work.shape)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        session = None
+        if hbm_budget is not None:
+            session = cm.SwapSession(hbm_budget, "256MiB", device, 64 * KIB, model=model)
+        done = Trained(session, [], [], [], [], [], device.allocated_bytes())
+        with session or nullcontext():
+            for share in shares or (1,) * steps:
+                device.reset_peaks()
+                with session.step() if session else nullcontext():
+                    loss = model(batch[: len(batch) // share]).square().mean()
+                    done.held_after_forward.append(device.allocated_bytes())
+                    loss.backward()
+                    done.losses.append(loss.detach())
+                    del loss
+                    optimizer.step()
+                    optimizer.zero_grad()
+                done.peaks.append(device.peak_allocated_bytes())
+                if session is not None:
+                    report = session.report()
+                    done.on_demand.append(report.swap_ins_on_demand - sum(done.on_demand))
+                    done.prefetches.append(report.prefetches - sum(done.prefetches))
+    return done
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("work", [MLP, TRANSFORMER], ids=["mlp", "transformer"])
+def test_half_of_the_unswapped_peak_holds_at_every_step(work: Workload, link: str, sim: cm.SimDevice) -> None:
+    """Why it must hold.
+
+    A later step is the previous one again. At each look the guard leaves `need` free: what was allocated between this look
+    and the next one last time, an upper bound of the climb in between. So allocated <= budget - need at the look, and
+    <= budget until the next one, as long as there is something left to give back.
+
+    In the first step no climb is known. Then every look waits for all copies out and drops what they copied, and nothing
+    comes back ahead of its use. What stays is what the model itself holds.
+    """
+    plain = train(work, sim, hbm_budget=None)
+    budget = max(plain.peaks) // 2
+    swapped = train(work, cm.SimDevice(LINKS[link]), hbm_budget=budget)
+    assert max(swapped.peaks) <= budget
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
+    assert swapped.session is not None
+    report = swapped.session.report()
+    assert report.peak_hbm_bytes <= budget == report.hbm_budget_bytes
+    assert (report.budget_misses, report.oom_retries, report.fallbacks) == (0, 0, 0)
+    assert swapped.session.pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("shares", [(4, 4, 1, 4, 1), (1, 2, 4, 1, 2), (1, 3, 1, 2, 1)])
+def test_the_budget_holds_when_the_batch_changes_from_step_to_step(
+    shares: tuple[int, ...], link: str, sim: cm.SimDevice
+) -> None:
+    """A larger step than the one learned from shows at its first climbs, early in forward, while there is still room."""
+    budget = max(train(MLP, sim, hbm_budget=None).peaks) // 2
+    plain = train(MLP, cm.SimDevice(), hbm_budget=None, shares=shares)
+    swapped = train(MLP, cm.SimDevice(LINKS[link]), hbm_budget=budget, shares=shares)
+    assert max(swapped.peaks) <= budget < max(plain.peaks)
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
+
+
+def test_the_first_step_holds_no_more_than_the_model_does(sim: cm.SimDevice) -> None:
+    """However slow the link. The MLP's terms, with A for one activation, P for the parameters:
+
+    P + A     parameters and the batch (`fixed_bytes`)
+    P         gradients, as backward makes them
+    A         the saved tensor of the current op, whose copy out begins at the next hook; in backward the one swapped in
+    A         the one of the op before, until its copy is waited for; in backward the one used before
+    A + A     what the current op reads and writes; in backward the gradients of its output and its input
+    A         one temporary of the loss, or of an operator's backward
+    """
+    swapped = train(MLP, cm.SimDevice(SLOW_LINK), hbm_budget=64 * MIB, steps=1)
+    parameters = swapped.fixed_bytes - MLP.activation_bytes
+    bound = swapped.fixed_bytes + parameters + 5 * MLP.activation_bytes
+    assert swapped.peaks[0] <= bound
+    plain = train(MLP, sim, hbm_budget=None, steps=1)
+    assert bound < plain.peaks[0] // 2  # the bound says something
+
+
+def test_memory_comes_back_during_forward(sim: cm.SimDevice) -> None:
+    """With the graph alive, of 16 saved activations at most the last two are on the device, and what the loss reads."""
+    plain = train(MLP, sim, hbm_budget=None, steps=1)
+    swapped = train(MLP, cm.SimDevice(SLOW_LINK), hbm_budget=64 * MIB, steps=1)
+    activation = MLP.activation_bytes
+    assert plain.held_after_forward[0] - plain.fixed_bytes >= 15 * activation  # the batch is the 16th
+    assert swapped.held_after_forward[0] - swapped.fixed_bytes <= 3 * activation
+
+
+def test_a_device_no_larger_than_the_budget_is_enough(sim: cm.SimDevice) -> None:
+    plain = train(MLP, sim, hbm_budget=None)
+    budget = max(plain.peaks) // 2
+    with pytest.raises(torch.OutOfMemoryError):
+        train(MLP, cm.SimDevice(hbm_bytes=budget), hbm_budget=None)
+    swapped = train(MLP, cm.SimDevice(hbm_bytes=budget), hbm_budget=budget)
+    assert all(torch.equal(a, b) for a, b in zip(plain.losses, swapped.losses, strict=True))
+    assert swapped.session is not None
+    assert swapped.session.report().oom_retries == 0
+
+
+def test_the_second_step_prefetches_what_the_first_fetched_on_demand(sim: cm.SimDevice) -> None:
+    budget = max(train(MLP, sim, hbm_budget=None).peaks) // 2
+    swapped = train(MLP, cm.SimDevice(), hbm_budget=budget)
+    assert swapped.prefetches[0] == 0 < swapped.prefetches[1]
+    assert swapped.on_demand[1] < swapped.on_demand[0]
+    assert swapped.prefetches[1:] == [swapped.prefetches[1]] * 3  # a repeated step repeats what it learned
+
+
+def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:
+    """Two graphs, the first one's backward first, as pipelines do: where it ends, reverse order names nothing to come."""
+    x, y = (torch.randn(512, 512, requires_grad=True) for _ in range(2))
+    session = cm.SwapSession(12 * MIB, "64MiB", sim)
+    on_demand = []
+    with session:
+        for _ in range(3):
+            with session.step():
+                first, second = chain(x).sum(), chain(y).sum()
+                first.backward()
+                second.backward()
+                x.grad = y.grad = None
+                del first, second
+            on_demand.append(session.report().swap_ins_on_demand - sum(on_demand))
+    assert on_demand[0] > 1
+    assert on_demand[1:] == [1, 1]  # the first use of backward, which no use comes before

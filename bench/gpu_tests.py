@@ -1,6 +1,7 @@
 """The tests marked `gpu`, and a verdict that a run which tested nothing cannot pass.
 
-pytest -m gpu tests --junitxml ...  -> passed, failed, errors, skipped, names of what failed
+pytest -m "gpu and not slow" tests --junitxml ...  -> passed, failed, errors, skipped, names of what failed
+a test that hangs: its stacks into the output, then a failure of its own
 interrupted when its time is over: pytest then still writes what is done
 
 python3 -m chameleon_mm.bench.gpu_tests --json tests.json
@@ -25,6 +26,8 @@ from chameleon_mm.bench._environment import checkout_root, environment
 from chameleon_mm.device import resolve_device
 
 _GRACE_S = 10
+_STACKS_AFTER_S = 60
+_TEST_S = 90
 _MAX_NAMED = 50
 
 
@@ -58,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pytest(root: Path, junit: Path, seconds: int) -> int:
-    options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={junit}"]
+    options = ["-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={junit}"]
+    # A backward that waits for ever on autograd's own thread never comes back to Python, where the timeout would end it: then
+    # the stacks of all threads are what there is to go by.
+    options += [f"--timeout={_TEST_S}", "-o", f"faulthandler_timeout={_STACKS_AFTER_S}"]
     process = subprocess.Popen([sys.executable, "-m", "pytest", *options, "tests"], cwd=root)
     try:
         return process.wait(timeout=seconds)

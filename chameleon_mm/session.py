@@ -159,6 +159,8 @@ class SwapSession:
         self._phase = phase
 
     def _peak_bytes(self) -> int:
+        if self._phase is Phase.NEW:
+            return 0
         # A peak that the process reached before the session says nothing of it; then what the hooks saw is all there is.
         peak = self.device.peak_allocated_bytes()
         return peak if peak > self._peak_before else self._executor.peak_seen_bytes

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.reproducible import reproducible
 
 
 class Block(nn.Module):
@@ -91,7 +92,8 @@ class Outcome:
 def train(case: Case, device: Device, swapping: Swapping, *, steps: int = 4, micro_batches: int = 2) -> Outcome:
     torch.manual_seed(7)
     kept: list[Tensor] = []
-    with device.compute():
+    # On a GPU convolutions and attention would differ from one unswapped run to the next.
+    with reproducible(), device.compute():
         model = case.model().to(device.torch_device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with swapping(device, model) as manager:

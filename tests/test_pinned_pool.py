@@ -310,7 +310,7 @@ def test_a_dropped_pool_gives_its_chunks_back_once_its_blocks_are_gone(ledgered:
 
 def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -> None:
     script = """
-        import gc, os, sys
+        import gc, os, sys, warnings
         from chameleon_mm.device.sim import SimDevice
         from chameleon_mm.pinned import PinnedPool
 
@@ -327,6 +327,8 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         leave(forked)
         leave(normal)
         leave(last)
+        # Python 3.12 and later warn where there are other threads: NumPy's and torch's, which hold no lock that the child needs.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         child = os.fork()
         if child == 0:
             del forked

@@ -274,3 +274,12 @@ def test_any_order_is_learned(sequence: list[int], at_most: int) -> None:
 @given(index=st.integers(0, 50), at_most=st.integers(0, 60))
 def test_the_reverse_order_names_each_earlier_storage_once(index: int, at_most: int) -> None:
     assert list(UseOrder().upcoming(index, at_most)) == list(reversed(range(index)))[:at_most]
+
+
+def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
+    order = UseOrder()
+    order.used(5)
+    order.forget()
+    order.used(1)
+    order.end_step()
+    assert list(order.upcoming(1, 8)) == []

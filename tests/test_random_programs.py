@@ -1,10 +1,10 @@
 """Random training programs give what eager gives: the same gradients, bit for bit, or the same error.
 
-    program = [("sin", 3), ("mul_", 0, 5), ("forget", 2), ("backward", 4, 1), ...]      # drawn by hypothesis
-    run(program, eager) == run(program, swapped)                                         # and no block is left behind
+    program = [("sin", 3, 0, 1), ("mul_", 1, 5, 0), ("backward", 1, 2, 0), ...]      # drawn by hypothesis
+    run(program, eager) == run(program, swapped)                                      # and no block is left behind
 
-A program works on a few square tensors. Every instruction picks its operands from those alive, so that any list of numbers is a
-program; what eager refuses is an outcome like any other, and the program goes on after it.
+A program works on a few slots that hold square tensors, so that any list of such instructions is a program. What eager refuses
+is an outcome like any other, and the program goes on after it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
+from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.policy import DefaultRule, Limits
 
 SIDE = 8
 """Every value is a SIDE x SIDE tensor of float32: 256 bytes."""
@@ -99,7 +101,6 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "unbind": lambda x, y: torch.stack((x, y)).unbind(0)[1],
     "conj": lambda x, y: torch.complex(x, y).conj().imag,
     "alias": lambda x, y: x.detach(),
-    "leaf": lambda x, y: x.detach().clone().requires_grad_(),
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": torch.mul,
@@ -118,35 +119,43 @@ INPLACE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "detached_": lambda x, y: x.detach().mul_(0.9),
     "copy_": lambda x, y: x.t().copy_(y),
 }
-NAMES = [*UNARY, *BINARY, *VIEWS, *INPLACE, "linear", "no_grad", "no_grad write", "batch", "forget", "cycle"]
-NAMES += ["backward", "backward", "retain", "double", "last", "train", "outside"]
+NAMES = [*UNARY, *UNARY, *BINARY, *VIEWS, *INPLACE, "linear", "no_grad", "no_grad write", "batch", "cycle"]
+NAMES += ["backward", "backward", "retain", "double", "double", "train", "outside"]
 
-Instruction = tuple[str, int, int]
+Instruction = tuple[str, int, int, int]
+"""A name, two operands and the slot for the result."""
 
-programs = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 9), st.integers(0, 9)), min_size=4, max_size=40)
+SLOTS = 4
+LEAVES = 2
+
+operands = st.integers(0, SLOTS + LEAVES - 1)
+programs = st.lists(st.tuples(st.sampled_from(NAMES), operands, operands, st.integers(0, SLOTS - 1)), min_size=12, max_size=40)
 
 
 class Run:
-    """One run of a program: its tensors, and everything that could be seen of it from outside."""
+    """One run of a program: its tensors, and everything that could be seen of it from outside.
+
+    A result goes into a slot, and what was there is dropped: most of what is saved is then held by the graph alone.
+    """
 
     def __init__(self, device: Device, manager: AbstractContextManager[object]) -> None:
-        self.device = device
         self.seen: list[object] = []
         self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self._device = device
         self._manager = manager
         self._inside = True
-        self._values: list[Tensor] = []
         self._weight = nn.Parameter(torch.randn(SIDE, SIDE, device=device.torch_device))
-        for _ in range(2):
-            self._keep(self._randn(grad=True))
+        self._leaves = [self._randn(grad=True) for _ in range(LEAVES)]
+        self._slots = [leaf * 0.5 for leaf in self._leaves for _ in range(SLOTS // LEAVES)]
 
     def __call__(self, program: list[Instruction]) -> None:
         for instruction in program:
             # The manager is entered and left again and again: what is saved inside is used outside, and the other way round.
             with self._manager if self._inside else nullcontext():
                 self._guarded(instruction)
-        self._guarded(("backward", 0, 0))
-        self._values.clear()
+        for slot in range(SLOTS):
+            self._guarded(("backward", slot, slot, slot))
+        self._slots.clear()
 
     def _guarded(self, instruction: Instruction) -> None:
         try:
@@ -155,29 +164,28 @@ class Run:
             self.seen.append((instruction[0], type(error).__name__, normalised(str(error))))
             error.__traceback__ = None  # it holds frames that hold graphs
 
-    def _do(self, name: str, i: int, j: int) -> None:
-        x, y = self._values[i % len(self._values)], self._values[j % len(self._values)]
+    def _do(self, name: str, i: int, j: int, k: int) -> None:
+        operands = [*self._slots, *self._leaves]
+        x, y = operands[i], operands[j]
+        del operands
         if name in UNARY:
-            self._keep(UNARY[name](x))
+            self._put(k, UNARY[name](x))
         elif name in BINARY:
-            self._keep(BINARY[name](x, y))
+            self._put(k, BINARY[name](x, y))
         elif name in VIEWS:
-            self._keep(VIEWS[name](x, y))
+            self._put(k, VIEWS[name](x, y))
         elif name in INPLACE:
             INPLACE[name](x, y)
         elif name == "linear":
-            self._keep(F.linear(x, self._weight.t() if j % 2 else self._weight))
+            self._put(k, F.linear(x, self._weight.t() if j % 2 else self._weight))
         elif name == "no_grad":
             with torch.no_grad():
-                self._keep(x * y + 1)
+                self._put(k, x * y + 1)
         elif name == "no_grad write":
             with torch.no_grad():
                 x.add_(y, alpha=0.5)
         elif name == "batch":
-            self._keep(self._randn(grad=j % 3 == 0))
-        elif name == "forget":
-            if len(self._values) > 1:
-                del self._values[i % len(self._values)]
+            self._put(k, self._randn(grad=False) * self._leaves[0])
         elif name == "cycle":
             ring: list[object] = [x, block(x, y)]
             ring.append(ring)  # only the collector frees this graph
@@ -186,21 +194,18 @@ class Run:
         elif name == "outside":
             self._inside = not self._inside
         else:
-            self._differentiate(name, x, y)
+            self._differentiate(name, x, y, k)
 
-    def _differentiate(self, name: str, x: Tensor, y: Tensor) -> None:
-        if name == "last":
-            x = self._values[-1]
-        if not x.requires_grad:
+    def _differentiate(self, name: str, x: Tensor, y: Tensor, k: int) -> None:
+        leaves = [self._weight, *self._leaves]
+        loss = (x * y).sum()
+        if not loss.requires_grad:
             return
-        loss = (x * y).sum() if name != "last" else x.square().sum()
-        leaves = [v for v in self._leaves() if v is not x or name != "double"]
         if name == "double":
             grads = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
             for grad in grads:
                 if grad is not None:
-                    self._keep(grad)
-                    self._look(grad)
+                    self._put(k, grad)
             return
         loss.backward(retain_graph=name == "retain")
         for leaf in leaves:
@@ -208,19 +213,16 @@ class Run:
 
     def _train(self) -> None:
         with torch.no_grad():
-            for leaf in self._leaves():
+            for leaf in (self._weight, *self._leaves):
                 if leaf.grad is not None:
                     leaf.sub_(leaf.grad, alpha=0.1)
                     leaf.grad = None
 
-    def _leaves(self) -> list[Tensor]:
-        return [self._weight, *(v for v in self._values if v.is_leaf and v.requires_grad)]
-
     def _randn(self, *, grad: bool) -> Tensor:
-        return torch.randn(SIDE, SIDE, device=self.device.torch_device, requires_grad=grad)
+        return torch.randn(SIDE, SIDE, device=self._device.torch_device, requires_grad=grad)
 
-    def _keep(self, t: Tensor) -> None:
-        self._values.append(t)
+    def _put(self, slot: int, t: Tensor) -> None:
+        self._slots[slot] = t
         self.storages.append(weakref.ref(t.untyped_storage()))
         self._look(t)
 
@@ -274,9 +276,6 @@ class Reentered:
     """Hooks that can be entered again and again, with a budget that is always exceeded."""
 
     def __init__(self, device: Device, pool: cm.PinnedPool, setting: Setting) -> None:
-        from chameleon_mm.executor import Executor, ProtectedStorages
-        from chameleon_mm.policy import DefaultRule, Limits
-
         self._executor = Executor(
             device,
             pool,
@@ -295,13 +294,21 @@ class Reentered:
         self._hooks.pop().__exit__(*error)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """A collection looks through what the programs leave, not through all of torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @contextmanager
 def collecting(*, always: bool) -> Iterator[None]:
     """No garbage collection, or one at almost every allocation: then claims end in the middle of any line of ours."""
     thresholds = gc.get_threshold()
     gc.collect()
     if always:
-        gc.freeze()  # only what the program itself leaves is looked through
         gc.set_threshold(1, 2, 2)
     else:
         gc.disable()
@@ -310,28 +317,30 @@ def collecting(*, always: bool) -> Iterator[None]:
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
-        gc.unfreeze()
 
 
 def check(program: list[Instruction], setting: Setting, kind: str) -> None:
     with reproducible():
-        eager = run(program, fresh(kind, setting), nullcontext())
-        gone = all(ref() is None for ref in eager.storages)
+        with collecting(always=setting.collect):
+            eager = run(program, fresh(kind, setting), nullcontext(), collect=setting.collect)
+            gone = all(ref() is None for ref in eager.storages)
         device = fresh(kind, setting)
         pool = cm.PinnedPool(setting.pool_bytes, device=device)
         with collecting(always=setting.collect):
-            swapped = run(program, device, Reentered(device, pool, setting))
+            swapped = run(program, device, Reentered(device, pool, setting), collect=setting.collect)
             live = pool.stats().num_live
     assert swapped.seen == eager.seen
-    # Where eager itself leaves something behind (a cycle, a failed double backward), so may we.
+    # Where eager itself leaves something behind (after a failed double backward, or garbage in cycles), so may we.
     assert live == 0 or not gone
 
 
-def run(program: list[Instruction], device: Device, manager: AbstractContextManager[object]) -> Run:
+def run(program: list[Instruction], device: Device, manager: AbstractContextManager[object], *, collect: bool) -> Run:
     torch.manual_seed(11)
     with device.compute():
         this = Run(device, manager)
         this(program)
+    if collect:
+        gc.collect()
     return this
 
 

@@ -521,7 +521,7 @@ def test_an_order_that_is_not_the_reverse_is_learned(sim: cm.SimDevice) -> None:
     """Two graphs, the first one's backward first, as pipelines do: where it ends, reverse order names nothing to come."""
     x, y = (torch.randn(512, 512, requires_grad=True) for _ in range(2))
     session = cm.SwapSession(12 * MIB, "64MiB", sim)
-    on_demand = []
+    on_demand: list[int] = []
     with session:
         for _ in range(3):
             with session.step():

@@ -23,9 +23,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from chameleon_mm.demo.outcome import Outcome
-    from chameleon_mm.demo.train import RunResult, Session
+    from chameleon_mm.demo.train import RunResult
     from chameleon_mm.device.protocols import Device
+    from chameleon_mm.session import SwapSession
 
 SIZES: dict[str, dict[str, int]] = {
     "simulated": {"steps": 8, "layers": 4, "width": 64, "heads": 2, "context": 8192, "batch": 1},
@@ -138,7 +141,6 @@ class _Job:
     def run(self, console: Console) -> Outcome:
         from chameleon_mm.demo.compare import first_difference
         from chameleon_mm.demo.outcome import Outcome
-        from chameleon_mm.session import SwapSession
 
         self._check_budgets()
         with _progress(console) as progress:
@@ -149,8 +151,8 @@ class _Job:
             device = self.device()
             sessions: list[SwapSession] = []
 
-            def swapped_session(model: Any) -> Session:
-                sessions.append(SwapSession(**{**self._budgets, "hbm_budget": hbm_budget}, device=device, model=model))
+            def swapped_session(model: nn.Module) -> SwapSession:
+                sessions.append(self._session(device, model, hbm_budget))
                 return sessions[0]
 
             swapped = self._train(progress, "swapping", device=device, session_of=swapped_session)
@@ -172,7 +174,6 @@ class _Job:
         """Refuse the user's budgets now rather than after a run without them."""
         from chameleon_mm.demo.model import GPT
         from chameleon_mm.policy import DefaultRule
-        from chameleon_mm.session import SwapSession
 
         if all(value is None for value in self._budgets.values()):
             return
@@ -186,8 +187,15 @@ class _Job:
         device = self.device()
         with device.compute():
             model = GPT(self.config.model, device=device.torch_device)
-            with SwapSession(**self._budgets, device=device, model=model):
+            with self._session(device, model, self._budgets["hbm_budget"]):
                 pass
+
+    def _session(self, device: Device, model: nn.Module, hbm_budget: int | None) -> SwapSession:
+        from chameleon_mm.session import SwapSession
+
+        return SwapSession(
+            hbm_budget, self._budgets["host_budget"], device=device, min_bytes=self._budgets["min_bytes"], model=model
+        )
 
     def _check_host_budget(self, peak_bytes: int, hbm_budget: int) -> None:
         """Whatever was live at the unswapped peak and is above the HBM budget must be on the host at that moment."""

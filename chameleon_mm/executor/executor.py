@@ -218,6 +218,8 @@ class Executor:
         self._guard.end_step(completed=completed)
         if completed:
             self._order.end_step()
+        else:
+            self._order.forget()
 
     # --- what happens at every hook
 

@@ -178,7 +178,7 @@ class Results:
         A column without one figure takes no room: the list below says that it is waived, and why.
         """
         measured = [c for c in self.columns if any(isinstance(row.cells[c.key], Figure) for row in self.rows)]
-        table = Table(box=box.SIMPLE_HEAVY, padding=(0, 1, 0, 0), pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAVY, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("", no_wrap=True)  # the name is what a row is read by: figures may wrap, it may not
         for column in measured:
             table.add_column(_title(column), justify="right", overflow="fold")
@@ -186,6 +186,7 @@ class Results:
             table.add_row(Text(row.name), *(str(row.cells[column.key]) for column in measured))
         console.print(Text(f"{self.header['theme']} on {self.header['device']}", style="bold"))
         console.print(table)
+        console.print()
         notes = Table.grid(padding=(0, 1))
         for line in self._footer(measured):
             notes.add_row("-", Text(line))

@@ -61,7 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _pytest(root: Path, junit: Path, seconds: int) -> int:
-    options = ["-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={junit}"]
+    options = [
+        "-m",
+        "gpu and not slow",
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        f"--junitxml={junit}",
+    ]
     # A backward that waits for ever on autograd's own thread never comes back to Python, where the timeout would end it: then
     # the stacks of all threads are what there is to go by.
     options += [f"--timeout={_TEST_S}", "-o", f"faulthandler_timeout={_STACKS_AFTER_S}"]

@@ -188,7 +188,7 @@ def _columns(device: Device, losses: int) -> tuple[Column, ...]:
         Column(key="peak_reserved_gib", title="reserved GiB", formula="most bytes reserved by the caching allocator / 2**30"),
         Column(
             key="equal_losses",
-            title=f"losses equal, of {losses}",
+            title=f"same losses/{losses}",
             formula="steps, warm-up included, whose loss has the bits of no swap",
         ),
     )

@@ -134,6 +134,10 @@ class UseOrder:
         """Where `index` stands in the expected order: higher is later. Not seen before: sooner than what was."""
         return self._position.get(index, -index)
 
+    def forget(self) -> None:
+        """The step did not end as it began: what it used teaches nothing."""
+        self._current = {}
+
     def end_step(self) -> None:
         """The step is over: the next one is expected to use what it saves in the same order."""
         self._learned = list(self._current)

@@ -132,6 +132,10 @@ operands = st.integers(0, SLOTS + LEAVES - 1)
 programs = st.lists(st.tuples(st.sampled_from(NAMES), operands, operands, st.integers(0, SLOTS - 1)), min_size=12, max_size=40)
 
 
+class Mark:
+    """Tells whether a node of autograd's is still there."""
+
+
 class Run:
     """One run of a program: its tensors, and everything that could be seen of it from outside.
 
@@ -140,7 +144,7 @@ class Run:
 
     def __init__(self, device: Device, manager: AbstractContextManager[object]) -> None:
         self.seen: list[object] = []
-        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self._marks: list[weakref.ref[Mark]] = []
         self._device = device
         self._manager = manager
         self._inside = True
@@ -156,6 +160,10 @@ class Run:
         for slot in range(SLOTS):
             self._guarded(("backward", slot, slot, slot))
         self._slots.clear()
+
+    @property
+    def graphs_are_gone(self) -> bool:
+        return all(mark() is None for mark in self._marks)
 
     def _guarded(self, instruction: Instruction) -> None:
         try:
@@ -223,7 +231,10 @@ class Run:
 
     def _put(self, slot: int, t: Tensor) -> None:
         self._slots[slot] = t
-        self.storages.append(weakref.ref(t.untyped_storage()))
+        if t.grad_fn is not None:
+            mark = Mark()
+            t.grad_fn.metadata["mark"] = mark  # lives as long as the node
+            self._marks.append(weakref.ref(mark))
         self._look(t)
 
     def _look(self, t: Tensor | None) -> None:
@@ -323,7 +334,7 @@ def check(program: list[Instruction], setting: Setting, kind: str) -> None:
     with reproducible():
         with collecting(always=setting.collect):
             eager = run(program, fresh(kind, setting), nullcontext(), collect=setting.collect)
-            gone = all(ref() is None for ref in eager.storages)
+            gone = eager.graphs_are_gone
         device = fresh(kind, setting)
         pool = cm.PinnedPool(setting.pool_bytes, device=device)
         with collecting(always=setting.collect):

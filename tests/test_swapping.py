@@ -26,6 +26,17 @@ def pool(device: Device) -> cm.PinnedPool:
     return cm.PinnedPool("8MiB", device=device)
 
 
+@pytest.fixture
+def settle(device: Device) -> Callable[[], None]:
+    """Returns once autograd's own thread, which a GPU's backward runs on, has let go of a backward that raised.
+
+    It lets go of a node when it takes the next one, and takes the node of the latest op first: that of this op, the oldest of
+    the test, comes after whatever the failed backward left in the queue.
+    """
+    oldest = torch.ones((), device=device.torch_device, requires_grad=True) * 1
+    return oldest.backward
+
+
 def swapping(device: Device, pool: cm.PinnedPool) -> cm.save_on_cpu:
     """Every saved storage moves, however small."""
     return cm.save_on_cpu(device=device, pool=pool, min_bytes=0)
@@ -129,7 +140,7 @@ def test_an_exception_in_forward_returns_every_block(device: Device, pool: cm.Pi
     assert pool.stats().num_live == 0
 
 
-def test_an_exception_in_backward_returns_every_block(device: Device, pool: cm.PinnedPool) -> None:
+def test_an_exception_in_backward_returns_every_block(device: Device, pool: cm.PinnedPool, settle: Callable[[], None]) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
@@ -145,6 +156,7 @@ def test_an_exception_in_backward_returns_every_block(device: Device, pool: cm.P
         with pytest.raises(RuntimeError, match="the user's own"):
             out.sum().backward()
         del out
+    settle()
     gc.collect()  # the custom function's context and its node hold each other, with or without swapping
     assert pool.stats().num_live == 0
 

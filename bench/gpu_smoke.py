@@ -10,6 +10,7 @@ python3 -m chameleon_mm.bench.gpu_smoke --json smoke.json
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shutil
 import subprocess
@@ -95,6 +96,7 @@ def swapped_step(device: Device, *, width: int, rows: int) -> dict[str, Any]:
         session = SwapSession(hbm_budget=peak_bytes // 2, device=device, model=model)
         with session, session.step():
             step()
+        device.synchronize()  # a report never waits: it adds up the copies that are complete
         reports.append(session.report().to_dict())
 
     swapped, swapped_peak_bytes = _train(device, width, rows, with_session)
@@ -122,6 +124,7 @@ def _train(
         model = nn.Sequential(*blocks).to(device.torch_device)
         batch = torch.randn(rows, width, device=device.torch_device)
         device.synchronize()
+        gc.collect()  # the other run's model may hang in a cycle, and would count as this run's memory
         device.reset_peaks()
 
         def step() -> None:

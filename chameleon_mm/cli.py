@@ -46,7 +46,7 @@ times are simulated.
 """
 _DEMO_EPILOG = """\
 examples:
-  chameleon-mm demo --hbm-budget 200MiB          a budget of your own (default: half of the unswapped peak)
+  chameleon-mm demo --hbm-budget 120MiB          a budget of your own (default: half of the unswapped peak)
   chameleon-mm demo --device cuda --steps 50     on the first GPU, with larger default sizes
   chameleon-mm demo --json demo.json --trace trace.json
 

@@ -327,7 +327,7 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         leave(forked)
         leave(normal)
         leave(last)
-        # Python 3.12 and later warn where there are other threads: NumPy's and torch's, which hold no lock that the child needs.
+        # Python 3.12 and later warn of other threads: they are NumPy's and torch's, and the child needs no lock of theirs.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         child = os.fork()
         if child == 0:

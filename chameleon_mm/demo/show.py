@@ -39,9 +39,8 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
 
 def verdicts(outcome: Outcome) -> list[str]:
     """What the figures mean, one line each; the first is always about the bits."""
-    steps = outcome.config.steps
     if outcome.difference is None:
-        lines = [f"bit-identical: yes ({steps} losses, {steps} gradient norms, final weights, random state)"]
+        lines = ["bit-identical: yes (every loss and gradient norm, final weights, random state)"]
     else:
         lines = [f"bit-identical: no - {outcome.difference}"]
     if outcome.reproducible is False:
@@ -51,7 +50,10 @@ def verdicts(outcome: Outcome) -> list[str]:
     if not outcome.budget_held:
         kept = ", ".join(f"{reason}: {count}" for reason, count in outcome.report["kept_by_reason"].items()) or "nothing"
         above = format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)
-        lines.append(f"budget not held: the peak is {above} above it; saved tensors kept on the device: {kept}")
+        lines.append(
+            f"budget not held: the peak is {above} above it; saved tensors kept on the device: {kept}; raise --hbm-budget, or "
+            f"lower --min-bytes where small ones add up"
+        )
     return lines
 
 
@@ -68,8 +70,8 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(table)
     _line(
         console,
-        f"GPT: {model.layers} layers, width {model.width}, {model.heads} heads, context {model.context}; "
-        f"{config.steps} steps of {config.batch} row{'s' if config.batch > 1 else ''}, seed {config.seed}",
+        f"GPT: layers {model.layers}, width {model.width}, heads {model.heads}, context {model.context}; "
+        f"steps {config.steps}, batch {config.batch}, seed {config.seed}",
     )
     if outcome.device.simulated:
         _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")

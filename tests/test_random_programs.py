@@ -53,7 +53,8 @@ class SavesBoth(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         x, out = ctx.saved_tensors
-        return grads[0] * (x.cos() + out * 0.5) / ctx.scale
+        gradient: Tensor = grads[0] * (x.cos() + out * 0.5) / ctx.scale
+        return gradient
 
 
 class WritesWhatItSaved(torch.autograd.Function):
@@ -69,7 +70,8 @@ class WritesWhatItSaved(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         with torch.no_grad():
             x.mul_(0.5)
-        return grads[0] * 2 + x.detach()
+        gradient: Tensor = grads[0] * 2 + x.detach()
+        return gradient
 
 
 def block(x: Tensor, y: Tensor) -> Tensor:
@@ -243,7 +245,8 @@ class Run:
     def _mark(self, t: Tensor) -> None:
         if t.grad_fn is not None:
             mark = Mark()
-            t.grad_fn.metadata[mark] = None  # lives as long as the node
+            metadata: Any = t.grad_fn.metadata  # a property, which torch's stub takes for a method
+            metadata[mark] = None  # lives as long as the node
             self._marks.append(weakref.ref(mark))
 
     def _look(self, t: Tensor | None) -> None:

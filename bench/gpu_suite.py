@@ -42,15 +42,15 @@ PARTS = (
         cap_s=150,
         least_s=30,
     ),
-    Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=60, least_s=20),
-    Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=20),
-    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=130, least_s=60),
-    Part(theme="demo", command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON), cap_s=90, least_s=30),
+    Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=60, least_s=30),
+    Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
+    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=130, least_s=100),
+    Part(theme="demo", command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON), cap_s=90, least_s=45),
     Part(
         theme="probe",
         command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_probe", "--json", "{json}", "--seconds", "{seconds}"),
         cap_s=120,
-        least_s=40,
+        least_s=60,
     ),
 )
 """What runs, in this order. The first says which device there is: without its record nothing else starts."""

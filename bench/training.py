@@ -12,6 +12,7 @@ not what a GPU does.
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             outcome = _attempt(peer, shape, args, baseline)
         baseline = baseline or (outcome if isinstance(outcome, PeerRun) else None)
         results.add(peer.name, {"peer": peer.key, **asdict(shape)}, _cells(outcome, baseline, device))
+        if args.json:
+            results.write_json(args.json)  # a later peer that runs out of time or memory must not take this one's row
         if peer.ours and isinstance(outcome, PeerRun) and baseline and _equal_losses(outcome, baseline) < len(baseline.losses):
             failed = True
             results.notes.append(f"FAILED: {peer.name} changed a loss")
@@ -134,6 +137,7 @@ class PeerRun:
 
 def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
     """Train `WARMUP_STEPS + steps` steps of a fresh model inside `peer`. Raises what the peer and the device raise."""
+    gc.collect()  # a cycle of torch's keeps the last peer's optimizer and with it the model: not this peer's memory
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()  # else an earlier peer's cached blocks count as this one's reserved memory
     device.reset_peaks()

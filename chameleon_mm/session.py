@@ -141,7 +141,9 @@ class SwapSession:
             self._executor.end_step(completed=completed)
 
     def report(self) -> SwapReport:
-        """What the session has done so far."""
+        """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted."""
+        if self._phase is Phase.CLOSED:
+            self.device.synchronize()
         return SwapReport.of(
             self._executor.meter,
             self.pool.stats(),

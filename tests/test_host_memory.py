@@ -8,7 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from chameleon_mm.pinned import available_host_bytes
+from chameleon_mm.device import SimDevice
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pinned import PinnedPool, available_host_bytes
 from chameleon_mm.units import GIB, KIB
 
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
@@ -134,3 +136,17 @@ def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path:
 
 def test_this_machine_has_some() -> None:
     assert 0 < available_host_bytes() <= psutil.virtual_memory().total
+
+
+def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine that starts small and is given memory as it uses it; a limit that was given stays."""
+    available = [8 << 20]
+    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: available[0])
+    device = SimDevice()
+    with PinnedPool(None, device=device) as left_open, PinnedPool("4MiB", device=device) as given:
+        assert left_open.limit_bytes == given.limit_bytes == 4 << 20
+        available[0] = 64 << 20
+        left_open.allocate(16 << 20).release()
+        assert left_open.limit_bytes == 32 << 20
+        with pytest.raises(HostMemoryExhausted):
+            given.allocate(16 << 20)

@@ -286,3 +286,13 @@ def test_numbers_inside_are_the_numbers_outside() -> None:
     with SimDevice().compute():
         inside = run()
     assert all(torch.equal(a, b) for a, b in zip(inside, run(), strict=True))
+
+
+def test_fake_tensors_have_no_memory_here() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = SimDevice()
+    before = device.allocated_bytes()
+    with device.compute(), FakeTensorMode():
+        assert torch.empty_strided((4, 4), (4, 1)).shape == (4, 4)
+    assert device.allocated_bytes() == before

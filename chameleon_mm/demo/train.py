@@ -10,6 +10,7 @@ every loss, every gradient norm, the final weights and the random state -> RunRe
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -120,6 +121,7 @@ def train(
     Seeds torch's default generators and resets the device's peaks. `on_step` is called as each step has been enqueued.
     Raises what the session and the device raise: `torch.OutOfMemoryError` where the run does not fit.
     """
+    gc.collect()  # a cycle of torch's keeps the last run's optimizer and with it the model: it is not this run's memory
     device.reset_peaks()
     with reproducible(), device.compute():
         torch.manual_seed(config.seed)

@@ -66,8 +66,11 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     return SaveFacts(nbytes=storage.nbytes())
 
 
-def taken_apart(t: Tensor) -> tuple[dict[str, Tensor], Any] | None:
-    """The tensors that a wrapper subclass wraps, and what it needs to wrap them again; None if it cannot be taken apart."""
+def taken_apart(t: Tensor) -> tuple[dict[str, Any], Any] | None:
+    """What a wrapper subclass wraps, and what it needs to wrap it again; None if it cannot be taken apart.
+
+    Most of it are tensors; a DTensor also names its mesh.
+    """
     wrapper: Any = t  # the stub's protocol class cannot be a Tensor for mypy
     if not is_traceable_wrapper_subclass(wrapper):
         return None
@@ -77,4 +80,4 @@ def taken_apart(t: Tensor) -> tuple[dict[str, Tensor], Any] | None:
     except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not
         _log.warning("%s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
-    return (inner, context) if inner and all(isinstance(part, Tensor) for part in inner.values()) else None
+    return inner, context

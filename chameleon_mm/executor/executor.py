@@ -118,10 +118,11 @@ class Executor:
         inner, context = apart
         # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
         stays = set(inner) - {"_values"} if t.is_nested else set()
-        parts = {n: KeptTensor(p, by_reference=True) if n in stays else self.save(p) for n, p in inner.items()}
+        parts = {name: self.save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
         if all(isinstance(part, KeptTensor) for part in parts.values()):
             return None
-        return TakenApart(t, parts, context)
+        rest = {name: part for name, part in inner.items() if name not in parts}
+        return TakenApart(t, parts, rest, context)
 
     # --- steps
 

@@ -105,10 +105,11 @@ class TakenApart:
     whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper.
     """
 
-    __slots__ = ("_context", "_expected", "_origin", "_ref", "_shape", "_stride", "_type", "parts")
+    __slots__ = ("_context", "_expected", "_origin", "_ref", "_rest", "_shape", "_stride", "_type", "parts")
 
-    def __init__(self, t: Tensor, parts: dict[str, Handle], context: Any) -> None:
+    def __init__(self, t: Tensor, parts: dict[str, Handle], rest: dict[str, Any], context: Any) -> None:
         self.parts = parts
+        self._rest = rest
         self._context = context
         self._type: Any = type(t)
         self._shape = t.shape
@@ -124,7 +125,8 @@ class TakenApart:
 
     def rebuild(self, inner: dict[str, Tensor]) -> Tensor:
         """The wrapper around `inner`, as it was saved."""
-        wrapped: Tensor = self._type.__tensor_unflatten__(inner, self._context, self._shape, self._stride)
+        whole = {**inner, **self._rest}
+        wrapped: Tensor = self._type.__tensor_unflatten__(whole, self._context, self._shape, self._stride)
         return wrapped
 
 

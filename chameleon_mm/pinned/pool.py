@@ -81,6 +81,7 @@ class PinnedPool:
             raise ValueError("chunk_bytes: expected more than 0 bytes, got 0; leave it out for 1 GiB")
         self._free_list = FreeList(0)
         self._limit = limit
+        self._limit_grows = max_bytes is None
         self._chunk_bytes = self._free_list.round_up(chunk)
         self._device = resolve_device(device)
         self._lock = threading.Lock()
@@ -222,6 +223,9 @@ class PinnedPool:
 
     def _reserve(self, size: int, nbytes: int) -> None:
         """Another chunk that holds `size` bytes, unused ones given up for it where the limit asks for that."""
+        if self._limit_grows:
+            # A virtual machine's memory may grow as it is used, so what was available at the start says too little.
+            self._limit = max(self._limit, (self._free_list.capacity + available_host_bytes()) // 2)
         if self._room() < size:
             self._make_room(size, nbytes)
         wanted = min(max(self._chunk_bytes, size), self._room())

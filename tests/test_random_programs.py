@@ -12,7 +12,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import re
+import sys
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -384,3 +387,129 @@ def test_random_programs_give_what_eager_gives(kind: str, program: list[Instruct
 @given(program=programs, setting=settings_drawn())
 def test_a_thousand_more_random_programs(kind: str, program: list[Instruction], setting: Setting) -> None:
     check(program, setting, kind)
+
+
+# --- what such programs have found
+
+
+def swapping(device: Device) -> cm.save_on_cpu:
+    return cm.save_on_cpu(device=device, pool=cm.PinnedPool("1MiB", device=device), min_bytes=0)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_write_between_a_first_and_a_double_backward_is_noticed(alive: bool, device: Device) -> None:
+    """What backward saves again came out of our hook: it must carry the version counter of what went in."""
+    said = []
+    for manager in (nullcontext(), swapping(device)):
+        x = torch.ones(64, device=device.torch_device, requires_grad=True)
+        with device.compute(), manager:
+            y = x * 2
+            (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+            alias = y.detach()
+            if not alive:
+                del y
+            alias.add_(1)
+            del alias
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                torch.autograd.grad(grad.sum(), x)
+            said.append(normalised(str(caught.value)))
+    assert said[0] == said[1]
+
+
+def test_a_backward_that_writes_its_saved_tensor_cannot_run_twice(device: Device) -> None:
+    for manager in (nullcontext(), swapping(device)):
+        x = torch.ones(64, device=device.torch_device, requires_grad=True)
+        with device.compute(), manager:
+            out = UNARY["writes what it saved"](x * 2).exp().sum()
+            torch.autograd.grad(out, x, retain_graph=True)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(out, x)
+
+
+def test_nested_tensors_without_strides_stay(sim: cm.SimDevice) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its own older kind of nested tensors a prototype
+        nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    executor = Executor(
+        sim, cm.PinnedPool("1MiB", device=sim), rule=DefaultRule(min_bytes=0), limits=Limits(), protected=ProtectedStorages()
+    )
+    handle = executor.save(nested)
+    assert torch.equal(executor.use(handle).values(), nested.values())
+    assert executor.meter.totals.kept_by_reason == {"layout": 1}
+
+
+def test_a_storage_emptied_before_its_copy_is_left_to_who_emptied_it(sim: cm.SimDevice) -> None:
+    """As FSDP does with what it gathers: emptied after forward, filled again before backward."""
+    x = torch.randn(64, requires_grad=True)
+    with sim.compute():
+        (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
+        with swapping(sim):
+            y = x * 2
+            out = y.sin()
+            nbytes = y.untyped_storage().nbytes()
+            y.untyped_storage().resize_(0)
+            out = out.exp().sum()
+        y.untyped_storage().resize_(nbytes)
+        y.data.copy_(x.detach() * 2)
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+
+
+def test_hooks_end_with_the_session_even_inside_a_step(sim: cm.SimDevice) -> None:
+    session = cm.SwapSession("1GiB", "1MiB", sim, min_bytes=0)
+    step = session.step()
+    with pytest.raises(cm.SessionClosedError), session:
+        step.__enter__()
+    x = torch.randn(64, requires_grad=True)
+    out = (x * 2).sin()
+    assert session.pool.stats().peak_live_bytes == 0
+    out.sum().backward()
+
+
+# --- long runs
+
+
+def forward(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(2):
+        x = torch.tanh(x @ w).exp() - 1
+    return x.sum()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("keep_one", [True, False])
+@pytest.mark.parametrize("session", [True, False])
+def test_what_is_remembered_stays_flat_without_steps(
+    session: bool, keep_one: bool, backward: bool, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says where a step ends, and one graph may be kept for ever: 500 iterations must not pile anything up."""
+    monkeypatch.setattr("chameleon_mm.executor.executor.LONGEST_UNNAMED_STEP", 256)
+    weight = nn.Parameter(torch.randn(8, 8) * 0.1)
+    manager = cm.SwapSession("1MiB", "1MiB", sim, min_bytes=0) if session else swapping(sim)
+    kept: list[Tensor] = []
+    remembered: list[int] = []
+    with collecting(always=False), sim.compute(), manager:
+        for iteration in range(500):
+            out = forward(torch.randn(8, 8), weight)
+            if keep_one and not kept:
+                kept.append(out)
+            elif backward:
+                out.backward()
+            del out
+            weight.grad = None
+            if iteration in (200, 499):
+                remembered.append(footprint(manager))
+    assert remembered[1] - remembered[0] < 32 << 10  # a cut step's numbers; without bounds it is ten times that
+
+
+def footprint(root: object) -> int:
+    """Bytes of all that is reachable from `root` and is of the swap path itself: its objects, containers and numbers."""
+    seen: dict[int, object] = {}
+    todo = [root]
+    while todo:
+        it = todo.pop()
+        module = type(it).__module__
+        plain = isinstance(it, (int, tuple, list, dict, deque, weakref.ref))
+        own = module.startswith("chameleon_mm.") and not module.startswith("chameleon_mm.device.")
+        if id(it) not in seen and (plain or own):
+            seen[id(it)] = it
+            todo.extend(gc.get_referents(it))
+    return sum(sys.getsizeof(it) for it in seen.values())

@@ -105,7 +105,7 @@ class Executor:
         saved = handle.claim.saved
         with self._entered():
             self._advance(look=True)
-            storage = self._bring(saved, self.device.current_stream())
+            storage = self._bring(saved, self._compute())
             self._count_use(handle, saved)
             self._prefetch_after(saved)
             return handle.rebuild(storage)
@@ -252,15 +252,20 @@ class Executor:
                 continue
             self._guard.reclaim.add(saved)
 
+    def _compute(self) -> Stream:
+        """The calling thread's compute stream."""
+        stream = self.device.current_stream()
+        self._streams.note(stream)
+        return stream
+
     def _claim(self, t: Tensor) -> Claim:
         """The claim on `t`'s storage: one copy per storage and version, whatever number of views. Note [Identity]."""
-        storage, compute = t.untyped_storage(), self.device.current_stream()
+        storage, compute = t.untyped_storage(), self._compute()
         ref = self._claims.get(id(storage))
         claim = None if ref is None else ref()
-        if claim is None or not claim.saved.holds(storage, t._version, compute):
+        if claim is None or not claim.saved.holds(storage, t._version):
             if self._next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
                 self._end_unnamed_step()
-            self._streams.note(compute)
             saved = SavedStorage(t, compute, self._tools, epoch=self._epoch, index=self._next_index)
             self._next_index += 1
             self._live_of_epoch += 1
@@ -290,7 +295,8 @@ class Executor:
         self.meter.totals.uses_on_device += 1
         if saved.place in (Place.ARRIVING, Place.RESTORED):
             return saved.arrive(compute)
-        return saved.lend(compute)
+        assert saved.device is not None
+        return saved.device
 
     def _swap_in_now(self, saved: SavedStorage, compute: Stream) -> None:
         self._guard.make_room(saved.nbytes, keep=saved)

@@ -94,8 +94,6 @@ class SavedStorage:
         self._read: Event | None = None
         """After the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
-        self._guests: list[Stream] = []
-        """Other streams that used the device copy of `_home`."""
 
     # --- out
 
@@ -149,13 +147,6 @@ class SavedStorage:
         self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
         self._drop_device()
 
-    def lend(self, compute: Stream) -> torch.UntypedStorage:
-        """The saved storage itself, which never left; `compute` need not be its home."""
-        assert self.device is not None
-        if not self.home_is(compute) and compute not in self._guests:
-            self._guests.append(compute)
-        return self.device
-
     def take_back(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
         assert self._out is not None
@@ -172,10 +163,7 @@ class SavedStorage:
 
     def _drop_device(self) -> None:
         assert self.device is not None
-        for guest in self._guests:
-            self._home.wait(guest.record())  # the guest's uses -> the block's next owner
-        self._guests.clear()
-        self._tools.streams.follow(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self._home.free(flat_bytes(self.device))
         self.device = None
         self._tools.meter.totals.bytes_reclaimed += self.nbytes
@@ -242,18 +230,10 @@ class SavedStorage:
         self.device = None
         self.place = Place.ON_HOST
 
-    def holds(self, storage: torch.UntypedStorage, version: int, compute: Stream) -> bool:
-        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own.
-
-        Not for a save on another stream: dropping the storage orders what `_home` has done with it and no more.
-        """
-        return (
-            self.first() is storage
-            and self.probe.expected == version
-            and self.home_is(compute)
-            and self.nbytes == storage.nbytes()
-            and not self.probe.moved
-        )
+    def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own."""
+        same = self.first() is storage and self.nbytes == storage.nbytes()
+        return same and self.probe.expected == version and not self.probe.moved
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
@@ -322,16 +302,31 @@ class SavedStorage:
 class Claim:
     """What the handles of one saved storage share: its end is the end of the storage's life. Note [Life].
 
+    It has no `__del__` itself: while one runs, a weak reference still leads to the object and brings it back, and a thread that
+    saves the same storage at that moment would share a claim that is being retired. So a part of it has one, which ends when
+    no reference leads here any more.
+    """
+
+    __slots__ = ("__weakref__", "_end", "saved")
+
+    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
+        self.saved = saved
+        self._end = _End(saved, retire)
+
+
+class _End:
+    """Retires a storage when its claim is gone.
+
     `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
     registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is.
     """
 
-    __slots__ = ("__weakref__", "_retire", "saved")
+    __slots__ = ("_retire", "_saved")
 
     def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
-        self.saved = saved
+        self._saved = saved
         self._retire = retire
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._retire(self.saved)
+            self._retire(self._saved)

@@ -1,11 +1,11 @@
 """Which compute streams there are, as far as hooks have seen.
 
-    streams.note(device.current_stream())      # at every save that moves
-    streams.follow(home)                       # before a saved storage is dropped: home's work so far, then anybody's next
+    streams.note(device.current_stream())      # at every save and use of what moves
+    streams.meet(home)                         # before a saved storage is dropped: everybody's work so far, then anybody's next
 
 A caching allocator gives a dropped block to the stream that allocated it, which need not be the one that saved it, and torch
 does not tell whose it is. In eager the graph keeps the block until backward; dropped in forward, it could be overwritten by its
-owner under a copy, or under a kernel of another stream that still reads it. So every stream comes after the dropping one.
+owner under a copy, or under a kernel of another stream that still reads it. So all streams meet before it goes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class ComputeStreams:
         if stream not in self._seen:
             self._seen.append(stream)
 
-    def follow(self, stream: Stream) -> None:
-        """Order all others after what `stream` has been given so far. Costs nothing while it is the only one."""
-        others = [other for other in self._seen if other is not stream]
+    def meet(self, home: Stream) -> None:
+        """Order all streams after what each has been given so far. Costs nothing while `home` is the only one."""
+        others = [other for other in self._seen if other is not home]
+        for other in others:
+            home.wait(other.record())  # what they did with a block -> what follows on `home`
         if others:
-            so_far = stream.record()
+            so_far = home.record()
             for other in others:
-                other.wait(so_far)  # what `stream` did with the block -> its next use by whoever owns it
+                other.wait(so_far)  # what anybody did with it, copies that `home` waited for too -> its owner's next use of it

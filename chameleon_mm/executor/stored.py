@@ -110,6 +110,7 @@ class SavedStorage:
         ready = self._home.record()
         after = [ready, *block.pending_events]
         if self._seal is not None:
+            self._tools.streams.meet(self._home)  # the checksum is taken on the current stream, which need not be home
             self._seal.close(flat_bytes(self.device))
         out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
         if out.failed:

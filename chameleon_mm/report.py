@@ -82,7 +82,7 @@ class SwapReport:
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     fallbacks: int
-    """Storages that stayed on the device because no pinned memory was to be had."""
+    """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     oom_retries: int
     """Swap-ins that did not fit at first, and were tried again after everything else was given back."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)

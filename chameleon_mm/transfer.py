@@ -65,6 +65,11 @@ class Move:
         """Whether any piece was handed to the device: from then on both ends must be kept."""
         return self.next_byte > 0 or self.done is not None
 
+    @property
+    def ended(self) -> bool:
+        """Whether no piece of it will be handed over any more."""
+        return self.done is not None or self.cancelled or self.failed
+
 
 class Lane:
     """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
@@ -113,8 +118,7 @@ class Lane:
         if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
-        self._queue.remove(move)
-        move.dst, move.src, move.after = None, None, ()
+        self._drop(move)
         return True
 
     def curtail(self, move: Move) -> int:

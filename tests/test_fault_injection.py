@@ -13,6 +13,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim import SimEvent, SimStream
+from chameleon_mm.executor.meter import Meter
+from chameleon_mm.transfer import Transfer
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -127,3 +129,25 @@ def test_every_single_fault(site: str, error: type[BaseException], monkeypatch: 
     while attempt(site, error, monkeypatch, injected + 1):
         injected += 1
     assert injected > 0, "the site was never reached: nothing was tested"
+
+
+def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no end event: taken for one still under way, it would be looked at again for the rest of the session."""
+    device = cm.SimDevice()
+    transfer, meter = Transfer(device, outstanding=1), Meter()
+    meter.begin_step(device.current_stream(), timed=True)
+    host = device.alloc_pinned(2 * 4096)
+    buffers = [device.current_stream().alloc(4096) for _ in range(2)]
+    for n, buffer in enumerate(buffers):
+        ready = device.current_stream().record()
+        move = transfer.swap_out(host[n * 4096 : (n + 1) * 4096], buffer, [ready], timed=True)
+        meter.moved(move, "out", 4096)
+    assert not move.begun, "the first copy was complete already: nothing was left to refuse"
+    device.synchronize()
+    with faults_at("copy", monkeypatch) as faults:
+        faults.fail_at = 1
+        transfer.pump()
+    assert move.failed
+    device.synchronize()
+    assert len(meter.resolve()) == 1
+    assert not meter._moves

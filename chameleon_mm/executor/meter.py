@@ -1,6 +1,6 @@
 """Counts and times of what the executor did.
 
-    meter.waited(compute, event)          # a wait of compute on a copy: how long it really waited is the stall
+    meter.wait(compute, event)            # a wait of compute on a copy: how long it really waited is the stall
     meter.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     meter.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
@@ -44,7 +44,7 @@ class Totals:
     budget_misses: int = 0
     """Looks at memory that found it above the budget with nothing left to give back."""
     fallbacks: int = 0
-    """Storages that stayed on the device because no pinned memory was to be had."""
+    """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     oom_retries: int = 0
     stall_us: float = 0.0
     copy_us: float = 0.0
@@ -114,7 +114,7 @@ class Meter:
 
     def _add_up(self, move: Move, direction: str, origin: Event) -> bool:
         """Take the complete pieces of `move`; returns whether there will be no more."""
-        ended = move.cancelled or move.done is not None  # asked first: another thread may be handing the last piece over
+        ended = move.ended  # asked first: another thread may be handing the last piece over
         while move.pieces and move.pieces[0].end.query():
             self._add_piece(move.pieces.popleft(), direction, origin)
         return ended and not move.pieces

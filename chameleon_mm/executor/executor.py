@@ -105,9 +105,10 @@ class Executor:
         saved = handle.claim.saved
         with self._entered():
             self._advance(look=True)
-            storage = self._bring(saved, self._compute())
+            compute = self._compute()
+            storage = self._bring(saved, compute)
             self._count_use(handle, saved)
-            self._prefetch_after(saved)
+            self._prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
     def _save_inner(self, t: Tensor) -> TakenApart | None:
@@ -318,11 +319,10 @@ class Executor:
         if saved.place is Place.RESTORED and saved.to_come <= 0:
             saved.let_go()
 
-    def _prefetch_after(self, saved: SavedStorage) -> None:
+    def _prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
         """Swap in what is used next, as far as the budget allows."""
         if saved.epoch != self._epoch:
             return
-        compute = self.device.current_stream()
         for index in self._order.upcoming(saved.index, PREFETCH_LOOK):
             coming = self._live.get((self._epoch, index))
             if coming is None or coming.place is not Place.ON_HOST or coming.first() is not None:

@@ -82,7 +82,8 @@ class SwappedView:
         self._offset = t.storage_offset()
         self._conj = t.is_conj()
         self._neg = t.is_neg()
-        self.probe = VersionProbe(t)
+        # The storage was probed through the first view of it, which is this one if there is no other.
+        self.probe = claim.saved.probe if claim.saved.views == 1 else VersionProbe(t)
         self.round = -1
         """The storage's `round` in which this view was last used; the storage counts down who is still to come."""
 

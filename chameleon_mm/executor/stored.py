@@ -210,15 +210,14 @@ class SavedStorage:
         self.place = Place.RESTORED
         return self.device
 
-    def drop_restored(self) -> int:
-        """Give back a device copy that the host still has: no copy is needed. Returns its bytes."""
+    def drop_restored(self) -> None:
+        """Give back a device copy that the host still has: no copy is needed."""
         assert self.place in (Place.ARRIVING, Place.RESTORED) and self.device is not None
         if self.place is Place.ARRIVING:
             self._settle_arrival()
         self._home.free(flat_bytes(self.device))
         self.device = None
         self.place = Place.ON_HOST
-        return self.nbytes
 
     @property
     def lost_on_the_way(self) -> bool:
@@ -275,9 +274,7 @@ class SavedStorage:
                 self._release_block()
                 return
             if self.place is Place.ARRIVING:
-                self._settle_arrival()
-                assert self.device is not None
-                self._home.free(flat_bytes(self.device))
+                self.drop_restored()
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
             self._tools.transfer.synchronize()

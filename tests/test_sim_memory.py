@@ -235,7 +235,7 @@ def test_host_memory_that_cannot_be_had_is_said_so(sim: SimDevice, monkeypatch: 
         raise MemoryError("no such memory")
 
     monkeypatch.setattr(np, "empty", refuse)
-    with pytest.raises(HostMemoryExhausted, match=r"alloc_pinned: asked for 1\.00 KiB.*no such memory"):
+    with pytest.raises(HostMemoryExhausted, match=r"host memory: asked for 1\.00 KiB.*no such memory"):
         sim.alloc_pinned(1024)
     with pytest.raises(ValueError, match="expected 0 bytes or more, got -1"):
         sim.alloc_pinned(-1)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Event, MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
@@ -207,6 +208,9 @@ class CudaDevice:
     def free_pinned(self, memory: Tensor) -> None:
         with torch.cuda.device(self.index):
             self._locker.unpin(memory)
+
+    def alloc_pageable(self, nbytes: int) -> Tensor:
+        return pageable_memory(nbytes)
 
     def allocated_bytes(self) -> int:
         return self._stat("allocated_bytes", "current")

@@ -125,6 +125,14 @@ class Device(Protocol):
         """Give back what `alloc_pinned` returned, whole. All device work on it must be complete."""
         ...
 
+    def alloc_pageable(self, nbytes: int) -> Tensor:
+        """A flat uint8 tensor of `nbytes` of ordinary host memory, for where no more can be pinned: slower, never wrong.
+
+        A copy to or from it may keep the host waiting. Its last reference frees it: keep one until device work on it is
+        complete. Raises `HostMemoryExhausted` (a `MemoryError`).
+        """
+        ...
+
     def allocated_bytes(self) -> int:
         """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
         ...

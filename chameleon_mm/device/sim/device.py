@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel
@@ -24,10 +24,8 @@ from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
-from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.units import format_size, parse_size
+from chameleon_mm.units import parse_size
 
-_PAGE_BYTES = 4096
 _POISON_HOST_BELOW = 256 << 20
 """Larger host allocations stay untouched, so that a simulated 64 GiB pool costs only what is used of it."""
 
@@ -82,17 +80,14 @@ class SimDevice:
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         """As `Device.alloc_pinned`; below 256 MiB filled with poison."""
-        if nbytes < 0:
-            raise ValueError(f"alloc_pinned: expected 0 bytes or more, got {nbytes}")
-        try:
-            raw = np.empty(nbytes + _PAGE_BYTES, dtype=np.uint8)
-        except MemoryError as error:
-            raise HostMemoryExhausted(
-                f"alloc_pinned: asked for {format_size(nbytes)}, which this machine does not give ({error}); ask for less"
-            ) from error
-        start = -raw.ctypes.data % _PAGE_BYTES
-        with torch._C._DisableTorchDispatch():  # or an active `compute()` would take it for device memory
-            memory = torch.from_numpy(raw[start : start + nbytes])
+        return self._host_memory(nbytes)
+
+    def alloc_pageable(self, nbytes: int) -> Tensor:
+        """As `Device.alloc_pageable`: priced as pinned memory is, for want of a measured rate."""
+        return self._host_memory(nbytes)
+
+    def _host_memory(self, nbytes: int) -> Tensor:
+        memory = pageable_memory(nbytes)
         self._machine.host_memory(memory)
         if nbytes < _POISON_HOST_BELOW:
             poison(memory.untyped_storage())
@@ -104,7 +99,7 @@ class SimDevice:
         self._machine.forget_host_memory(memory)
 
     def is_host_memory(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory that `alloc_pinned` gave."""
+        """Whether the tensor lies in memory that `alloc_pinned` or `alloc_pageable` gave."""
         buffer = self._machine.ledger.find(tensor.untyped_storage())
         return buffer is not None and buffer.host
 

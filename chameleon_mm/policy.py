@@ -1,6 +1,7 @@
 """What moves and when, as pure arithmetic: no torch, no device.
 
 rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
+rule.gathers(facts, ...)              -> whether a small view goes without the rest of its storage
 headroom.need(position)               -> bytes to leave free until the next look at memory, from the previous step
 order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
@@ -21,6 +22,8 @@ class SaveFacts:
 
     nbytes: int
     """Bytes of its whole storage."""
+    covered_bytes: int | None = None
+    """Bytes of the storage that the saved view covers; None: all of them, or not known."""
     kind: str = ""
     """Why nobody may move it ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
 
@@ -32,9 +35,22 @@ class DefaultRule:
     min_bytes: int = MIB
     """In dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
 
+    gather_share: float = 0.25
+    """Views that together cover at most this share of their storage go without the rest of it; 0: never.
+
+    A storage may be saved whole later in the step, so this bounds what is moved twice then.
+    """
+
+    max_gathered: int = 8
+    """Views of one storage that are gathered one by one, a kernel each; from then on the whole storage moves, in one copy."""
+
     def __post_init__(self) -> None:
         if self.min_bytes < 0:
             raise ValueError(f"min_bytes: expected 0 or more, got {self.min_bytes}")
+        if not 0 <= self.gather_share <= 1:
+            raise ValueError(f"gather_share: expected a share from 0 to 1, got {self.gather_share}")
+        if self.max_gathered < 0:
+            raise ValueError(f"max_gathered: expected 0 views or more, got {self.max_gathered}")
 
     def reason_to_keep(self, facts: SaveFacts) -> str | None:
         if facts.kind:
@@ -42,6 +58,12 @@ class DefaultRule:
         if facts.nbytes == 0:
             return "empty"
         return "small" if facts.nbytes < self.min_bytes else None
+
+    def gathers(self, facts: SaveFacts, *, views: int, view_bytes: int) -> bool:
+        """Whether this view goes alone, where `views` of the same storage, of `view_bytes` together, went alone already."""
+        if facts.covered_bytes is None or views >= self.max_gathered:
+            return False
+        return view_bytes + facts.covered_bytes <= facts.nbytes * self.gather_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,6 +83,10 @@ class SwapReport:
     """Saved tensors that stayed on the device, by reason."""
     fallbacks: int
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
+    gathers: int
+    """Small views that were kept without the rest of their storage."""
+    pageable_swap_outs: int
+    """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int
     """Swap-ins that did not fit at first, and were tried again after everything else was given back."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
@@ -120,6 +124,8 @@ class SwapReport:
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             fallbacks=totals.fallbacks,
+            gathers=totals.gathers,
+            pageable_swap_outs=totals.pageable_swap_outs,
             oom_retries=totals.oom_retries,
             spans=spans,
         )
@@ -147,7 +153,8 @@ class SwapReport:
             (f"stall{clock}", _measured(self.stall_us, format_us)),
             ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
             ("kept on the device", kept),
-            ("fallbacks, OOM retries", f"{self.fallbacks}, {self.oom_retries}"),
+            ("views gathered", str(self.gathers)),
+            ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
         ]  # fmt: skip
 
     def __str__(self) -> str:

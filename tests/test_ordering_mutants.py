@@ -23,7 +23,7 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.device.sim.stream import SimEvent
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage
-from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -253,10 +253,10 @@ def test_keying_by_address_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
     two_at_one_address()
     by_address: dict[int, Claim] = {}
 
-    def claim(self: Executor, t: Tensor) -> Claim:
+    def claim(self: Executor, t: Tensor, facts: SaveFacts) -> Claim:
         key = t.untyped_storage().data_ptr()
         if key not in by_address:
-            by_address[key] = real_claim(self, t)
+            by_address[key] = real_claim(self, t, facts)
         return by_address[key]
 
     real_claim = Executor._claim

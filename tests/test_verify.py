@@ -40,11 +40,11 @@ def test_verifying_changes_nothing(device: Device) -> None:
 def test_one_flipped_bit_is_named(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     swap_in = SavedStorage.swap_in
 
-    def flipped(self: SavedStorage, compute: object) -> None:
+    def flipped(self: SavedStorage, compute: object) -> torch.UntypedStorage:
         assert self._block is not None and self._out is not None and self._out.done is not None
         self._out.done.synchronize()
         self._block.buffer[1234] ^= 1
-        swap_in(self, compute)  # type: ignore[arg-type]  # handed on as it came
+        return swap_in(self, compute)  # type: ignore[arg-type]  # handed on as it came
 
     monkeypatch.setattr(SavedStorage, "swap_in", flipped)
     with pytest.raises(cm.SwapMismatch, match=r"\(64, 65\) torch.float32, result of \w+Backward0, saved in step 1"):

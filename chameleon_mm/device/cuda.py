@@ -16,14 +16,16 @@ import threading
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
-from chameleon_mm.device.protocols import Event, MemoryReading
+from chameleon_mm.device.protocols import Device, Event, MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,8 @@ _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the address
 _HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
 _ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _ATTR_HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
+_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_BLOCKING_HANDLES = (0, 1, 2)  # the null stream, which is cudaStreamLegacy by default, and cudaStreamPerThread
 _MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
 
 
@@ -155,7 +159,13 @@ class CudaDevice:
         """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
         self._torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
-        self._locker = PageLocker(_pinning_calls(self.cupy_runtime, self.index))
+        node = near_node(_pci_id(torch.cuda.get_device_properties(self.index)))
+        self._locker = PageLocker(
+            _pinning_calls(self.cupy_runtime, self.index),
+            place=None if node is None else PreferredNode(node),
+            # Made current so that a process that uses GPU 1 does not start a context on GPU 0.
+            scope=partial(torch.cuda.device, self.index),
+        )
         self._odometer_lock = threading.Lock()
         self._odometer_base = self._odometer_last = 0
 
@@ -200,14 +210,16 @@ class CudaDevice:
     def new_stream(self, name: str) -> CudaStream:
         return CudaStream(self, torch.cuda.Stream(device=self.index), name)
 
+    def capturing(self) -> bool:
+        # Asked of the thread's current device, which during a capture is the one that captures. If that is another GPU than
+        # this one, yes is right too: by default a capture forbids its thread the same calls on all of them.
+        return bool(torch.cuda.is_current_stream_capturing())
+
     def alloc_pinned(self, nbytes: int) -> Tensor:
-        # The device is made current so that a process that uses GPU 1 does not start a context on GPU 0.
-        with torch.cuda.device(self.index):
-            return self._locker.pin(nbytes)
+        return self._locker.pin(nbytes)
 
     def free_pinned(self, memory: Tensor) -> None:
-        with torch.cuda.device(self.index):
-            self._locker.unpin(memory)
+        self._locker.unpin(memory)
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
         return pageable_memory(nbytes)
@@ -306,6 +318,45 @@ def _cupy_runtime(index: int) -> Any:
     return runtime
 
 
+class CupyPinning:
+    """What an allocator of pinned memory for CuPy needs of CuPy. Raises `DeviceUnavailable` where it is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as in _cupy_runtime
+                from cupy import cuda
+        except ImportError as error:
+            raise DeviceUnavailable(
+                f"as_cupy_allocator: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
+            ) from error
+        self._cuda = cuda
+
+    def pointer(self, memory: Any) -> Any:
+        """A `PinnedMemoryPointer` to the start of `memory`, which it holds: an object with `ptr` and `size`."""
+        return self._cuda.PinnedMemoryPointer(memory, 0)
+
+    def out_of_memory(self) -> Exception:
+        """The error at which CuPy, with a warning, copies from ordinary memory: no more can be pinned."""
+        error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
+        return error
+
+    def events(self, device: Device) -> tuple[Event, ...]:
+        """Behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current stream.
+
+        An event on the null stream comes after the work of all blocking streams, and theirs after it. Another device than a
+        GPU has no stream of CuPy's: there it is the current one.
+        """
+        if not isinstance(device, CudaDevice):
+            return (device.current_stream().record(),)
+        null = CudaStream(device, torch.cuda.default_stream(device.index), "null")
+        handle = int(self._cuda.get_current_stream(device.index).ptr)
+        if handle in _BLOCKING_HANDLES:
+            return (null.record(),)
+        current = CudaStream(device, torch.cuda.ExternalStream(handle, device=device.index), "cupy")
+        return (null.record(), current.record())
+
+
 def _pinning_calls(runtime: Any, index: int) -> PinningCalls:
     """The calls of CuPy's runtime, or of torch's where `runtime` is None."""
 
@@ -316,9 +367,13 @@ def _pinning_calls(runtime: Any, index: int) -> PinningCalls:
         except RuntimeError as error:
             _log.debug("cleared a CUDA error that a refused pinning left behind: %s", error)
 
+    # Without the second, a kernel would need another address for the memory than the one its tensor has.
+    wanted = (_ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)
+    ask = _driver_attribute if runtime is None else runtime.deviceGetAttribute
+    registers = all(ask(attribute, index) for attribute in wanted)
     if runtime is None:
         return PinningCalls(
-            register=_torch_register,
+            register=_torch_register if registers else None,
             unregister=_torch_unregister,
             # torch rounds this up to a power of two and keeps it in a cache of its own: right, if wasteful, as a last resort.
             host_alloc=lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True),
@@ -330,8 +385,6 @@ def _pinning_calls(runtime: Any, index: int) -> PinningCalls:
         address = runtime.hostAlloc(nbytes, _HOST_PORTABLE)
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
-    wanted = (_ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)
-    registers = all(runtime.deviceGetAttribute(attribute, index) for attribute in wanted)
     return PinningCalls(
         register=(lambda address, nbytes: runtime.hostRegister(address, nbytes, _HOST_PORTABLE)) if registers else None,
         unregister=runtime.hostUnregister,
@@ -339,6 +392,15 @@ def _pinning_calls(runtime: Any, index: int) -> PinningCalls:
         host_free=lambda memory: runtime.freeHost(memory.data_ptr()),
         clear_error=clear_error,
     )
+
+
+def _driver_attribute(attribute: int, index: int) -> int:
+    """What the driver says of a GPU, 0 where it does not. torch has no call for it; the driver's numbers are the runtime's."""
+    driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
+    gpu, value = ctypes.c_int(), ctypes.c_int()
+    known = driver.cuDeviceGet(ctypes.byref(gpu), index) == 0
+    known = known and driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, gpu) == 0
+    return value.value if known else 0
 
 
 def _torch_register(address: int, nbytes: int) -> None:

@@ -114,6 +114,15 @@ class Device(Protocol):
 
     def new_stream(self, name: str) -> Stream: ...
 
+    def capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph.
+
+        Nothing may then be asked of the device but this: an event query, a wait for the host or a reading of memory breaks a
+        capture or says nothing of the replay, and a copy would be replayed without the host that has to follow it. Never
+        waits, never raises, and starts no context. The simulator captures nothing: always False.
+        """
+        ...
+
     def alloc_pinned(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of `nbytes` of page-locked host memory (plain memory on the simulator).
 

@@ -3,7 +3,7 @@
     look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what was swapped in and is used last               (its host copy is still good)
-              3. swap out again what was taken back for a use
+              3. swap out what stayed, or was taken back for a use: to ordinary memory where no more can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
     took(nbytes)           # the swap-in was allocated: ours, not the model's growth
 
@@ -13,6 +13,7 @@ One reading of the allocator per look, unless something is given back: a reading
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
@@ -23,6 +24,12 @@ from chameleon_mm.reclaim import ReclaimQueue
 
 PREFETCH_HORIZON = 8
 """Looks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
+
+UNKNOWN_SHARE = 0.5
+"""Of the budget: what may be allocated while nothing was learned before saved tensors go to pageable memory, which is slow.
+
+The other half is for the climb until the next look: an operator's result and its temporaries.
+"""
 
 ROUND_BYTES = 512
 """The caching allocator counts blocks rounded up to this."""
@@ -65,7 +72,10 @@ class BudgetGuard:
         self._allocated += rounded
 
     def make_room(self, nbytes: int, *, keep: SavedStorage | None) -> None:
-        """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`."""
+        """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`.
+
+        Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
+        """
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
@@ -81,9 +91,21 @@ class BudgetGuard:
             self._allocated = self._device.allocated_bytes()
             return self._allocated <= limit
 
-        self._give_back(enough, keep)
+        refused = self._give_back(enough, keep)
         if self._allocated > budget - nbytes:
             self._meter.totals.budget_misses += 1
+            if refused is not None:
+                raise HostMemoryExhausted(
+                    f"saved tensors: expected {self._allocated} bytes of device memory, and {nbytes} more for the next use, to "
+                    f"come down to the budget of {budget}, but the host takes no more of them: {refused}; raise hbm_budget, "
+                    f"free host memory, or make the batch smaller"
+                )
+
+    @property
+    def tight_and_unknown(self) -> bool:
+        """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
+        budget = self._limits.hbm_budget_bytes
+        return budget is not None and self.headroom.need() is None and self._allocated > budget * UNKNOWN_SHARE
 
     def give_back_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
@@ -117,22 +139,33 @@ class BudgetGuard:
             self.headroom.record(max(0, now.odometer_bytes - self._odometer - self._taken))
         self._odometer, self._allocated, self._taken = now.odometer_bytes, now.allocated_bytes, 0
 
-    def _give_back(self, enough: Callable[[], bool], keep: SavedStorage | None) -> None:
+    def _give_back(self, enough: Callable[[], bool], keep: SavedStorage | None) -> str | None:
+        """Returns why the host took no more, if that is what ended it."""
         self.reclaim.flush(enough)
         if enough():
-            return
+            return None
         restored = [s for s in self._live() if s.place in (Place.ARRIVING, Place.RESTORED) and s is not keep]
         for saved in sorted(restored, key=lambda s: self._order.rank(s.index), reverse=True):
             if enough():
-                return
+                return None
             saved.drop_restored()
         resident = [s for s in self._live() if s.place is Place.RESIDENT and s is not keep]
-        taken_back = [s for s in resident if s.op_is_over and s.worth_a_copy]
-        for saved in taken_back:
-            if enough():
-                return
-            try:
-                saved.swap_out()
-            except (HostMemoryExhausted, TransferFailed):
-                return
-            saved.reclaim()
+        try:
+            for saved in [s for s in resident if s.op_is_over and s.worth_a_copy]:
+                if enough():
+                    return None
+                self._swap_out(saved)
+                saved.reclaim()
+        except TransferFailed:
+            return None
+        except HostMemoryExhausted as refusal:
+            return str(refusal)
+        return None
+
+    def _swap_out(self, saved: SavedStorage) -> None:
+        """To pinned memory, else to ordinary. Raises `TransferFailed`, and `HostMemoryExhausted` where the host has neither."""
+        with suppress(HostMemoryExhausted):
+            saved.swap_out()
+        if saved.place is Place.RESIDENT:
+            saved.swap_out(pageable=True)
+            self._meter.totals.pageable_swap_outs += 1

@@ -1,6 +1,6 @@
 """Which saved tensors nobody may move, and why.
 
-    facts_of(t) -> SaveFacts(nbytes, kind)        kind: "" for a plain activation, else the reason under which it is counted
+    facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
 
 Note [Parameters]: a parameter, or a view of one, passes by reference: its storage may be freed and refilled under us (FSDP2
 resizes it to nothing), and it lives on the device anyway.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable
+from math import prod
 from typing import Any
 
 import torch
@@ -63,7 +64,17 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     storage = t.untyped_storage()
     if storage in protected:
         return SaveFacts(nbytes=0, kind="persistent")
-    return SaveFacts(nbytes=storage.nbytes())
+    nbytes = storage.nbytes()
+    covered = covered_bytes(t)
+    return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
+
+
+def covered_bytes(t: Tensor) -> int:
+    """Bytes of elements, those that a dimension of stride 0 repeats counted once. Elements that overlap count each."""
+    elements = t.numel()
+    if elements > 1 and 0 in (strides := t.stride()):
+        elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
+    return elements * t.element_size()
 
 
 def taken_apart(t: Tensor) -> tuple[dict[str, Any], Any] | None:

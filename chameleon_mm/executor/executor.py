@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -24,12 +24,13 @@ from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
+from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
 from chameleon_mm.executor.meter import Meter
-from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools
+from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools, claim_key
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import DefaultRule, Limits, UseOrder
+from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.transfer import Transfer
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,9 @@ class Executor:
         self._lock = threading.Lock()
         self._dropped: deque[SavedStorage] = deque()
         self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
-        self._claims: dict[int, weakref.ref[Claim]] = {}
+        self._claims: dict[Hashable, weakref.ref[Claim]] = {}
+        self._parts: dict[int, list[SavedStorage]] = {}
+        """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
         self._live: dict[tuple[int, int], SavedStorage] = {}
         self._epoch = 0
         self._next_index = 0
@@ -82,6 +85,8 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        if self.device.capturing():
+            return self._keep(t, "capturing")
         facts = facts_of(t, self.device, self._protected)
         if facts.kind == "subclass":
             handle = self._save_inner(t)
@@ -91,9 +96,8 @@ class Executor:
         with self._entered():
             self._advance(look=reason is None)
             if reason is None:
-                return SwappedView(self._claim(t), t)
-            self.meter.totals.kept_by_reason[reason] += 1
-            return KeptTensor(t, by_reference=reason == "parameter")
+                return SwappedView(self._claim(t, facts), t)
+        return self._keep(t, reason)
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
@@ -103,6 +107,11 @@ class Executor:
         if isinstance(handle, TakenApart):
             return handle.rebuild({name: self.use(part) for name, part in handle.parts.items()})
         saved = handle.claim.saved
+        if self.device.capturing():
+            raise RuntimeError(
+                f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of "
+                f"{saved.nbytes} bytes that was saved before and may be moved between replays; capture both together"
+            )
         with self._entered():
             self._advance(look=True)
             compute = self._compute()
@@ -110,6 +119,11 @@ class Executor:
             self._count_use(handle, saved)
             self._prefetch_after(saved, compute)
             return handle.rebuild(storage)
+
+    def _keep(self, t: Tensor, reason: str) -> KeptTensor:
+        with self._lock:
+            self.meter.totals.kept_by_reason[reason] += 1
+        return KeptTensor(t, by_reference=reason == "parameter")
 
     def _save_inner(self, t: Tensor) -> TakenApart | None:
         """A wrapper by what it wraps; None if it cannot be taken apart or nothing of it would move."""
@@ -174,7 +188,8 @@ class Executor:
 
     def _retire_if_idle(self) -> None:
         # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.
-        while self._dropped and self._lock.acquire(blocking=False):
+        # While a graph is captured nothing may be asked of the device: whoever enters after it retires them.
+        while self._dropped and not self.device.capturing() and self._lock.acquire(blocking=False):
             try:
                 self._retire_dropped()
             finally:
@@ -191,12 +206,14 @@ class Executor:
             claim = self._claims.get(saved.key)
             if claim is not None and claim() is None:
                 del self._claims[saved.key]
+            if saved.part is not None:
+                self._forget_part(saved)
             try:
                 saved.retire()
             except BaseException as error:  # noqa: BLE001 - raised below, once the others are retired too
                 errors.append(error)
             kept_alive = saved.first()
-            if saved.place is Place.RETIRED and kept_alive is not None:
+            if saved.place is Place.RETIRED and kept_alive is not None and saved.part is None:
                 self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._live_of_epoch:
             self._guard.reclaim.flush(lambda: False)
@@ -245,13 +262,33 @@ class Executor:
         for saved in over:
             if saved.place is not Place.RESIDENT or not saved.worth_a_copy:
                 continue
+            if saved.part is not None:
+                self._gather(saved)
+                if saved.nbytes < self._rule.min_bytes:
+                    continue
             try:
-                saved.swap_out()
+                self._swap_out(saved)
             except (HostMemoryExhausted, TransferFailed) as refusal:
-                _log.info("kept on the device: %s", refusal)
+                _log.info("kept on the device: %s", str(refusal))
                 self.meter.totals.fallbacks += 1
                 continue
             self._guard.reclaim.add(saved)
+
+    def _swap_out(self, saved: SavedStorage) -> None:
+        try:
+            saved.swap_out()
+        except HostMemoryExhausted:
+            if not self._guard.tight_and_unknown:
+                raise
+            saved.swap_out(pageable=True)
+            self.meter.totals.pageable_swap_outs += 1
+
+    def _gather(self, saved: SavedStorage) -> None:
+        """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
+        with suppress(torch.OutOfMemoryError):
+            saved.gather(self._compute())
+            self.meter.totals.gathers += 1
+            self._guard.took(saved.nbytes)
 
     def _compute(self) -> Stream:
         """The calling thread's compute stream."""
@@ -259,28 +296,65 @@ class Executor:
         self._streams.note(stream)
         return stream
 
-    def _claim(self, t: Tensor) -> Claim:
-        """The claim on `t`'s storage: one copy per storage and version, whatever number of views. Note [Identity]."""
-        storage, compute = t.untyped_storage(), self._compute()
-        ref = self._claims.get(id(storage))
-        claim = None if ref is None else ref()
-        if claim is None or not claim.saved.holds(storage, t._version):
-            if self._next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
-                self._end_unnamed_step()
-            saved = SavedStorage(t, compute, self._tools, epoch=self._epoch, index=self._next_index)
-            self._next_index += 1
-            self._live_of_epoch += 1
-            self._saved_any = True
-            self._live[saved.epoch, saved.index] = saved
-            self._fresh.append((saved, threading.get_ident(), _sequence_nr()))
-            claim = Claim(saved, self._on_claim_end)
-            self._claims[id(storage)] = weakref.ref(claim)
+    def _claim(self, t: Tensor, facts: SaveFacts) -> Claim:
+        """The claim on `t`'s storage: one copy per storage and version, whatever number of views. Note [Identity].
+
+        Unless `t` covers little of a storage that was not saved whole: then a claim on that part, which views of it share.
+        """
+        storage, compute, part = t.untyped_storage(), self._compute(), None
+        claim = self._claim_on(storage, None, t._version)
+        if claim is None and self._rule.gathers(facts, views=0, view_bytes=0):
+            part = Part.of(t)
+            claim = None if part is None else self._claim_on(storage, part, t._version)
+            others = self._parts.get(id(storage), ())
+            if not self._rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes_of_part for other in others)):
+                part = None
+        if claim is None:
+            claim = self._new_claim(t, compute, part)
         claim.saved.views += 1
         claim.saved.to_come += 1
         return claim
 
+    def _claim_on(self, storage: torch.UntypedStorage, part: Part | None, version: int) -> Claim | None:
+        ref = self._claims.get(claim_key(storage, part))
+        claim = None if ref is None else ref()
+        return claim if claim is not None and claim.saved.holds(storage, version) else None
+
+    def _new_claim(self, t: Tensor, compute: Stream, part: Part | None) -> Claim:
+        if self._next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
+            self._end_unnamed_step()
+        saved = SavedStorage(t, compute, self._tools, epoch=self._epoch, index=self._next_index, part=part)
+        self._next_index += 1
+        self._live_of_epoch += 1
+        self._saved_any = True
+        self._live[saved.epoch, saved.index] = saved
+        self._fresh.append((saved, threading.get_ident(), _sequence_nr()))
+        claim = Claim(saved, self._on_claim_end)
+        self._claims[saved.key] = weakref.ref(claim)
+        if part is not None:
+            self._parts.setdefault(saved.storage_id, []).append(saved)
+        return claim
+
+    def _forget_part(self, saved: SavedStorage) -> None:
+        parts = self._parts[saved.storage_id]
+        parts.remove(saved)
+        if not parts:
+            del self._parts[saved.storage_id]
+
     def _bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """The storage, on the device, ready for `compute`."""
+        """The storage, on the device, its bytes in place, ready for `compute`."""
+        if not saved.gathered:
+            return self._bring_held(saved, compute)
+        storage = saved.unpacked_elsewhere(compute)
+        if storage is not None:
+            self.meter.totals.uses_on_device += 1
+            return storage
+        assert saved.part is not None
+        packed = self._bring_held(saved, compute)
+        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), keep=saved)
+
+    def _bring_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+        """What is held of it, on the device, ready for `compute`."""
         if saved.place in (Place.ARRIVING, Place.RESTORED) and (saved.lost_on_the_way or not saved.home_is(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
         if saved.place is Place.LEAVING:
@@ -290,7 +364,7 @@ class Executor:
             if elsewhere is not None:
                 self.meter.totals.uses_on_device += 1
                 return elsewhere
-            self._swap_in_now(saved, compute)
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), keep=saved)
             self.meter.totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         self.meter.totals.uses_on_device += 1
@@ -299,15 +373,20 @@ class Executor:
         assert saved.device is not None
         return saved.device
 
-    def _swap_in_now(self, saved: SavedStorage, compute: Stream) -> None:
-        self._guard.make_room(saved.nbytes, keep=saved)
+    def _allocate(
+        self, nbytes: int, allocate: Callable[[], torch.UntypedStorage], *, keep: SavedStorage
+    ) -> torch.UntypedStorage:
+        """What `allocate` takes of the device for a use, room made for it; `keep` is not given back for that."""
+        self._guard.make_room(nbytes, keep=keep)
+        storage = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
-            saved.swap_in(compute)
-        if saved.place is not Place.ARRIVING:
+            storage = allocate()
+        if storage is None:
             self.meter.totals.oom_retries += 1
-            self._guard.give_back_all(keep=saved)
-            saved.swap_in(compute)
-        self._guard.took(saved.nbytes)
+            self._guard.give_back_all(keep=keep)
+            storage = allocate()
+        self._guard.took(nbytes)
+        return storage
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._epoch:

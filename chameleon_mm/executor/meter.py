@@ -45,6 +45,10 @@ class Totals:
     """Looks at memory that found it above the budget with nothing left to give back."""
     fallbacks: int = 0
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
+    gathers: int = 0
+    """Small views that were kept without the rest of their storage."""
+    pageable_swap_outs: int = 0
+    """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
     oom_retries: int = 0
     stall_us: float = 0.0
     copy_us: float = 0.0

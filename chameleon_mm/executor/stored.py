@@ -1,7 +1,7 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back.
 
-    RESIDENT --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> ARRIVING --use--> RESTORED --drop--> ON_HOST
-        ^____take_back_________|                                         any of them --retire (last handle gone)--> RETIRED
+    RESIDENT [--gather] --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> ARRIVING --use--> RESTORED --drop--> ON_HOST
+        ^____take_back____________________|                              any of them --retire (last handle gone)--> RETIRED
 
 Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business.
 """
@@ -12,7 +12,7 @@ import enum
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import SimError, TransferFailed
+from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import VersionProbe, flat_bytes
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.streams import ComputeStreams
@@ -60,12 +61,17 @@ class Tools:
 
 
 class SavedStorage:
-    """The buffers of one saved storage and the copies between them."""
+    """The buffers of one saved storage, or of the one `part` of it that was saved, and the copies between them."""
 
-    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
+    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part | None = None) -> None:
         storage = t.untyped_storage()
         self.place = Place.RESIDENT
-        self.nbytes = storage.nbytes()
+        self.nbytes = self._saved_nbytes = storage.nbytes()
+        """Bytes that are held and moved: those of the saved storage, until it is gathered."""
+        self.part = part
+        """Which bytes of the storage were saved; None: all of them."""
+        self.gathered = False
+        """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
         self.device: torch.UntypedStorage | None = storage
         """The device copy, held strongly. None when it was dropped."""
         self.first = weakref.ref(storage)
@@ -84,9 +90,11 @@ class SavedStorage:
         self.to_come = 0
         self.round = 0
         self._seal = Seal(t, epoch) if tools.verify else None
-        self.key = id(storage)
+        self.storage_id = id(storage)
+        self.nbytes_of_part = 0 if part is None else part.nbytes
+        self.key = claim_key(storage, part)
         """Under which the executor finds the claim on it."""
-        self._home = home
+        self._saved_on = self._home = home
         self._tools = tools
         self._block: PinnedBlock | None = None
         self._out: Move | None = None
@@ -94,6 +102,8 @@ class SavedStorage:
         self._read: Event | None = None
         """After the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
+        self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
+        self._unpacked_on: Stream | None = None
 
     # --- out
 
@@ -102,10 +112,28 @@ class SavedStorage:
         """Whether it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
         return self.device is not None and self.device.nbytes() == self.nbytes and not self.probe.moved
 
-    def swap_out(self) -> None:
-        """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed."""
+    def gather(self, current: Stream) -> None:
+        """From here on hold the bytes of `part` alone: a kernel on `current`, which is the current stream.
+
+        The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
+        """
+        assert self.place is Place.RESIDENT and self.device is not None and self.part is not None and not self.gathered
+        self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+        packed = self.part.pack(self.device)
+        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
+        self._home.free(flat_bytes(self.device))
+        self.device, self._home, self.gathered = packed, current, True
+        self.latest = weakref.ref(packed)
+        self.nbytes = packed.nbytes()
+        self._tools.meter.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
+
+    def swap_out(self, *, pageable: bool = False) -> None:
+        """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
+
+        `pageable`: to ordinary memory, beyond the pool's limit.
+        """
         assert self.place is Place.RESIDENT and self.device is not None
-        block = self._tools.pool.allocate(self.nbytes)
+        block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         ready = self._home.record()
         after = [ready, *block.pending_events]
@@ -172,8 +200,8 @@ class SavedStorage:
 
     # --- back
 
-    def swap_in(self, compute: Stream) -> None:
-        """Allocate on `compute` and queue the copy back.
+    def swap_in(self, compute: Stream) -> torch.UntypedStorage:
+        """Allocate on `compute` and queue the copy back, into the storage returned.
 
         Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed.
         """
@@ -196,6 +224,7 @@ class SavedStorage:
         self.round += 1
         self.to_come = self.views
         self.place = Place.ARRIVING
+        return self.device
 
     def arrive(self, compute: Stream) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there."""
@@ -232,7 +261,7 @@ class SavedStorage:
 
     def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
         """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own."""
-        same = self.first() is storage and self.nbytes == storage.nbytes()
+        same = self.first() is storage and self._saved_nbytes == storage.nbytes()
         return same and self.probe.expected == version and not self.probe.moved
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
@@ -240,6 +269,27 @@ class SavedStorage:
         storage = self.latest()
         if storage is None or storage.nbytes() != self.nbytes or not self.home_is(compute):
             return None
+        return storage
+
+    def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
+        """Of a gathered one: a storage with its bytes in place that somebody holds and `compute` may use without a wait.
+
+        That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
+        """
+        storage = self.first()
+        if storage is not None and storage.nbytes() == self._saved_nbytes and self._saved_on is compute:
+            return storage
+        return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
+
+    def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:
+        """Of a gathered one: a storage with its bytes in place, made on `compute`, the current stream.
+
+        Raises `torch.OutOfMemoryError`.
+        """
+        assert self.part is not None
+        storage = compute.alloc(self.part.end_byte).untyped_storage()
+        self.part.unpack(packed, storage)
+        self._unpacked, self._unpacked_on = weakref.ref(storage), compute
         return storage
 
     def home_is(self, compute: Stream) -> bool:
@@ -295,6 +345,11 @@ class SavedStorage:
         after = self._read if self._read is not None else self._out.done if self._out is not None else None
         self._block.release(after=after)
         self._block = None
+
+
+def claim_key(storage: torch.UntypedStorage, part: Part | None) -> Hashable:
+    """Of the claim on all of a storage, or on a part of it."""
+    return id(storage) if part is None else (id(storage), part)
 
 
 class Claim:

@@ -135,6 +135,10 @@ class SimDevice:
     def new_stream(self, name: str) -> SimStream:
         return self._machine.make_stream(name, late=True)
 
+    def capturing(self) -> bool:
+        """As `Device.capturing`: there are no graphs here, so False."""
+        return False
+
     def new_compute_stream(self, name: str = "compute") -> SimStream:
         """Another stream for `stream(...)`: what is copied on it is there at once, in program order."""
         return self._machine.make_stream(name, late=False)

@@ -1,0 +1,79 @@
+"""A small view of a large storage, without the rest of it.
+
+    part = Part.of(t)                        # which bytes of its storage the view covers; None where they overlap
+    packed = part.pack(storage)              # those bytes alone, side by side: what is kept and moved instead of the storage
+    storage = part.unpack(packed)            # as large as the view reaches, its bytes where they were; between them, anything
+
+The storage that comes back begins where the first one began, so the view's offset and strides stay what they were: kernels
+choose their path, and so their rounding, by strides and alignment. Bytes move as integers: a floating-point copy might quiet
+a NaN, a boolean one might make a 1 of a 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Part(NamedTuple):
+    """The bytes of a storage that a view covers, as a strided array of words. Equal parts of one storage are one."""
+
+    word_bytes: int
+    offset: int
+    """In words, as the sizes and strides are."""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, t: Tensor) -> Part | None:
+        """What `t` covers of its storage; None for no element, elements that overlap, and elements of an odd size."""
+        word_bytes = min(t.element_size(), 8)
+        per_element = t.element_size() // word_bytes
+        if word_bytes not in _WORDS or t.numel() == 0:
+            return None
+        # A dimension of stride 0 repeats what is there. Sorted by stride, so that views that differ in order alone are one.
+        kept = sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and stride > 0)
+        reach = 1
+        for stride, size in kept:
+            if stride < reach:
+                return None
+            reach += stride * (size - 1)
+        dims = [(1, per_element)] if per_element > 1 else []
+        dims += [(stride * per_element, size) for stride, size in kept]
+        sizes, strides = tuple(size for _, size in reversed(dims)), tuple(stride for stride, _ in reversed(dims))
+        return cls(word_bytes, int(t.storage_offset()) * per_element, sizes, strides)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it covers."""
+        words = 1
+        for size in self.sizes:
+            words *= size
+        return words * self.word_bytes
+
+    @property
+    def end_byte(self) -> int:
+        """Where in the storage the last of its bytes ends."""
+        last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return (self.offset + last + 1) * self.word_bytes
+
+    def pack(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The covered bytes alone. Allocates `nbytes` and copies on the current stream; may raise `torch.OutOfMemoryError`."""
+        with torch.no_grad():
+            packed = torch.empty(self.sizes, dtype=_WORDS[self.word_bytes], device=storage.device)
+            return packed.copy_(self._over(storage)).untyped_storage()
+
+    def unpack(self, packed: torch.UntypedStorage, into: torch.UntypedStorage) -> None:
+        """Put the packed bytes where they were, on the current stream. `into` has `end_byte` bytes or more."""
+        with torch.no_grad():
+            words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=packed.device)
+            side_by_side = words.set_(packed, 0, (self.nbytes // self.word_bytes,), (1,)).view(self.sizes)
+            self._over(into).copy_(side_by_side)
+
+    def _over(self, storage: torch.UntypedStorage) -> Tensor:
+        words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=storage.device)
+        return words.set_(storage, self.offset, self.sizes, self.strides)

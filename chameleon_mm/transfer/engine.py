@@ -1,0 +1,78 @@
+"""Both directions of one device's link, for any thread.
+
+move = transfer.swap_out(host, hbm, after)      # queued behind earlier ones
+transfer.pump()                                 # at every hook: hand over as much as may be outstanding
+done = transfer.issue_out(move)                 # needed now: all of it, ahead of what is queued
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from chameleon_mm.device import Device, Event
+from chameleon_mm.transfer.lane import OUTSTANDING, PIECE_BYTES, Lane, Move
+
+
+class Transfer:
+    """Both lanes of one device. Thread-safe: forward and backward may run on different threads."""
+
+    def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
+        if piece_bytes < 1 or outstanding < 1:
+            raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
+        self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
+        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding, speculative=True, synchronize=device.synchronize)
+        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding, speculative=False, synchronize=device.synchronize)
+
+    # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
+    # whoever uses it gets eager's error instead of the bytes.
+
+    def swap_out(self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
+        """Queue device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""
+        return self._submit(self._out, Move(host, hbm, after, timed))
+
+    def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
+        """Queue host to device, behind earlier ones; `issue_in` brings it forward."""
+        return self._submit(self._in, Move(hbm, host, after, timed))
+
+    def issue_out(self, move: Move) -> Event:
+        """Hand all of a swap-out over now and return the event after it."""
+        with self._lock:
+            return self._out.issue(move)
+
+    def issue_in(self, move: Move) -> Event:
+        """Hand all of a swap-in over now, ahead of queued ones, and return the event after it."""
+        with self._lock:
+            return self._in.issue(move)
+
+    def cancel_out(self, move: Move) -> bool:
+        """Take a swap-out back if none of it was handed over. Returns whether it was."""
+        with self._lock:
+            return self._out.cancel(move)
+
+    def curtail_out(self, move: Move) -> int:
+        """End a swap-out that nobody needs any more after the pieces already handed over. Returns the bytes never sent."""
+        with self._lock:
+            return self._out.curtail(move)
+
+    def cancel_in(self, move: Move) -> bool:
+        """Take a swap-in back if none of it was handed over. Returns whether it was."""
+        with self._lock:
+            return self._in.cancel(move)
+
+    def synchronize(self) -> None:
+        """The host waits for the device, as far as it still answers: what follows a failure needs no event then."""
+        self._out.settle()
+
+    def pump(self) -> None:
+        """Hand over what the outstanding limit allows now, both ways."""
+        with self._lock:
+            self._out.pump()
+            self._in.pump()
+
+    def _submit(self, lane: Lane, move: Move) -> Move:
+        with self._lock:
+            lane.submit(move)
+        return move

@@ -10,6 +10,7 @@ from __future__ import annotations
 THEMES: dict[str, str] = {
     "copy": "chameleon_mm.bench.copy",
     "overlap": "chameleon_mm.bench.overlap",
+    "pinned": "chameleon_mm.bench.pinned",
     "training": "chameleon_mm.bench.training",
 }
 """Theme -> module with `add_arguments(parser)` and `run(args, console) -> int` (0 done, 1 failed; `ValueError`: bad usage)."""

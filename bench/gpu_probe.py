@@ -23,7 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.bench import gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning
+from chameleon_mm.bench import gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning, pinned
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.device import resolve_device
 
@@ -33,13 +33,15 @@ ITEMS: Mapping[str, Item] = {
     "copies_by_engine": gpu_probe_copies.by_engine,
     "copies_by_kernel": gpu_probe_copies.by_kernel,
     "pinning": gpu_probe_pinning.rates,
+    "pools": lambda: pinned.measure(resolve_device("cuda")).to_dict(),
     "pinning_beside_gemm": gpu_probe_pinning.beside_gemm,
     "host_costs": gpu_probe_costs.host_costs,
     "reclaim": gpu_probe_memory.reclaim,
     "oom_retry": gpu_probe_memory.oom_retry,
     "host_pointers": gpu_probe_pinning.host_pointers,
 }
-"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach."""
+"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pools` is the theme
+`pinned`, whole: in this record, as the files that one run may leave are taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -59,6 +59,7 @@ A part that is missing is a finding, not an error.
 _BENCH = {
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
     "overlap": "compute beside copies: how much each slows the other, and the share of copy time hidden",
+    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }
 

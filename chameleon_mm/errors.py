@@ -19,6 +19,14 @@ class BlockReleasedError(ChameleonError, ValueError):
     """A pinned block was used, or a view of it asked for, after its release."""
 
 
+class BlockInUseError(ChameleonError, BufferError):
+    """A pinned block was to be released while a tensor, an array or a memoryview of it was alive."""
+
+
+class BlockCorruptedError(ChameleonError, RuntimeError):
+    """A checking allocator found that somebody wrote beside a block."""
+
+
 class PoolStateError(ChameleonError, RuntimeError):
     """A pinned pool was closed while blocks of it were live, or used after it was closed."""
 

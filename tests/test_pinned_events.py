@@ -19,6 +19,7 @@ from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.pinned.block import Ticket
 from chameleon_mm.pinned.pending import PendingRanges
 from chameleon_mm.units import MIB
 
@@ -256,23 +257,22 @@ def wait_on_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
-    """A mutant whose blocks forget some events before they are released."""
+    """A mutant whose blocks forget some events when they return."""
 
     def apply(monkeypatch: pytest.MonkeyPatch) -> None:
-        release = PinnedBlock.release
+        really_return = PinnedBlock._return
 
-        def faulty(self: PinnedBlock, after: Event | None = None) -> None:
-            for name in names:
-                setattr(self, name, ())
-            release(self, after)
+        def faulty(self: PinnedBlock, ticket: Ticket, events: tuple[Event, ...]) -> None:
+            forgotten = {id(event) for name in names for event in getattr(self, name)}
+            really_return(self, ticket, tuple(event for event in events if id(event) not in forgotten))
 
-        monkeypatch.setattr(PinnedBlock, "release", faulty)
+        monkeypatch.setattr(PinnedBlock, "_return", faulty)
 
     return apply
 
 
 def let_the_host_touch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PinnedBlock, "_host_waits", lambda self: None)
+    monkeypatch.setattr(PinnedBlock, "synchronize", lambda self: None)
 
 
 def let_the_host_skip_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def let_the_host_skip_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) 
             event.synchronize()
         self._unmet = ()
 
-    monkeypatch.setattr(PinnedBlock, "_host_waits", faulty)
+    monkeypatch.setattr(PinnedBlock, "synchronize", faulty)
 
 
 def free_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event
@@ -123,6 +123,8 @@ def test_nothing_is_reserved_before_the_first_block_and_chunks_come_as_needed(po
         "largest_free_bytes": 16 * KIB,
         "num_live": 0,
         "num_chunks": 2,
+        "pageable_bytes": 0,
+        "peak_pageable_bytes": 0,
     }
 
 
@@ -253,8 +255,8 @@ def test_unused_chunks_make_room_for_a_large_request(pool: PinnedPool, ledgered:
     large = pool.allocate(20 * KIB)
     assert sum(event.syncs for event in events) == 1, "one complete chunk and one more make room for 20 KiB"
     assert events[2].syncs == 0
-    assert sorted(ledgered.chunks.values()) == [16 * KIB, 16 * KIB, 20 * KIB]
-    assert (pool.stats().reserved_bytes, large.pending_events) == (52 * KIB, ())
+    assert sorted(ledgered.chunks.values()) == [16 * KIB, 16 * KIB, 32 * KIB], "as large as those it took the place of"
+    assert (pool.stats().reserved_bytes, large.pending_events) == (64 * KIB, ())
 
 
 def test_unused_chunks_are_kept_where_they_would_not_make_room(pool: PinnedPool) -> None:
@@ -319,8 +321,17 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
                 os.write(1, b"freed ")
                 super().free_pinned(memory)
 
+        class Event:
+            def query(self):
+                return False
+
+            def synchronize(self):
+                os.write(1, b"waited ")
+
         def leave(pool):
-            loop = [pool.allocate(100), pool.allocate(100)]
+            pool.allocate_pageable(100).release(after=Event())
+            pool.trim()
+            loop = [pool.allocate(100), pool.allocate(100), pool.allocate_pageable(100)]
             loop.append(loop)  # only the collector, or nobody, takes these away
 
         forked, normal, last = (PinnedPool("1MiB", Loud()) for _ in range(3))
@@ -495,7 +506,7 @@ def test_a_tensor_of_any_dtype_is_the_blocks_memory(device: Device, dtype: torch
         assert block.tensor((), dtype).shape == ()
         assert block.tensor([1, 0, 2], dtype).shape == (1, 0, 2)
         assert block.buffer.numel() == block.nbytes == 6 * dtype.itemsize
-        del pool_neighbour, block
+        del pool_neighbour, block, view
 
 
 @pytest.mark.gpu
@@ -553,40 +564,79 @@ def test_the_simulator_takes_the_memory_for_host_memory(sim: SimDevice) -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Random programs over a small pool. Every block has its own byte pattern; every page knows which events it waits for."""
 
+    LIMIT, CHUNK = 24 * PAGE, 8 * PAGE
+
     def __init__(self) -> None:
         super().__init__()
         self.device = Ledgered()
         self.device.before_free = self.chunk_goes
-        self.pool = PinnedPool(24 * PAGE, self.device, 8 * PAGE)
+        self.pool = PinnedPool(self.LIMIT, self.device, self.CHUNK)
         self.blocks: list[tuple[PinnedBlock, int]] = []
         self.waits: dict[int, set[Any]] = {}  # page's address -> events of its last owners
         self.events: list[Flag] = []
         self.value = 0
+        self.peak_live = 0
 
     def pages(self, block: PinnedBlock) -> range:
         first = block.buffer.data_ptr()
         return range(first, first + block.nbytes, PAGE)
 
+    def live_pages(self) -> list[int]:
+        return sorted(page for block, _ in self.blocks if not block.pageable for page in self.pages(block))
+
+    def holes(self) -> list[int]:
+        """Sizes of the free blocks, worked out from the chunks and the live blocks alone."""
+        sizes, live = [], set(self.live_pages())
+        for base, nbytes in self.device.chunks.items():
+            run = 0
+            for page in range(base, base + nbytes, PAGE):
+                run = 0 if page in live else run + PAGE
+                if page + PAGE == base + nbytes or page + PAGE in live:
+                    sizes.append(run)
+        return sizes
+
+    def could_be_reserved(self) -> int:
+        """Room below the limit, unused chunks given back."""
+        live = self.live_pages()
+        used = sum(n for base, n in self.device.chunks.items() if any(base <= page < base + n for page in live))
+        return self.LIMIT - used
+
     def chunk_goes(self, address: int, nbytes: int) -> None:
+        assert not any(address <= page < address + nbytes for page in self.live_pages()), "a chunk went under a live block"
         for page in range(address, address + nbytes, PAGE):
             assert all(event.complete for event in self.waits.pop(page, set())), "a chunk went while the device used it"
 
-    @rule(nbytes=st.integers(0, 12 * PAGE), write=st.booleans())
-    def allocate(self, nbytes: int, write: bool) -> None:
-        try:
-            block = self.pool.allocate(nbytes)
-        except HostMemoryExhausted:
-            taken = sum(len(self.pages(block)) * PAGE for block, _ in self.blocks)
-            assert nbytes > 8 * PAGE or taken > 0, "an empty pool must serve what fits its limit"
-            return
-        expected = {event for page in self.pages(block) for event in self.waits.get(page, ()) if not event.complete}
-        assert set(block.pending_events) == expected
-        assert len(block.pending_events) == len(expected), "each event once"
+    def note(self, block: PinnedBlock, write: bool) -> None:
         self.value = (self.value + 1) % 256
         if write:
             fill(block, self.value)
-            assert all(event.complete for event in expected), "the host wrote while the device read"
         self.blocks.append((block, self.value if write else -1))
+        self.peak_live = max(self.peak_live, len(self.live_pages()) * PAGE)
+
+    @rule(nbytes=st.integers(0, 12 * PAGE), write=st.booleans())
+    def allocate(self, nbytes: int, write: bool) -> None:
+        need = -(-nbytes // PAGE) * PAGE
+        served = need <= max([0, self.could_be_reserved(), *self.holes()])
+        try:
+            block = self.pool.allocate(nbytes)
+        except HostMemoryExhausted:
+            assert not served
+            return
+        assert served
+        assert block.nbytes == nbytes
+        assert not set(self.pages(block)) & set(self.live_pages()), "two blocks overlap"
+        assert block.buffer.data_ptr() % PAGE == 0
+        expected = {event for page in self.pages(block) for event in self.waits.get(page, ()) if not event.complete}
+        assert set(block.pending_events) == expected
+        assert len(block.pending_events) == len(expected), "each event once"
+        self.note(block, write)
+        assert not write or all(event.complete for event in expected), "the host wrote while the device read"
+
+    @rule(nbytes=st.integers(1, 12 * PAGE), write=st.booleans())
+    def allocate_pageable(self, nbytes: int, write: bool) -> None:
+        block = self.pool.allocate_pageable(nbytes)
+        assert (block.pageable, block.nbytes, block.pending_events) == (True, nbytes, ())
+        self.note(block, write)
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data(), how=st.sampled_from(["event", "bare", "drop"]))
@@ -596,11 +646,12 @@ class PoolMachine(RuleBasedStateMachine):
         if value >= 0:
             assert holds(block, value)
             carried = set()
-        pages = self.pages(block)
+        pages = () if block.pageable else self.pages(block)
         if how == "event":
             self.events.append(Flag())
             carried.add(self.events[-1])
             block.release(after=self.events[-1])
+            block.release()  # a second one changes nothing
         elif how == "bare":
             block.release()
         for page in pages:
@@ -617,23 +668,46 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.trim()
         assert [event.syncs for event in self.events] == syncs
 
-    @rule()
+    @rule(nbytes=st.integers(0, 12 * PAGE))
+    def reserve(self, nbytes: int) -> None:
+        before, need = sum(self.device.chunks.values()), -(-nbytes // PAGE) * PAGE
+        try:
+            reservation = self.pool.reserve(nbytes)
+        except HostMemoryExhausted:
+            assert before + need > self.LIMIT
+            assert sum(self.device.chunks.values()) == before
+            return
+        assert (reservation.done, reservation.reserved_bytes) == (True, need)
+        assert sum(self.device.chunks.values()) == before + need <= self.LIMIT
+
+    @invariant()
     def stats_agree(self) -> None:
         stats = self.pool.stats()
-        assert stats.num_live == len(self.blocks)
-        assert stats.requested_bytes == sum(block.nbytes for block, _ in self.blocks)
-        assert stats.live_bytes == sum(len(self.pages(block)) * PAGE for block, _ in self.blocks)
+        pinned = [block.nbytes for block, _ in self.blocks if not block.pageable]
+        assert (stats.num_live, stats.requested_bytes) == (len(self.blocks), sum(pinned))
+        assert stats.live_bytes == len(self.live_pages()) * PAGE
+        assert stats.peak_live_bytes == self.peak_live
         assert stats.reserved_bytes == sum(self.device.chunks.values())
-        assert stats.requested_bytes <= stats.live_bytes <= stats.reserved_bytes <= stats.limit_bytes == 24 * PAGE
-        assert stats.largest_free_bytes <= stats.reserved_bytes - stats.live_bytes
-        assert stats.live_bytes <= stats.peak_live_bytes <= stats.peak_reserved_bytes <= stats.limit_bytes
+        holes = self.holes()
+        assert stats.largest_free_bytes == max(holes, default=0)
+        assert sum(holes) + stats.live_bytes == stats.reserved_bytes, "free + live = capacity"
+        assert stats.live_bytes <= stats.peak_live_bytes <= stats.peak_reserved_bytes <= stats.limit_bytes == self.LIMIT
+        live = sum(block.nbytes for block, _ in self.blocks if block.pageable)
+        assert live <= stats.pageable_bytes <= stats.peak_pageable_bytes
 
     def teardown(self) -> None:
         assert all(holds(block, value) for block, value in self.blocks if value >= 0)
         self.blocks.clear()
+        assert all(run == nbytes for run, nbytes in zip(sorted(self.holes()), sorted(self.device.chunks.values()), strict=True))
+        assert self.pool.stats().largest_free_bytes == max(self.device.chunks.values(), default=0), "all coalesced"
         self.pool.close()
-        assert self.device.chunks == {}
+        assert (self.device.chunks, self.pool.stats().pageable_bytes) == ({}, 0)
 
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_12_000_steps() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=240, stateful_step_count=50, deadline=None))

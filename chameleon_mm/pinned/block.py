@@ -5,6 +5,7 @@
     h2d.wait(d2h.record()); h2d.copy(hbm2, block.buffer)
     block.release(after=h2d.record())               # whoever gets the bytes next waits for that
                                                     # ... or is dropped: then it returns itself
+    t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it lives, release() refuses
 
 Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
 whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
@@ -14,9 +15,10 @@ waited for. Released without an event of its own, it hands the second kind on to
 
 from __future__ import annotations
 
-import math
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +26,13 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event, Stream
-from chameleon_mm.errors import BlockReleasedError
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError
+from chameleon_mm.pinned.late_event import recorded
+from chameleon_mm.pinned.tensors import BlockView, array_nbytes, as_array, as_tensor, plain_dtype, tensor_nbytes
 
-if TYPE_CHECKING:
-    from chameleon_mm.pinned.pool import PinnedPool
+_DLPACK_CPU = (1, 0)
+"""kDLCPU, its only device. Page-locked memory has a type of its own, kDLCUDAHost, which fewer consumers take: to a reader of
+host memory it is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
 
 
 class Ticket(NamedTuple):
@@ -37,26 +42,36 @@ class Ticket(NamedTuple):
     offset: int | None  # None: a block of zero bytes, which has no address
 
 
-class PinnedBlock:
-    """`nbytes` of pinned host memory of a `PinnedPool`, which alone makes blocks.
+class Owner(Protocol):
+    """Who makes blocks, and gets them back."""
 
-    The memory is the block's: hold the block as long as the buffer, a tensor or an array of it is in use. One thread at a time
-    uses a block; `release`, and dropping it, may happen on any thread at any point, the garbage collector's included.
+    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
+        ...
+
+
+class PinnedBlock:
+    """`nbytes` of pinned host memory, made by an allocator alone.
+
+    What `tensor`, `numpy`, `as_memoryview` and the protocols of NumPy, DLPack and Python's buffers give are views: each holds
+    the block. `buffer` is none: hold the block as long as that is in use. One thread at a time uses a block; `release`, and
+    dropping it, may happen on any thread at any point, the garbage collector's included.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_memory", "_met", "_nbytes", "_pool", "_start", "_unmet")
+    __slots__ = ("__weakref__", "_claim", "_memory", "_met", "_nbytes", "_owner", "_start", "_unmet", "_views")
 
     def __init__(
-        self, pool: PinnedPool, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
+        self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
         # A list, because `pop` is one atomic step: of two releases at once, one gets the ticket.
         self._claim = [ticket]
-        self._pool = pool
+        self._owner = owner
         self._memory = memory
         self._start = start
         self._nbytes = nbytes
         self._unmet = events
         self._met: tuple[Event, ...] = ()
+        self._views: list[weakref.ref[BlockView]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +83,11 @@ class PinnedBlock:
         return not self._claim
 
     @property
+    def pageable(self) -> bool:
+        """Whether this is ordinary memory, given where no more could be pinned."""
+        return False
+
+    @property
     def pending_events(self) -> tuple[Event, ...]:
         """Events of earlier owners that nobody has waited for yet; device work on the block comes after them."""
         return self._unmet
@@ -76,32 +96,50 @@ class PinnedBlock:
     def buffer(self) -> Tensor:
         """The memory as a flat uint8 tensor of exactly `nbytes`, for device copies.
 
-        Raw: this does NOT wait for `pending_events`. A stream that uses it is one that `allocate` or `wait_on` was given; for
-        the host there are `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
+        Raw: this does NOT wait for `pending_events`, and does not hold the block. A stream that uses it is one that `allocate`
+        or `wait_on` was given; for the host there are `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
         """
-        return self._bytes(self._nbytes, "buffer")
+        self._check_live("buffer")
+        return self._memory[self._start : self._start + self._nbytes]
+
+    # --- views
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The memory as a contiguous CPU tensor, for the host to read and write. No copy; the content is what was there.
 
-        The host waits for what earlier owners left pending. Device work of the caller's own is the caller's to wait for. Raises
+        The tensor, and all that shares its storage, holds the block. The host waits for what earlier owners left pending.
+        Device work of the caller's own is the caller's to wait for before the last view goes, or to name in `release`. Raises
         `ValueError` for a shape that needs more than `nbytes`, `BlockReleasedError` after the release.
         """
-        nbytes = self._fitting(shape, dtype.itemsize, dtype, "tensor")
-        flat = self._bytes(nbytes, "tensor")
-        self._host_waits()
-        with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
-            return flat.view(dtype).view(tuple(shape))
+        return as_tensor(self._view(tensor_nbytes(shape, dtype, self._nbytes), "tensor"), shape, dtype)
 
     def numpy(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """As `tensor`, as an array. Raises `ValueError` for a dtype of Python objects too."""
-        kind = np.dtype(dtype)
-        if kind.hasobject:
-            raise ValueError(f"numpy: expected a dtype of plain bytes, got {kind}; pinned memory cannot hold Python objects")
-        nbytes = self._fitting(shape, kind.itemsize, kind, "numpy")
-        flat = self._bytes(nbytes, "numpy")
-        self._host_waits()
-        return np.ndarray(tuple(shape), kind, buffer=flat.numpy())
+        kind = plain_dtype(dtype)
+        return as_array(self._view(array_nbytes(shape, kind, self._nbytes), "numpy"), shape, kind)
+
+    def as_memoryview(self) -> memoryview:
+        """As `tensor`: all `nbytes`, flat and writable. From Python 3.12 on, `memoryview(block)` is the same."""
+        return memoryview(self._bytes("as_memoryview"))
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return memoryview(self._bytes("as_memoryview"))
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """`np.asarray(block)`: all `nbytes` as uint8."""
+        # `data` is an object, which NumPy then holds, and not an address, with which it would hold the block but no view of it.
+        data = memoryview(self._bytes("np.asarray"))
+        return {"version": 3, "shape": (self._nbytes,), "typestr": "|u1", "data": data}
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        """`torch.from_dlpack(block)`, `np.from_dlpack(block)`: all `nbytes` as uint8, on the CPU. Arguments as NumPy's own."""
+        return self._bytes("__dlpack__").__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return _DLPACK_CPU
+
+    # --- order
 
     def wait_on(self, stream: Stream) -> None:
         """Order `stream`'s later work after every earlier owner's, on the device. The host does not wait.
@@ -109,48 +147,97 @@ class PinnedBlock:
         Once for each stream that may be the first to touch the block. Raises `BlockReleasedError` after the release.
         """
         self._check_live("wait_on")
+        self._unmet = recorded(self._unmet)
         for event in (*self._unmet, *self._met):
             stream.wait(event)  # the earlier owner's last access -> this stream's first
         self._met += self._unmet
         self._unmet = ()
+
+    def synchronize(self) -> None:
+        """The host waits for every earlier owner's work. The views do this; `buffer` does not."""
+        for event in (*self._unmet, *self._met):
+            event.synchronize()  # the earlier owner's last access -> the host's first
+        self._unmet = self._met = ()
+
+    def forget_complete(self) -> None:
+        """Drop the pending events that are complete. The host does not wait."""
+        if self._unmet:
+            self._unmet = tuple(event for event in recorded(self._unmet) if not event.query())
+
+    # --- the end
 
     def release(self, after: Event | None = None) -> None:
         """Give the memory back. A second call does nothing.
 
         `after` is an event behind the last device work on the block, and so behind the waits of `allocate` and `wait_on` that
         came before that work; None says that there was none, or that all of it is complete. Never waits, never takes a lock,
-        calls nothing of the device: safe in finalizers and on any thread.
+        calls nothing of the device: safe in finalizers and on any thread. Raises `BlockInUseError`, and changes nothing, while
+        views of the block live.
         """
         try:
             ticket = self._claim.pop()
         except IndexError:
             return
-        events = self._unmet + self._met if after is None else (*self._unmet, after)
+        # After the pop: a view that is being made on another thread has noted itself before it looks for the ticket, so that of
+        # the two at least one sees the other.
+        if self._views:
+            self._claim.append(ticket)
+            raise BlockInUseError(
+                f"release: expected no view of this block of {self._nbytes} bytes, got {len(self._views)} live; drop the "
+                f"tensors, arrays and memoryviews of it first, or drop the block instead: it returns with the last of them"
+            )
+        self._return(ticket, self._unmet + self._met if after is None else (*self._unmet, after))
+
+    def set_pending(self, events: tuple[Event, ...]) -> None:
+        """For an allocator that has this block's memory back from whoever it was lent to: `events` are all that is pending.
+
+        Whether it is released then, later or dropped, they are handed on. One step, safe in finalizers.
+        """
+        self._unmet = events
+
+    def lend(self, owner: Owner, serial: int = 0, start: int = 0, nbytes: int | None = None) -> PinnedBlock:
+        """A block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
+
+        It takes over what is known of earlier users, so that this one has nothing pending until `set_pending` says what
+        `owner.take_back` was told; then this one may be released. `serial` tells the owner's blocks apart. Raises
+        `BlockReleasedError` after the release.
+        """
+        self._check_live("lend")
+        outer = LentBlock(self, owner, serial, start, self._nbytes if nbytes is None else nbytes)
         self._unmet = self._met = ()
-        self._pool.take_back(ticket, events)
+        return outer
 
     def __del__(self) -> None:
         # Not weakref.finalize: that costs more than the allocation itself, and all this does is append to a deque, which is
-        # safe in the middle of any line, in a forked child and while the interpreter shuts down.
-        self.release()
+        # safe in the middle of any line, in a forked child and while the interpreter shuts down. Nobody is asked for views:
+        # they hold the block, so there are none, or the collector takes them apart together.
+        if self._claim:
+            with suppress(IndexError):  # another thread's release was faster
+                self._return(self._claim.pop(), self._unmet + self._met)
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{len(self._unmet)} pending events"
-        return f"<PinnedBlock {self._nbytes} bytes, {state}>"
+        return f"<{type(self).__name__} {self._nbytes} bytes, {state}>"
 
-    def forget_complete(self) -> None:
-        """Drop the pending events that are complete. The host does not wait."""
-        if self._unmet:
-            self._unmet = tuple(event for event in self._unmet if not event.query())
-
-    def _host_waits(self) -> None:
-        for event in (*self._unmet, *self._met):
-            event.synchronize()  # the earlier owner's last access -> the host's first
+    def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self._unmet = self._met = ()
+        self._owner.take_back(ticket, events)
 
-    def _bytes(self, nbytes: int, what: str) -> Tensor:
+    def _bytes(self, what: str) -> Any:
+        """All of it as an array, for the protocols. Any: its type declares them only for some versions of Python and NumPy."""
+        return np.asarray(self._view(self._nbytes, what))
+
+    def _view(self, nbytes: int, what: str) -> BlockView:
+        """What a view of the first `nbytes` holds. The host waits, as it is about to look."""
         self._check_live(what)
-        return self._memory[self._start : self._start + nbytes]
+        self.synchronize()
+        views = self._views
+        if views is None:
+            views = self._views = []
+        view = BlockView(self, self._memory.data_ptr() + self._start, nbytes)
+        views.append(weakref.ref(view, views.remove))
+        self._check_live(what)  # again, now that the view is noted: see release
+        return view
 
     def _check_live(self, what: str) -> None:
         if not self._claim:
@@ -159,14 +246,17 @@ class PinnedBlock:
                 f"release a block after its last use, or allocate another"
             )
 
-    def _fitting(self, shape: Sequence[int], itemsize: int, dtype: object, what: str) -> int:
-        """Bytes that `shape` takes. Raises `ValueError` if they are more than the block has."""
-        if any(size < 0 for size in shape):
-            raise ValueError(f"{what}: expected sizes of 0 or more, got shape {tuple(shape)}")
-        nbytes = math.prod(shape) * itemsize
-        if nbytes > self._nbytes:
-            raise ValueError(
-                f"{what}: expected a shape of at most {self._nbytes} bytes, got {tuple(shape)} of {dtype} = {nbytes} bytes; "
-                f"allocate a larger block"
-            )
-        return nbytes
+
+class LentBlock(PinnedBlock):
+    """A block over a part of another's memory, which it holds."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: PinnedBlock, owner: Owner, serial: int, start: int, nbytes: int) -> None:
+        super().__init__(owner, Ticket(serial, start), inner._memory, inner._start + start, nbytes, inner._unmet)
+        self._met = inner._met
+        self._inner = inner
+
+    @property
+    def pageable(self) -> bool:
+        return self._inner.pageable

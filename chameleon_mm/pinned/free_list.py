@@ -6,11 +6,11 @@
     base = units.add_region(1 << 20)    # more addresses, never adjacent to the others: nothing coalesces across
     units.remove_region(base)           # only while no block of it is live
 
-Best fit with immediate coalescing by boundary tags (Knuth, The Art of Computer Programming, vol. 1, section 2.5), the tags
-being two dictionaries: start -> size and end -> start. Free blocks of one size share a bin, and the distinct sizes are kept
-sorted. D distinct sizes need at least 1 + 2 + ... + D units of free memory, so D is below sqrt(2 * units), whatever the number
-of blocks: 724 for 1 GiB in units of 4 KiB. Searching and updating the sorted sizes is therefore cheap where a list sorted by
-block would move 100,000 entries.
+Best fit with immediate coalescing by boundary tags (Knuth, The Art of Computer Programming, vol. 1, section 2.5). A block, live
+or free, is a `_Span` that knows its neighbours, so joining two is a matter of pointers. Free spans of one size are a doubly
+linked list, found by size, and the distinct sizes are kept sorted. D distinct sizes need at least 1 + 2 + ... + D units of
+free memory, so D is below sqrt(2 * units), whatever the number of blocks: 724 for 1 GiB in units of 4 KiB. Searching and
+updating the sorted sizes is therefore cheap where a list sorted by block would move 100,000 entries.
 """
 
 from __future__ import annotations
@@ -19,32 +19,52 @@ from bisect import bisect_left, insort
 from operator import index
 
 DEFAULT_ALIGNMENT = 4096
-"""Bytes: a page, so that two blocks never share one, and a multiple of every element size and of every DMA granularity."""
+"""Bytes: a page, so that two blocks never share one, and a multiple of every element size and of every DMA granularity.
+
+The same above 2 MiB. Units of 16, 32, 64 and 256 KiB there were measured on recorded activation traces (Llama, GPT-2 with
+lengths that vary, mixture of experts, ResNet-50): reserved / peak live stays within 0.4 % of what it is with pages, locked /
+requested rises to as much as 1.0056 from 1.0001, and allocate and free take the same time. Coarser buys nothing."""
+
+
+class _Span:
+    """One block, live or free. No `__init__`: every field is set where a span is made, at a third of the cost."""
+
+    __slots__ = ("above", "below", "free", "newer", "older", "start", "units")
+
+    start: int
+    """Bytes."""
+    units: int
+    free: bool
+    below: _Span | None
+    """The block that ends where this one starts, in the same region."""
+    above: _Span | None
+    newer: _Span | None
+    """Of a free span: the next one of its size that was freed after it."""
+    older: _Span | None
 
 
 class FreeList:
     """A free list over `capacity` bytes of addresses, starting at 0. Every block is a multiple of `alignment` bytes.
 
-    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` for an alignment below 1
-    and for a capacity that is negative or no multiple of the alignment.
+    Among free blocks of one size the last one freed is taken. Not thread-safe. Raises `ValueError` for an alignment that is no
+    power of two and for a capacity that is negative or no multiple of the alignment.
     """
 
     __slots__ = (
-        "_alignment", "_bins", "_capacity", "_ends", "_free_bytes", "_live", "_next_base", "_regions", "_sizes", "_starts",
+        "_alignment", "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_regions", "_shift", "_sizes",
     )  # fmt: skip
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
-        if alignment < 1:
-            raise ValueError(f"alignment: expected 1 byte or more, got {alignment}")
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"alignment: expected a power of two of bytes, got {alignment}")
         self._alignment = index(alignment)
-        self._regions: dict[int, int] = {}
-        self._live: dict[int, int] = {}
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        self._sizes: list[int] = []
-        self._bins: dict[int, dict[int, None]] = {}
-        self._capacity = 0
-        self._free_bytes = 0
+        self._shift = self._alignment.bit_length() - 1
+        self._regions: dict[int, tuple[_Span, int]] = {}  # base -> its lowest span, which stays the lowest; its units
+        self._live: dict[int, _Span] = {}
+        self._sizes: list[int] = []  # distinct sizes of free spans, in units, sorted
+        self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
+        self._capacity_units = 0
+        self._free_units = 0
         self._next_base = 0
         if capacity != 0:
             self.add_region(capacity)
@@ -57,21 +77,21 @@ class FreeList:
     @property
     def capacity(self) -> int:
         """Bytes of all regions, free and live."""
-        return self._capacity
+        return self._capacity_units << self._shift
 
     @property
     def free_bytes(self) -> int:
-        return self._free_bytes
+        return self._free_units << self._shift
 
     @property
     def live_bytes(self) -> int:
         """Bytes of live blocks, each rounded up to the alignment."""
-        return self._capacity - self._free_bytes
+        return (self._capacity_units - self._free_units) << self._shift
 
     @property
     def largest_free(self) -> int:
         """Bytes of the largest free block: the largest request that `allocate` can serve now."""
-        return self._sizes[-1] if self._sizes else 0
+        return self._sizes[-1] << self._shift if self._sizes else 0
 
     @property
     def num_live(self) -> int:
@@ -91,26 +111,36 @@ class FreeList:
 
         Raises `ValueError` for less than one byte: nothing has no address.
         """
-        size = -(-index(nbytes) // self._alignment) * self._alignment
-        if size <= 0:
+        units = (nbytes + self._alignment - 1) >> self._shift  # a float is a TypeError here
+        if units <= 0:
             raise ValueError(f"allocate: expected 1 byte or more, got {nbytes}")
         sizes = self._sizes
-        at = bisect_left(sizes, size)
+        at = bisect_left(sizes, units)
         if at == len(sizes):
             return None
         found = sizes[at]
-        same = self._bins[found]
-        start = same.popitem()[0]
-        if not same:
-            del self._bins[found]
+        span = self._newest[found]
+        older = span.older
+        if older is None:
+            del self._newest[found]
             del sizes[at]
-        del self._starts[start]
-        if found == size:
-            del self._ends[start + size]
         else:
-            self._enter(start + size, found - size)
-        self._live[start] = size
-        self._free_bytes -= size
+            self._newest[found] = older
+            older.newer = None
+        start = span.start
+        if found != units:
+            rest = _Span()
+            rest.start = start + (units << self._shift)
+            rest.below = span
+            rest.above = above = span.above
+            if above is not None:
+                above.below = rest
+            span.above = rest
+            span.units = units
+            self._enter(rest, found - units)
+        span.free = False
+        self._live[start] = span
+        self._free_units -= units
         return start
 
     def free(self, offset: int) -> int:
@@ -118,24 +148,28 @@ class FreeList:
 
         Raises `ValueError`, and changes nothing, where no live block starts there: a second free, or a foreign offset.
         """
-        start = index(offset)
-        size = self._live.pop(start, None)
-        if size is None:
+        span = self._live.pop(index(offset), None)
+        if span is None:
             raise ValueError(f"free: expected the offset of a live block, got {offset}; free what allocate gave, once")
-        self._free_bytes += size
-        freed, end = size, start + size
-        after = self._starts.get(end)
-        if after is not None:
-            self._leave(end, after)
-            size += after
-        before = self._ends.get(start)
-        if before is not None:
-            between = start - before
-            self._leave(before, between)
-            start = before
-            size += between
-        self._enter(start, size)
-        return freed
+        freed = units = span.units
+        self._free_units += freed
+        above, below = span.above, span.below
+        if above is not None and above.free:
+            self._leave(above)
+            units += above.units
+            above = above.above
+            span.above = above
+            if above is not None:
+                above.below = span
+        if below is not None and below.free:
+            self._leave(below)
+            units += below.units
+            below.above = above
+            if above is not None:
+                above.below = below
+            span = below
+        self._enter(span, units)
+        return freed << self._shift
 
     def add_region(self, nbytes: int) -> int:
         """Take `nbytes` more addresses in; returns the offset of the first. Offsets of regions only grow and never recur."""
@@ -145,54 +179,62 @@ class FreeList:
         base = self._next_base
         # One unit that belongs to nobody keeps the end of this region apart from the start of the next.
         self._next_base = base + size + self._alignment
-        self._regions[base] = size
-        self._capacity += size
-        self._free_bytes += size
-        self._enter(base, size)
+        units = size >> self._shift
+        span = _Span()
+        span.start = base
+        span.below = span.above = None
+        self._regions[base] = (span, units)
+        self._capacity_units += units
+        self._free_units += units
+        self._enter(span, units)
         return base
 
     def is_region_free(self, base: int) -> bool:
         """Whether no block of the region at `base` is live. Raises `ValueError` for an offset that starts no region."""
-        return self._starts.get(base) == self._region_bytes(base)
+        lowest, units = self._region(base)
+        return lowest.free and lowest.units == units
 
     def remove_region(self, base: int) -> int:
         """Give up the region at `base`; returns its bytes.
 
         Raises `ValueError`, and changes nothing, for an offset that starts no region and for a region with a live block.
         """
-        size = self._region_bytes(base)
-        if self._starts.get(base) != size:
+        lowest, units = self._region(base)
+        if not (lowest.free and lowest.units == units):
             raise ValueError(f"remove_region: expected a region without live blocks, got the one at {base}; free them first")
-        self._leave(base, size)
+        self._leave(lowest)
         del self._regions[base]
-        self._capacity -= size
-        self._free_bytes -= size
-        return size
+        self._capacity_units -= units
+        self._free_units -= units
+        return units << self._shift
 
-    def _region_bytes(self, base: int) -> int:
-        size = self._regions.get(base)
-        if size is None:
+    def _region(self, base: int) -> tuple[_Span, int]:
+        region = self._regions.get(base)
+        if region is None:
             raise ValueError(f"expected the offset that add_region gave for a region that still is, got {base}")
-        return size
+        return region
 
-    def _enter(self, start: int, size: int) -> None:
-        """Make [start, start + size) one free block."""
-        self._starts[start] = size
-        self._ends[start + size] = start
-        same = self._bins.get(size)
-        if same is None:
-            self._bins[size] = {start: None}
-            insort(self._sizes, size)
+    def _enter(self, span: _Span, units: int) -> None:
+        """Make `span` a free block of `units`, the newest of its size."""
+        span.units = units
+        span.free = True
+        span.newer = None
+        span.older = older = self._newest.get(units)
+        if older is None:
+            insort(self._sizes, units)
         else:
-            same[start] = None
+            older.newer = span
+        self._newest[units] = span
 
-    def _leave(self, start: int, size: int) -> None:
-        """Take the free block [start, start + size) out."""
-        del self._starts[start]
-        del self._ends[start + size]
-        same = self._bins[size]
-        if len(same) > 1:
-            del same[start]
+    def _leave(self, span: _Span) -> None:
+        """Take the free block `span` out of those of its size."""
+        newer, older, units = span.newer, span.older, span.units
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.older = older
+        elif older is not None:
+            self._newest[units] = older
         else:
-            del self._bins[size]
-            del self._sizes[bisect_left(self._sizes, size)]
+            del self._newest[units]
+            del self._sizes[bisect_left(self._sizes, units)]

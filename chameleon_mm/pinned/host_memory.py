@@ -1,30 +1,90 @@
 """How much host memory may still be taken: the least of what the kernel and every control group around the process leave.
 
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
+    "auto"    = half of (what this process holds already + available / processes on this machine)
 
 Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit
-ends the process instead of raising an error.
+ends the process instead of raising an error. Swap is counted nowhere: what is pinned cannot go there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Per version: the limit's file, the usage's file, and the line of memory.stat that says how much of the usage is page cache
-that nothing has touched lately. The kernel gives that up before it refuses anything, so it counts as available, as it does in
-MemAvailable: else a job that has read its data set would find nothing left."""
+_RANKS = "LOCAL_WORLD_SIZE"
+_MAX_RANKS_DIGITS = 6
+
+
+class _Version(NamedTuple):
+    """The files of one version of control groups."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: str
+    """The line of memory.stat that says how much of the usage, with all groups below, is page cache that nothing has touched
+    lately. The kernel gives that up before it refuses anything, so it counts as available, as it does in MemAvailable: else a
+    job that has read its data set would find nothing left."""
+    inherited: str
+    """The line of memory.stat that tells the narrowest limit on the group, also of groups that cannot be seen from here."""
+    conventional: tuple[str, ...]
+    """Where the hierarchy is mounted, if /proc does not tell."""
+
+
+# memory.high refuses nothing: above it a process is held up until enough is reclaimed, and of pinned memory nothing ever is. So
+# a process that goes there is as good as stuck.
+_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file", "", ("sys/fs/cgroup", "sys/fs/cgroup/unified"))
+_V1 = _Version(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "hierarchical_memory_limit",
+    ("sys/fs/cgroup/memory",),
+)
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process may still take; 0 where nothing says so. Never raises.
 
-    `root` is where `proc` and `sys` lie. Without /proc/meminfo (not Linux) psutil is asked instead.
+    `root` is where `proc` and `sys` lie. Without /proc/meminfo (not Linux) psutil is asked instead. Read it again whenever more
+    is to be taken: other processes come and go, and a virtual machine may be given memory only as it uses what it has.
     """
     limits = [*_of_machine(root), *_of_cgroups(root)]
     return max(0, min(limits, default=0))
+
+
+def auto_limit_bytes(
+    environ: Mapping[str, str] = os.environ,  # noqa: TID251  # the one variable that launchers say the number of ranks in
+    *,
+    available_bytes: int | None = None,
+    held_bytes: int = 0,
+) -> int:
+    """Half of this process's share of the host memory that may be pinned, in bytes: what a limit of "auto" stands for.
+
+    The other half is for page cache, data loading and the model's own host side. `available_bytes` (None:
+    `available_host_bytes()`) is what is left for all processes together. It is divided among the LOCAL_WORLD_SIZE ones that
+    torchrun and its like start on a machine, 1 where it is not set. `held_bytes` is what this process has pinned already, and
+    what each of the others is taken to have: so a limit that is asked for again later stays the same, unless the machine's
+    memory has grown. 0 where nothing says what is available.
+
+    Raises `ValueError` where LOCAL_WORLD_SIZE is no number of processes.
+    """
+    left = available_host_bytes() if available_bytes is None else available_bytes
+    return (held_bytes + left // _local_ranks(environ)) // 2
+
+
+def _local_ranks(environ: Mapping[str, str]) -> int:
+    text = environ.get(_RANKS, "1")
+    ranks = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_RANKS_DIGITS else 0
+    if ranks < 1:
+        raise ValueError(
+            f"{_RANKS}: expected the number of processes on this machine, 1 or more, got {text!r}: correct the environment "
+            f"variable or unset it, or give the limit in bytes"
+        )
+    return ranks
 
 
 def _of_machine(root: Path) -> Iterator[int]:
@@ -43,37 +103,71 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) != 3:
             continue
         hierarchy, controllers, path = fields
         if hierarchy == "0" and not controllers:
-            for base in (mount, mount / "unified"):  # "unified": beside v1 hierarchies
-                yield from _up_from(base, path, _V2)
+            version = _V2
         elif "memory" in controllers.split(","):
-            yield from _up_from(mount / "memory", path, _V1)
+            version = _V1
+        else:
+            continue
+        for mount, mounted in _mounts(root, version):
+            yield from _up_from(mount, _below(path, mounted), version)
 
 
-def _up_from(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """What each group from `path` up to the mount leaves; groups that a container cannot see are skipped."""
-    group = mount.joinpath(*(part for part in path.split("/") if part not in ("", ".", "..")))
-    while True:
-        limit, usage = _number(group / names[0]), _number(group / names[1])
-        if limit is not None and usage is not None:
-            yield limit - usage + min(usage, _reclaimable(group, names[2]))
-        if group == mount:
-            return
-        group = group.parent
+def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
+    """`(mount point, the group that is mounted there)` of each mount of the hierarchy that accounts for memory.
+
+    In a container that is often the container's own group, not the root; beside version 1, version 2 is somewhere below.
+    """
+    found = []
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        where, what = before.split(), after.split()
+        if len(where) < 5 or len(what) < 3:
+            continue
+        if what[0] == "cgroup2" if version is _V2 else what[0] == "cgroup" and "memory" in what[2].split(","):
+            found.append((root / _unescape(where[4]).lstrip("/"), _unescape(where[3])))
+    return found or [(root / place, "/") for place in version.conventional]
 
 
-def _reclaimable(group: Path, name: str) -> int:
-    for line in _text(group / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.strip().isdecimal():
-            return int(value)
-    return 0
+def _below(path: str, mounted: str) -> list[str]:
+    """The way from the group that is `mounted` down to the one at `path`; none where `path` is somewhere else.
+
+    Then a container has not been told its path as it is mounted, and the mounted group is the best guess at its own.
+    """
+    parts, top = _parts(path), _parts(mounted)
+    way = parts[len(top) :] if parts[: len(top)] == top else []
+    return [] if ".." in way else way  # a group outside of the namespace: it has no path here
+
+
+def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
+    """What each group leaves, from the end of the way up to the mount; groups that cannot be seen are skipped."""
+    for depth in range(len(way), -1, -1):
+        group = mount.joinpath(*way[:depth])
+        stat = _stat(group)
+        limits = [limit for name in version.limits if (limit := _number(group / name)) is not None]
+        limits += [stat[version.inherited]] if version.inherited in stat else []
+        usage = _number(group / version.usage)
+        if limits and usage is not None:
+            yield min(limits) - usage + min(usage, stat.get(version.cache, 0))
+
+
+def _stat(group: Path) -> dict[str, int]:
+    pairs = (line.partition(" ") for line in _text(group / "memory.stat").splitlines())
+    return {name: int(value) for name, _, value in pairs if value.isdecimal()}
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _unescape(path: str) -> str:
+    r"""The kernel writes a space as \040, and likewise what else would end a field."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def _number(path: Path) -> int | None:

@@ -29,8 +29,12 @@ class PoolStats:
     largest_free_bytes: int
     """The largest block that fits without another chunk."""
     num_live: int
-    """Live blocks, those of zero bytes included."""
+    """Live blocks, those of zero bytes and the pageable ones included."""
     num_chunks: int
+    pageable_bytes: int = 0
+    """Ordinary memory of pageable blocks, beside all of the above: live ones, and released ones that the device still uses."""
+    peak_pageable_bytes: int = 0
+    """The most `pageable_bytes` has been."""
 
     def to_dict(self) -> dict[str, int]:
         """The fields by name, for JSON."""

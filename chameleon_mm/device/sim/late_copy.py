@@ -10,7 +10,6 @@ import ctypes
 import weakref
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim.poison import POISON_BYTE, poison
@@ -29,8 +28,9 @@ class _End:
         self.start = int(t.storage_offset())
         self.nbytes = t.numel()
 
-    def touches(self, storage: torch.UntypedStorage, start: int, end: int) -> bool:
-        return self.ref() is storage and self.start < end and start < self.start + self.nbytes
+    def touches(self, address: int, nbytes: int) -> bool:
+        start = self.address + self.start
+        return self.ref() is not None and start < address + nbytes and address < start + self.nbytes
 
     def lost(self) -> str:
         """What became of the memory, or "" while it is where it was."""
@@ -63,9 +63,9 @@ class LateCopy:
         if self.done and dst is not None:
             poison(dst, self._dst.start, self._dst.nbytes)
 
-    def touches(self, storage: torch.UntypedStorage, start: int, end: int) -> bool:
-        """Whether the copy has yet to read or write any of these bytes."""
-        return not self.done and (self._dst.touches(storage, start, end) or self._src.touches(storage, start, end))
+    def touches(self, address: int, nbytes: int) -> bool:
+        """Whether the copy has yet to read or write any of these bytes. By address: two storages may share them."""
+        return not self.done and (self._dst.touches(address, nbytes) or self._src.touches(address, nbytes))
 
     def move(self) -> None:
         """Move the bytes. Raises `SimLifetimeError` if either end has lost its memory."""

@@ -94,9 +94,10 @@ class Machine:
     def forget_host_memory(self, memory: Tensor) -> None:
         """Pinned memory goes back. Raises `SimRaceError` while the device may still be at work on it."""
         with self.lock:
-            buffer = self.ledger.find(memory.untyped_storage())
-            whole = memory.numel() * memory.element_size() == memory.untyped_storage().nbytes()
-            if buffer is None or not buffer.host or buffer.gone or not whole:
+            storage = memory.untyped_storage()
+            buffer = self.ledger.find(storage)
+            whole = memory.numel() * memory.element_size() == storage.nbytes()
+            if buffer is None or buffer.ref() is not storage or not buffer.host or buffer.gone or not whole:
                 raise ValueError(
                     f"free_pinned: expected what alloc_pinned of this device returned, whole and once, got a tensor of "
                     f"{memory.numel()} elements"
@@ -212,8 +213,9 @@ class Machine:
         """`stream` reads or writes these tensors now. Returns their bytes. Raises `SimRaceError`, `SimLifetimeError`."""
         total = 0
         for t in tensors:
-            extent = extent_of(t)
-            buffer = self.ledger.adopt(t.untyped_storage(), stream.actor)
+            storage = t.untyped_storage()
+            buffer = self.ledger.adopt(storage, stream.actor)
+            extent = buffer.place(storage, extent_of(t))
             self._touch(stream, buffer, extent, write=write, label=label, spoils=spoils)
             total += min(extent.end - extent.start, t.numel() * t.element_size())
         return total
@@ -221,9 +223,10 @@ class Machine:
     def host_access(self, tensors: Iterable[Tensor], *, write: bool, label: str) -> None:
         """The host itself reads or writes these tensors of pinned memory: before all that it launches from now on."""
         for t in tensors:
-            buffer = self.ledger.adopt(t.untyped_storage(), HOST, host=True)
+            storage = t.untyped_storage()
+            buffer = self.ledger.adopt(storage, HOST, host=True)
             self._host_clock[HOST] += 1
-            access = Access(extent_of(t), write, HOST, self._host_clock[HOST], label)
+            access = Access(buffer.place(storage, extent_of(t)), write, HOST, self._host_clock[HOST], label)
             self._record(buffer, access, self._host_clock)
 
     def _touch(
@@ -252,7 +255,7 @@ class Machine:
         """Until the copy is done, its destination holds nothing. Not where an earlier copy has yet to read or write there."""
         storage, start = dst.untyped_storage(), int(dst.storage_offset())
         pending = all_pending(copy for stream in self._streams for copy in stream.pending)
-        if not any(copy.touches(storage, start, start + dst.numel()) for copy in pending):
+        if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
             poison(storage, start, dst.numel())
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 
@@ -57,10 +58,14 @@ def _holders(buffer: Tensor) -> tuple[int, int]:
 class Buffer:
     """One storage: device memory (`host` False) or pinned host memory."""
 
-    __slots__ = ("charged_bytes", "gone", "host", "nbytes", "owner", "ref", "shadow")
+    __slots__ = ("address", "charged_bytes", "gone", "host", "nbytes", "owner", "ref", "shadow")
 
-    def __init__(self, ref: weakref.ref[torch.UntypedStorage], owner: int, nbytes: int, *, host: bool, name: str) -> None:
+    def __init__(
+        self, ref: weakref.ref[torch.UntypedStorage], owner: int, nbytes: int, *, host: bool, name: str, address: int
+    ) -> None:
         self.ref = ref
+        self.address = address
+        """Of pinned host memory, 0 for device memory."""
         self.owner = owner
         self.nbytes = nbytes
         self.host = host
@@ -72,6 +77,15 @@ class Buffer:
     @property
     def name(self) -> str:
         return self.shadow.name
+
+    def place(self, storage: torch.UntypedStorage, extent: Extent) -> Extent:
+        """What `extent` of `storage`, which is this buffer's or lies within it, covers of this buffer."""
+        shift = storage.data_ptr() - self.address if self.host and self.ref() is not storage else 0
+        return extent._replace(start=extent.start + shift, end=extent.end + shift) if shift else extent
+
+
+def _address(buffer: Buffer) -> int:
+    return buffer.address
 
 
 class Ledger:
@@ -87,13 +101,29 @@ class Ledger:
         self.odometer_bytes = 0
         self._clocks_of = clocks_of
         self._buffers: dict[int, Buffer] = {}
+        self._host: list[Buffer] = []  # by address
         self._deaths: deque[tuple[int, Buffer, tuple[Clock, Clock] | None]] = deque()
         self._serial = 0
 
     def find(self, storage: torch.UntypedStorage) -> Buffer | None:
-        """The storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are recycled."""
+        """The storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are recycled.
+
+        A storage that NumPy or DLPack made over a part of pinned memory is that memory all the same: its address says so.
+        """
         buffer = self._buffers.get(id(storage))
-        return buffer if buffer is not None and buffer.ref() is storage else None
+        if buffer is not None and buffer.ref() is storage:
+            return buffer
+        if not self._host or storage.device.type != "cpu":  # a fake tensor's is "meta": it has no address to be asked for
+            return None
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a functorch wrapper's: no memory of its own
+            return None
+        at = bisect_right(self._host, address, key=_address) - 1
+        if at < 0:
+            return None
+        buffer = self._host[at]
+        return buffer if address < buffer.address + buffer.nbytes and buffer.ref() is not None else None
 
     def adopt(self, storage: torch.UntypedStorage, owner: int, *, host: bool = False) -> Buffer:
         """The storage's buffer, charged for on first sight and when it has grown since the last.
@@ -103,7 +133,7 @@ class Ledger:
         nbytes = storage.nbytes()
         buffer = self.find(storage)
         if buffer is not None:
-            if buffer.nbytes != nbytes:
+            if buffer.nbytes != nbytes and buffer.ref() is storage:
                 self._resized(buffer, nbytes)
             return buffer
         charge = 0 if host else round_up(nbytes)
@@ -111,8 +141,12 @@ class Ledger:
         key = id(storage)
         self._serial += 1
         name = f"{'pinned memory' if host else 'buffer'} #{self._serial}"
-        buffer = Buffer(weakref.ref(storage, self._on_death(key)), owner, nbytes, host=host, name=name)
+        address = storage.data_ptr() if host else 0
+        buffer = Buffer(weakref.ref(storage, self._on_death(key)), owner, nbytes, host=host, name=name, address=address)
         self._buffers[key] = buffer
+        if host:
+            self._host = [known for known in self._host if known.ref() is not None]  # a dead one may lie where this one does
+            insort(self._host, buffer, key=_address)
         self._charge(buffer, charge)
         return buffer
 
@@ -132,6 +166,8 @@ class Ledger:
             key, buffer, clocks = self._deaths.popleft()
             if self._buffers.get(key) is buffer:
                 del self._buffers[key]
+            if buffer in self._host:
+                self._host.remove(buffer)
             self.allocated_bytes -= buffer.charged_bytes
             if clocks is None:
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from chameleon_mm.pinned import FreeList
 
@@ -103,7 +103,7 @@ class FreeListMachine(RuleBasedStateMachine):
         while self.oracle.live:
             self.units.free(self.oracle.live.pop()[0])
         assert self.units.is_empty
-        assert all(self.units.is_region_free(base) for base, _ in self.oracle.regions)
+        assert all(self.units.is_region_free(base) for base, _ in self.oracle.regions), "all coalesced"
 
     @invariant()
     def agrees_with_the_oracle(self) -> None:
@@ -120,6 +120,11 @@ class FreeListMachine(RuleBasedStateMachine):
 
 TestFreeListMachine = FreeListMachine.TestCase
 TestFreeListMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.slow
+def test_the_machine_for_18_000_steps() -> None:
+    run_state_machine_as_test(FreeListMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))
 
 
 def test_the_smallest_block_that_holds_the_request_is_split() -> None:
@@ -168,6 +173,27 @@ def test_an_offset_or_size_that_is_no_integer_changes_nothing(bad: Any) -> None:
     assert observed(units) == before
 
 
-def test_an_alignment_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="alignment"):
-        FreeList(4096, alignment=0)
+@pytest.mark.parametrize("alignment", [0, -4096, 3, 6000])
+def test_an_alignment_that_is_no_power_of_two_is_refused(alignment: int) -> None:
+    with pytest.raises(ValueError, match="alignment: expected a power of two"):
+        FreeList(12_000, alignment=alignment)
+
+
+def test_among_equal_sizes_the_last_one_freed_is_taken() -> None:
+    units = FreeList(7 * 4096)
+    offsets = [units.allocate(4096) or 0 for _ in range(7)]
+    for at in (1, 5, 3):
+        units.free(offsets[at])
+    assert [units.allocate(4096) for _ in range(3)] == [offsets[at] for at in (3, 5, 1)]
+
+
+def test_one_of_many_of_one_size_is_joined_wherever_it_is_among_them() -> None:
+    for joined in (1, 5, 9):  # freed first, in between, last
+        units = FreeList(11 * 4096)
+        offsets = [units.allocate(4096) or 0 for _ in range(11)]
+        for at in (1, 5, 9):
+            units.free(offsets[at])
+        units.free(offsets[joined - 1])
+        assert units.allocate(2 * 4096) == offsets[joined - 1]
+        assert {units.allocate(4096), units.allocate(4096)} == {offsets[at] for at in (1, 5, 9) if at != joined}
+        assert (units.free_bytes, units.largest_free) == (0, 0)

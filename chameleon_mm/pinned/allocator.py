@@ -1,0 +1,115 @@
+"""What an allocator of pinned blocks is, and what is put around one.
+
+    class Counting(AllocatorWrapper):
+        def allocate(self, nbytes, stream=None):
+            block = super().allocate(nbytes, stream)       # a block of ours over a block of the inner one's
+            self.count += 1
+            return block
+        def take_back(self, ticket, events):               # in a finalizer perhaps: no lock, no device
+            self.count -= 1
+            super().take_back(ticket, events)              # the inner block goes back, with its events
+
+    pool = CheckingAllocator(LimitedAllocator(PinnedPool("8GiB"), "1GiB"))      # they nest in any order
+
+A wrapper is an allocator, holds one, and knows nothing else of it: features are composed, not switched on. Modelled on the
+resource adaptors of RMM, the RAPIDS memory manager. A wrapper sees releases because the blocks it hands out are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from chameleon_mm.device.protocols import Device, Event, Stream
+from chameleon_mm.pinned.block import PinnedBlock, Ticket
+
+
+class Stats(Protocol):
+    """Numbers of one moment."""
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """The fields by name, for JSON."""
+        ...
+
+
+class Allocator(Protocol):
+    """Gives blocks of pinned memory: `PinnedPool`, `ReplayPool`, and every wrapper around one."""
+
+    @property
+    def device(self) -> Device: ...
+
+    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+        """A block of `nbytes`. `stream` waits for the bytes' earlier users; the host does not.
+
+        Raises `HostMemoryExhausted` (a `MemoryError`) where that much cannot be had.
+        """
+        ...
+
+    def stats(self) -> Stats:
+        """What it holds now."""
+        ...
+
+
+def check_nbytes(nbytes: int) -> None:
+    """Raise `TypeError` or `ValueError` for a request that is no number of bytes."""
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
+        raise TypeError(f"allocate: expected an int of bytes, got {nbytes!r} ({type(nbytes).__name__})")
+    if nbytes < 0:
+        raise ValueError(f"allocate: expected 0 bytes or more, got {nbytes}")
+
+
+class AllocatorWrapper:
+    """An allocator around `inner` that changes nothing. Its blocks hold it; thread-safe where `inner` is.
+
+    `stats` is the inner allocator's. `close`, or leaving `with`, ends the wrapper alone: `inner` is whoever made it's to close.
+    """
+
+    def __init__(self, inner: Allocator) -> None:
+        self._inner = inner
+        self._serials = count(1)  # `next` of it is one atomic step, and so are `pop` and the like of a dictionary
+        self._lent: dict[int, PinnedBlock] = {}
+
+    @property
+    def inner(self) -> Allocator:
+        """The allocator that this one is around."""
+        return self._inner
+
+    @property
+    def device(self) -> Device:
+        return self._inner.device
+
+    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+        """As `Allocator.allocate`."""
+        return self._lend(self._inner.allocate(nbytes, stream))
+
+    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        """For blocks alone: the inner block goes back with the outer one's events. Takes no lock, calls no device."""
+        self._reclaim(ticket, events).release()
+
+    def stats(self) -> Stats:
+        return self._inner.stats()
+
+    def close(self) -> None:
+        """End what the wrapper itself holds. A second call does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} around {self._inner!r}>"
+
+    def _reclaim(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
+        """The inner block of one that was released: with its events, still to be released."""
+        inner = self._lent.pop(ticket.serial)
+        inner.set_pending(events)
+        return inner
+
+    def _lend(self, inner: PinnedBlock) -> PinnedBlock:
+        serial = next(self._serials)
+        self._lent[serial] = inner
+        return inner.lend(self, serial)

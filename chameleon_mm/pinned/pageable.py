@@ -1,0 +1,139 @@
+"""Blocks of ordinary memory, for where nothing more can be pinned: slower to copy, never wrong.
+
+    memory = source.allocate(nbytes)            # PageableSource
+    ledger.add(serial, memory)                  # PageableLedger: held for the PageableBlock of that serial number
+    ledger.take_back(serial, events)            # released: held until the device is done with it
+    ledger.sweep()                              # dropped
+
+The device may read and write pageable memory after the host went on, as it does pinned memory: a block's last reference may go
+before its last event is complete, so somebody else has to hold the memory until then.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pinned.block import PinnedBlock, Ticket
+from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.units import format_size
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class PageableBlock(PinnedBlock):
+    """A block of a `PinnedPool` whose memory is not pinned: a copy to or from it may keep the host waiting."""
+
+    __slots__ = ()
+
+    @property
+    def pageable(self) -> bool:
+        return True
+
+    def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        super()._return(ticket, events)
+        self._memory = _NOTHING  # the ledger's alone now: a released block that somebody still holds must not keep it
+
+
+class PageableLedger:
+    """The pageable memory of one pool. Not thread-safe: the pool's lock guards it."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Tensor] = {}  # serial -> memory
+        self._ending: list[tuple[Tensor, tuple[Event, ...]]] = []
+        self._nbytes = 0
+        self._peak_bytes = 0
+
+    def __contains__(self, serial: int) -> bool:
+        return serial in self._live
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def live_sizes(self) -> list[int]:
+        """Bytes of each live block."""
+        return [memory.numel() for memory in self._live.values()]
+
+    @property
+    def nbytes(self) -> int:
+        """Held now: live blocks, and those whose last event was not complete when the ledger looked last."""
+        return self._nbytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    @property
+    def holds_memory(self) -> bool:
+        return bool(self._live or self._ending)
+
+    def add(self, serial: int, memory: Tensor) -> None:
+        """Hold `memory` for the block of that serial number."""
+        self.sweep()
+        self._live[serial] = memory
+        self._nbytes += memory.numel()
+        self._peak_bytes = max(self._peak_bytes, self._nbytes)
+
+    def take_back(self, serial: int, events: tuple[Event, ...]) -> None:
+        """The block was released: its memory stays until `events` are complete."""
+        memory = self._live.pop(serial)
+        if events:
+            self._ending.append((memory, events))
+        else:
+            self._nbytes -= memory.numel()
+
+    def sweep(self) -> None:
+        """Drop the memory of released blocks that the device is done with. The host does not wait."""
+        kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
+        self._nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
+        self._ending = kept
+
+    def synchronize(self) -> None:
+        """The host waits for the device, then the memory of released blocks is dropped."""
+        for _, events in self._ending:
+            for event in events:
+                event.synchronize()
+        self.sweep()
+
+    def abandon(self) -> None:
+        """Drop everything. All device work on it must be complete."""
+        self._live.clear()
+        self._ending.clear()
+        self._nbytes = 0
+
+
+class PageableSource:
+    """Ordinary memory from `device`, no more than the machine and its control groups leave. Thread-safe.
+
+    How much they leave takes a third of a millisecond to find out, so it is asked again only when 1/16 of the last answer has
+    been handed out since, or a second has passed.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._unasked_bytes = 0
+        self._ask_at = 0.0
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """A flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
+
+        Where nothing says how much is left, the device alone decides.
+        """
+        if nbytes > self._unasked_bytes or time.monotonic() >= self._ask_at:
+            available = available_host_bytes()
+            if 0 < available < nbytes:
+                raise HostMemoryExhausted(
+                    f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
+                    f"release blocks, ask for less, or give the process more memory"
+                )
+            self._unasked_bytes = available // 16
+            self._ask_at = time.monotonic() + 1
+        self._unasked_bytes -= nbytes
+        # It outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            return self._device.alloc_pageable(nbytes)

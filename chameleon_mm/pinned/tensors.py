@@ -1,0 +1,118 @@
+"""Views of a block that keep it alive, and tensors that are all there is of one.
+
+    block.tensor(shape, dtype):  BlockView(block) <- array <- tensor <- every view of the tensor      # each holds the next left
+    empty_tensor(pool, ...):     the same; nobody else has the block, so it returns with the last view
+
+NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
+at the bottom lives exactly as long as something can reach the bytes, whatever was derived from it: slices, `detach()`, DLPack
+capsules. The block knows it by weak reference alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Event
+from chameleon_mm.pinned.late_event import LateEvent
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.protocols import Device
+    from chameleon_mm.pinned.allocator import Allocator
+    from chameleon_mm.pinned.block import PinnedBlock, Ticket
+
+
+class BlockView:
+    """What every view of a block comes down to: `nbytes` at `address`, and the block that they belong to."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "block")
+
+    def __init__(self, block: PinnedBlock, address: int, nbytes: int) -> None:
+        self.block = block
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": (1,),
+        }
+
+
+def as_tensor(view: BlockView, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`view` as a contiguous tensor, which holds it."""
+    flat = np.asarray(view)
+    with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
+        return torch.from_numpy(flat).view(dtype).view(tuple(shape))
+
+
+def as_array(view: BlockView, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """`view` as a contiguous array, which holds it."""
+    return np.ndarray(tuple(shape), dtype, buffer=np.asarray(view))
+
+
+def empty_tensor(allocator: Allocator, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised, contiguous CPU tensor in a block of its own, which returns when the last view of the tensor goes.
+
+    Copies to and from the device on the stream that is current when the bytes are used again are waited for then, as they would
+    be for torch's own pinned tensors. For work on another stream keep the tensor until it is done, or take the block:
+    `allocate`, then `release(after=event)`. Raises `ValueError` for sizes below 0, and what `allocate` raises.
+    """
+    block = allocator.allocate(tensor_nbytes(shape, dtype))
+    return block.lend(_Dropped(block, allocator.device)).tensor(shape, dtype)
+
+
+class _Dropped:
+    """Owner of a block that goes with its views: whoever gets the bytes next waits for what is then on the current stream."""
+
+    __slots__ = ("_device", "_inner")
+
+    def __init__(self, inner: PinnedBlock, device: Device) -> None:
+        self._inner = inner
+        self._device = device
+
+    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        self._inner.set_pending((*events, LateEvent(self._record)))
+        self._inner.release()
+
+    def _record(self) -> tuple[Event, ...]:
+        return (self._device.current_stream().record(),)
+
+
+def tensor_nbytes(shape: Sequence[int], dtype: torch.dtype, limit: int | None = None) -> int:
+    """Bytes of a tensor. Raises `ValueError` for a shape that is none or takes more than `limit`, `TypeError` for no dtype."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"tensor: expected a torch.dtype, got {dtype!r} ({type(dtype).__name__}); for NumPy's use numpy()")
+    return _nbytes("tensor", shape, dtype.itemsize, dtype, limit)
+
+
+def array_nbytes(shape: Sequence[int], dtype: np.dtype[Any], limit: int) -> int:
+    """As `tensor_nbytes`, of an array."""
+    return _nbytes("numpy", shape, dtype.itemsize, dtype, limit)
+
+
+def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """NumPy's dtype. Raises `ValueError` for one of Python objects."""
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise ValueError(f"numpy: expected a dtype of plain bytes, got {kind}; pinned memory cannot hold Python objects")
+    return kind
+
+
+def _nbytes(what: str, shape: Sequence[int], itemsize: int, dtype: object, limit: int | None) -> int:
+    sizes = tuple(index(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{what}: expected sizes of 0 or more, got shape {sizes}")
+    nbytes = math.prod(sizes) * itemsize
+    if limit is not None and nbytes > limit:
+        raise ValueError(
+            f"{what}: expected a shape of at most {limit} bytes, got {sizes} of {dtype} = {nbytes} bytes; "
+            f"allocate a larger block"
+        )
+    return nbytes

@@ -1,0 +1,654 @@
+"""How the pinned pool gets memory: sizes of chunks, reservations, a full pool, and every registration that may fail."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.protocols import Event
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
+from chameleon_mm.pinned import PageableBlock, PinnedBlock, PinnedPool, Reservation
+from chameleon_mm.pinned.pool import OnFull
+from chameleon_mm.units import GIB, KIB, MIB
+
+PAGE = 4096
+CHUNK = 16 * KIB
+LIMIT = 4 * CHUNK
+
+
+class Scripted(SimDevice):
+    """A simulated GPU that keeps count of its host memory, fails to pin on request, and pins only while the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: dict[int, int] = {}
+        self.pageable: list[weakref.ref[Tensor]] = []
+        self.pins = 0
+        self.fail_at: set[int] = set()
+        self.error: type[BaseException] = HostMemoryExhausted
+        self.gate = threading.Event()
+        self.gate.set()
+        self.pinning = threading.Event()
+        self.at_once = 0
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        self.pins += 1
+        number = self.pins
+        self.at_once += 1
+        assert self.at_once == 1, "two chunks were pinned at once"
+        self.pinning.set()
+        try:
+            assert self.gate.wait(20)
+            if number in self.fail_at:
+                raise self.error(f"no pages to lock for chunk {number}")
+            memory = super().alloc_pinned(nbytes)
+        finally:
+            self.at_once -= 1
+        self.chunks[memory.data_ptr()] = nbytes
+        return memory
+
+    def free_pinned(self, memory: Tensor) -> None:
+        assert self.chunks.pop(memory.data_ptr()) == memory.numel()
+        super().free_pinned(memory)
+
+    def alloc_pageable(self, nbytes: int) -> Tensor:
+        memory = super().alloc_pageable(nbytes)
+        self.pageable.append(weakref.ref(memory))
+        return memory
+
+    @property
+    def held_pageable(self) -> int:
+        return sum(memory() is not None for memory in self.pageable)
+
+
+class Large(SimDevice):
+    """Hands out chunks of any size: addresses alone, which nobody may touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        self.sizes.append(nbytes)
+        return torch.empty(1, dtype=torch.uint8).expand(nbytes)
+
+    def free_pinned(self, memory: Tensor) -> None:
+        self.sizes.remove(memory.numel())
+
+
+class Flag:
+    """An event that is complete when the test, or a wait of the host, says so."""
+
+    def __init__(self) -> None:
+        self.complete = False
+
+    def query(self) -> bool:
+        return self.complete
+
+    def synchronize(self) -> None:
+        self.complete = True
+
+    def elapsed_us(self, since: Event) -> float:
+        raise ValueError("elapsed_us: not a timed event")
+
+
+@pytest.fixture
+def scripted() -> Iterator[Scripted]:
+    device = Scripted()
+    yield device
+    device.gate.set()
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def full(device: Scripted, **arguments: Any) -> tuple[PinnedPool, list[PinnedBlock]]:
+    """A pool at its limit, and the blocks that fill it."""
+    pool = PinnedPool(LIMIT, device, CHUNK, **arguments)
+    return pool, [pool.allocate(CHUNK) for _ in range(4)]
+
+
+# --- sizes of chunks
+
+
+def test_chunks_grow_with_what_is_reserved_up_to_a_gib() -> None:
+    device = Large()
+    with PinnedPool("200GiB", device) as pool:
+        blocks = [pool.allocate(16 * MIB) for _ in range(3000)]
+        assert device.sizes[:3] == [16 * MIB] * 3
+        for number, nbytes in enumerate(device.sizes):
+            before = sum(device.sizes[:number])
+            assert nbytes % (16 * MIB) == 0, "whole requests"
+            assert nbytes < min(max(before / 16, 16 * MIB), GIB) + 16 * MIB
+        assert device.sizes[-1] == GIB
+        assert sum(device.sizes) <= 3000 * 16 * MIB * 17 / 16
+        blocks.clear()
+
+
+def test_a_chunk_holds_whole_requests() -> None:
+    device = Large()
+    with PinnedPool("1GiB", device) as pool:
+        blocks = [pool.allocate(9 * MIB) for _ in range(2)]
+        assert (device.sizes, pool.stats().largest_free_bytes) == ([18 * MIB], 0)
+        blocks.append(pool.allocate(100 * MIB + 1))
+        assert device.sizes == [18 * MIB, 100 * MIB + PAGE]
+        blocks.clear()
+
+
+def test_a_small_pool_pins_no_more_than_it_needs() -> None:
+    device = Large()
+    with PinnedPool("64MiB", device) as pool:
+        blocks = [pool.allocate(MIB)]
+        assert device.sizes == [16 * MIB]
+        blocks += [pool.allocate(9 * MIB) for _ in range(6)]
+        assert sum(device.sizes) <= 64 * MIB
+        blocks.clear()
+
+
+def test_unused_chunks_are_merged_into_the_one_that_a_larger_request_needs(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        for block in [pool.allocate(CHUNK) for _ in range(3)]:
+            block.release()
+        large = pool.allocate(CHUNK + 1)
+        assert sorted(scripted.chunks.values()) == [CHUNK, 2 * CHUNK]
+        assert pool.stats().peak_reserved_bytes == 3 * CHUNK
+        large.release()
+        assert pool.allocate(2 * CHUNK).nbytes == 2 * CHUNK
+        assert scripted.pins == 4, "the next such request finds it"
+
+
+def test_chunks_that_the_device_still_uses_are_not_merged(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        event = Flag()
+        pool.allocate(CHUNK).release(after=event)
+        pool.allocate(CHUNK + 1).release()
+        assert (sorted(scripted.chunks.values()), event.complete) == ([CHUNK, CHUNK + PAGE], False)
+
+
+def test_one_registration_of_512_gib_is_refused_before_it_is_tried() -> None:
+    device = Large()
+    with PinnedPool("2TiB", device) as pool:
+        with pytest.raises(HostMemoryExhausted, match=r"one registration of 512\.0 GiB or more fails"):
+            pool.allocate(512 * GIB)
+        assert device.sizes == []
+        pool.allocate(512 * GIB - PAGE).release()
+        with pytest.raises(HostMemoryExhausted, match="several smaller"):
+            pool.allocate(512 * GIB - PAGE + 1)
+    with pytest.raises(ValueError, match=r"less than 512\.0 GiB"):
+        PinnedPool("2TiB", device, "512GiB")
+
+
+# --- reserve
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_reservation_pins_in_chunks_and_tells_of_each(scripted: Scripted, background: bool) -> None:
+    told: list[tuple[int, int]] = []
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        total = 2 * CHUNK + 2 * PAGE
+        reservation = pool.reserve(total - 1, background=background, progress=lambda *done: told.append(done))
+        assert reservation.wait(20)
+        assert (reservation.done, reservation.reserved_bytes, reservation.total_bytes) == (True, total, total)
+        assert told == [(CHUNK, total), (2 * CHUNK, total), (total, total)]
+        assert pool.stats().reserved_bytes == pool.stats().peak_reserved_bytes == total
+        pool.allocate(CHUNK).release()
+        assert scripted.pins == 3
+        assert pool.reserve(CHUNK).done
+        assert pool.stats().reserved_bytes == total + CHUNK, "more, beside what is there"
+        assert pool.reserve(0).reserved_bytes == 0
+        assert pool.reserve("4KiB").reserved_bytes == PAGE
+
+
+def test_allocations_that_fit_do_not_wait_for_a_chunk_under_way_and_others_are_served_from_it(scripted: Scripted) -> None:
+    with PinnedPool(2 * CHUNK, scripted, CHUNK) as pool:
+        pool.reserve(CHUNK)
+        scripted.gate.clear()
+        scripted.pinning.clear()
+        reservation = pool.reserve(CHUNK, background=True)
+        assert scripted.pinning.wait(20)
+        fitting = pool.allocate(CHUNK)  # would hang here if pinning held the lock
+        assert (pool.stats().reserved_bytes, reservation.done, reservation.wait(0)) == (CHUNK, False, False)
+        served: list[PinnedBlock] = []
+        other = in_thread(lambda: served.append(pool.allocate(CHUNK)))
+        scripted.gate.set()
+        other.join(20)
+        assert ([block.nbytes for block in served], reservation.wait(20), scripted.pins) == ([CHUNK], True, 2)
+        del fitting
+        served.clear()
+
+
+def test_threads_that_need_memory_at_once_stay_within_the_limit(scripted: Scripted) -> None:
+    """What is being pinned counts: two threads that each find room for one chunk must not both take it."""
+    with PinnedPool(2 * CHUNK, scripted, CHUNK) as pool:
+        first = pool.allocate(CHUNK)
+        scripted.gate.clear()
+        got: list[object] = []
+
+        def work() -> None:
+            try:
+                got.append(pool.allocate(CHUNK))
+            except HostMemoryExhausted as refusal:
+                got.append(refusal)
+
+        threads = [in_thread(work) for _ in range(3)]
+        scripted.gate.set()
+        for thread in threads:
+            thread.join(20)
+        assert sorted(type(one).__name__ for one in got) == ["HostMemoryExhausted", "HostMemoryExhausted", "PinnedBlock"]
+        assert (sum(scripted.chunks.values()), scripted.pins) == (2 * CHUNK, 2)
+        del first
+        got.clear()
+        gc.collect()  # a refusal's traceback holds the frame that holds the list
+
+
+def test_a_reservation_past_the_limit_pins_nothing(scripted: Scripted) -> None:
+    with PinnedPool(LIMIT, scripted, CHUNK) as pool:
+        pool.reserve(CHUNK)
+        for background in (False, True):
+            with pytest.raises(HostMemoryExhausted, match=f"{CHUNK} are reserved; reserve at most {3 * CHUNK}"):
+                pool.reserve(3 * CHUNK + 1, background=background)
+        assert scripted.pins == 1
+        with pytest.raises(ValueError, match="nbytes"):
+            pool.reserve(-1)
+
+
+def test_a_cancelled_reservation_ends_after_the_chunk_under_way(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        scripted.gate.clear()
+        reservation = pool.reserve(10 * CHUNK, background=True)
+        assert scripted.pinning.wait(20)
+        reservation.cancel()
+        scripted.gate.set()
+        assert reservation.wait(20)
+        assert (reservation.done, reservation.reserved_bytes, pool.stats().reserved_bytes) == (True, CHUNK, CHUNK)
+
+
+def test_close_ends_a_reservation_and_gives_its_chunk_back(scripted: Scripted) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK)
+    scripted.gate.clear()
+    reservation = pool.reserve(10 * CHUNK, background=True)
+    assert scripted.pinning.wait(20)
+    closing = in_thread(pool.close)
+    while not pool._closed:  # it waits for the chunk: what it must not do is give up the lock's other users
+        pass
+    scripted.gate.set()
+    closing.join(20)
+    assert reservation.wait(20)
+    assert (scripted.chunks, scripted.pins) == ({}, 1)
+    with pytest.raises(PoolStateError, match="reserve: expected an open pool"):
+        pool.reserve(1)
+
+
+def test_close_from_progress_does_not_deadlock(scripted: Scripted) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK)
+    reservation = pool.reserve(10 * CHUNK, background=True, progress=lambda done, total: pool.close())
+    assert reservation.wait(20)
+    assert (scripted.chunks, reservation.reserved_bytes) == ({}, CHUNK)
+
+
+def test_a_dropped_pool_ends_its_reservation(scripted: Scripted) -> None:
+    dropped = threading.Event()
+    pool = PinnedPool("1MiB", scripted, CHUNK)
+    reservation = pool.reserve(10 * CHUNK, background=True, progress=lambda done, total: dropped.wait(20))
+    while reservation.reserved_bytes == 0:
+        time.sleep(0.001)
+    del pool
+    dropped.set()
+    assert reservation.wait(20)
+    gc.collect()
+    assert (scripted.pins, scripted.chunks) == (1, {})
+
+
+def test_an_error_of_progress_is_the_waiters(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    def fails(done: int, total: int) -> None:
+        raise KeyError("the user's own")
+
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        reservation = pool.reserve(2 * CHUNK, background=True, progress=fails)
+        for _ in range(2):
+            with pytest.raises(KeyError, match="the user's own"):
+                reservation.wait(20)
+        with pytest.raises(KeyError):
+            pool.reserve(2 * CHUNK, progress=fails)
+        assert "then: " in caplog.text
+        assert (pool.stats().reserved_bytes, reservation.done) == (2 * CHUNK, True)
+
+
+def test_the_interpreter_ends_while_a_reservation_is_under_way() -> None:
+    script = """
+        import time
+        from chameleon_mm.device.sim import SimDevice
+        from chameleon_mm.pinned import PinnedPool
+
+        class Slow(SimDevice):
+            def alloc_pinned(self, nbytes):
+                time.sleep(0.02)
+                return super().alloc_pinned(nbytes)
+
+            def free_pinned(self, memory):
+                print("freed")
+
+        pool = PinnedPool("1GiB", Slow(), 4096)
+        reservation = pool.reserve("1GiB", background=True)
+        while reservation.reserved_bytes == 0:
+            time.sleep(0.01)
+        print("end", reservation.done)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("end False\n", "")
+
+
+# --- a full pool
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"on_full": "panic"}, {"max_wait_s": -1.0}, {"max_wait_s": float("inf")}, {"max_wait_s": float("nan")}]
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        PinnedPool("1MiB", "sim", **arguments)
+
+
+def test_past_the_limit_a_pageable_block_serves(scripted: Scripted) -> None:
+    pool, blocks = full(scripted, on_full="pageable")
+    block = pool.allocate(5000)
+    assert isinstance(block, PageableBlock)
+    assert (block.pageable, blocks[0].pageable, block.nbytes, block.buffer.numel()) == (True, False, 5000, 5000)
+    block.numpy((5000,), np.uint8)[:] = 7
+    assert torch.equal(block.buffer, torch.full((5000,), 7, dtype=torch.uint8))
+    stats = pool.stats()
+    assert (stats.pageable_bytes, stats.peak_pageable_bytes, stats.num_live) == (5000, 5000, 5)
+    assert (stats.requested_bytes, stats.live_bytes, stats.reserved_bytes) == (LIMIT, LIMIT, LIMIT)
+    with pytest.raises(PoolStateError, match="got 5 of"):
+        pool.close()
+    block.release()
+    assert (pool.stats().pageable_bytes, pool.stats().peak_pageable_bytes, scripted.held_pageable) == (0, 5000, 0)
+    blocks.pop().release()
+    assert not pool.allocate(5000).pageable, "pinned again as soon as there is room"
+    blocks.clear()
+    pool.close()
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_pageable_memory_is_kept_until_its_event_is_complete(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted) as pool:
+        first, second = Flag(), Flag()
+        pool.allocate_pageable(100).release(after=first)
+        pool.allocate_pageable(200).release(after=second)
+        dropped = pool.allocate_pageable(400)
+        del dropped
+        assert (pool.stats().pageable_bytes, scripted.held_pageable) == (300, 2)
+        second.complete = True
+        pool.trim()
+        assert (pool.stats().pageable_bytes, scripted.held_pageable, first.complete) == (100, 1, False)
+    assert (first.complete, scripted.held_pageable) == (True, 0), "close waits"
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_copy_may_read_a_pageable_block_after_it_was_released(sim: SimDevice) -> None:
+    with PinnedPool("1MiB", sim) as pool:
+        h2d, target = sim.new_stream("h2d"), sim.current_stream().alloc(100)
+        h2d.wait(sim.current_stream().record())
+        block = pool.allocate_pageable(100, stream=h2d)
+        block.numpy((100,), np.uint8)[:] = 3
+        h2d.copy(target, block.buffer)
+        block.release(after=h2d.record())
+        del block
+        pool.stats()
+        sim.synchronize()
+        assert torch.equal(target, torch.full((100,), 3, dtype=torch.uint8))
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripted: Scripted) -> None:
+    pool = PinnedPool("1MiB", scripted)
+    pool.allocate_pageable(100).release(after=Flag())
+    pool.stats()
+    assert scripted.held_pageable == 1
+    block = pool.allocate_pageable(100)
+    del pool
+    assert scripted.held_pageable == 2, "the block holds its pool"
+    del block
+    assert scripted.held_pageable == 0
+
+
+def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, blocks = full(scripted, on_full="pageable")
+    monkeypatch.setattr("chameleon_mm.pinned.pageable.available_host_bytes", lambda: 5000)
+    assert pool.allocate(5000).pageable
+    for allocate in (pool.allocate, pool.allocate_pageable):
+        with pytest.raises(HostMemoryExhausted, match=r"asked for 5001 bytes, but 4\.88 KiB of host memory are available"):
+            allocate(5001)
+    monkeypatch.setattr("chameleon_mm.pinned.pageable.available_host_bytes", lambda: 0)
+    assert pool.allocate(5001).nbytes == 5001, "nothing says how much there is: the device decides"
+    blocks.clear()
+
+
+def test_pageable_blocks_of_no_bytes_and_bad_sizes(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted) as pool:
+        nothing = pool.allocate_pageable(0)
+        assert (nothing.nbytes, nothing.pageable, pool.stats().num_live) == (0, True, 1)
+        nothing.release()
+        wrong: Any = "4KiB"
+        with pytest.raises(TypeError):
+            pool.allocate_pageable(wrong)
+        with pytest.raises(ValueError, match="0 bytes or more"):
+            pool.allocate_pageable(-1)
+    with pytest.raises(PoolStateError, match="allocate_pageable"):
+        pool.allocate_pageable(1)
+
+
+def test_waiting_ends_when_another_thread_releases(scripted: Scripted) -> None:
+    pool, blocks = full(scripted, on_full="wait", max_wait_s=20)
+    event = Flag()
+    got: list[PinnedBlock] = []
+    waiter = in_thread(lambda: got.append(pool.allocate(CHUNK)))
+    waiter.join(0.05)
+    assert waiter.is_alive()
+    address = blocks[2].buffer.data_ptr()
+    blocks.pop(2).release(after=event)
+    waiter.join(20)
+    assert (got[0].buffer.data_ptr(), got[0].pending_events) == (address, (event,))
+    blocks.clear()
+    got.clear()
+    pool.close()
+
+
+def test_waiting_ends_when_room_for_another_chunk_comes_up(scripted: Scripted) -> None:
+    """No free block is large enough even then: chunks have to be given back."""
+    pool, blocks = full(scripted, on_full="wait", max_wait_s=20)
+    got: list[PinnedBlock] = []
+    waiter = in_thread(lambda: got.append(pool.allocate(2 * CHUNK)))
+    blocks[0].release()
+    blocks[2].release()
+    waiter.join(20)
+    assert (got[0].nbytes, sum(scripted.chunks.values())) == (2 * CHUNK, LIMIT)
+    blocks.clear()
+    got.clear()
+    pool.close()
+
+
+def test_waiting_ends_after_the_bound_with_an_error_that_says_so(scripted: Scripted) -> None:
+    pool, blocks = full(scripted, on_full="wait", max_wait_s=0.02)
+    with pytest.raises(HostMemoryExhausted, match=r"limit is 65536 bytes.*waited 0\.0 s for other threads.*max_wait_s=0\.02"):
+        pool.allocate(1)
+    blocks.clear()
+    assert pool.allocate(1).nbytes == 1
+
+
+def test_what_can_never_fit_is_not_waited_for(scripted: Scripted) -> None:
+    pool = PinnedPool(LIMIT, scripted, CHUNK, on_full="wait", max_wait_s=3600)  # the test's own timeout is far below
+    with pytest.raises(HostMemoryExhausted, match=f"limit is {LIMIT}"):
+        pool.allocate(LIMIT + 1)
+
+
+def test_closing_ends_a_wait(scripted: Scripted) -> None:
+    pool = PinnedPool(LIMIT, scripted, CHUNK, on_full="wait", max_wait_s=20)
+    scripted.fail_at = set(range(1000))
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            pool.allocate(CHUNK)
+        except PoolStateError as error:
+            raised.append(error)
+
+    waiter = in_thread(work)
+    while scripted.pins == 0:
+        time.sleep(0.001)
+    pool.close()
+    waiter.join(20)
+    assert len(raised) == 1
+
+
+# --- every registration may fail
+
+SCENARIO = [CHUNK, PAGE, 2 * CHUNK, CHUNK, 3 * PAGE, PAGE]
+"""Sizes that make a pool of chunks of `CHUNK` register five times."""
+
+
+def serve(pool: PinnedPool) -> list[PinnedBlock]:
+    return [pool.allocate(nbytes) for nbytes in SCENARIO]
+
+
+def check_whole(pool: PinnedPool, device: Scripted) -> None:
+    """The books agree with the device, and the same scenario succeeds."""
+    assert pool.stats().reserved_bytes == sum(device.chunks.values())
+    device.fail_at.clear()
+    blocks = serve(pool)
+    assert not any(block.pageable for block in blocks)
+    blocks.clear()
+    stats = pool.stats()
+    assert (stats.num_live, stats.live_bytes, stats.pageable_bytes) == (0, 0, 0)
+    assert stats.largest_free_bytes == max(device.chunks.values())
+    pool.close()
+    assert device.chunks == {}
+
+
+def registrations() -> int:
+    device = Scripted()
+    with PinnedPool("1MiB", device, CHUNK) as pool:
+        serve(pool).clear()
+    return device.pins
+
+
+REGISTRATIONS = range(1, registrations() + 1)
+
+
+def test_the_scenario_registers_more_than_once() -> None:
+    assert len(REGISTRATIONS) >= 4
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("nth", REGISTRATIONS)
+@pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError])
+def test_the_nth_registration_fails_and_raises(scripted: Scripted, nth: int, error: type[BaseException]) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK)
+    scripted.fail_at, scripted.error = {nth}, error
+    said = rf"asked the device for a chunk of \d+ bytes, got: no pages to lock for chunk {nth}\. \d+ of at most {MIB} bytes"
+    with pytest.raises(HostMemoryExhausted, match=said):
+        serve(pool)
+    gc.collect()  # the error that pytest keeps has frames, and they the blocks
+    assert pool.stats().num_live == 0, "what the scenario had is back"
+    check_whole(pool, scripted)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("nth", REGISTRATIONS)
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_the_nth_registration_ends_in_another_error_which_is_passed_on(
+    scripted: Scripted, nth: int, error: type[BaseException]
+) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK, on_full="pageable")
+    scripted.fail_at, scripted.error = {nth}, error
+    with pytest.raises(error, match=f"^no pages to lock for chunk {nth}$"):
+        serve(pool)
+    check_whole(pool, scripted)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("nth", REGISTRATIONS)
+def test_the_nth_registration_fails_and_pageable_memory_serves(scripted: Scripted, nth: int) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK, on_full="pageable")
+    scripted.fail_at = {nth}
+    blocks = serve(pool)
+    assert sum(block.pageable for block in blocks) == 1
+    assert [block.nbytes for block in blocks] == SCENARIO
+    blocks.clear()
+    check_whole(pool, scripted)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("nth", REGISTRATIONS)
+def test_the_nth_registration_fails_and_waiting_tries_again(scripted: Scripted, nth: int) -> None:
+    pool = PinnedPool("1MiB", scripted, CHUNK, on_full="wait", max_wait_s=20)
+    scripted.fail_at = {nth, nth + 1}
+    blocks = serve(pool)
+    assert (any(block.pageable for block in blocks), scripted.pins) == (False, len(REGISTRATIONS) + 2)
+    blocks.clear()
+    check_whole(pool, scripted)
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("on_full", ["raise", "pageable", "wait"])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_the_nth_registration_of_a_reservation_fails(scripted: Scripted, nth: int, background: bool, on_full: OnFull) -> None:
+    """Whatever `on_full` says: it is about blocks, and there is none."""
+    pool = PinnedPool("1MiB", scripted, CHUNK, on_full=on_full)
+    scripted.fail_at = {nth}
+    reservations: list[Reservation] = []
+    with pytest.raises(HostMemoryExhausted, match=f"no pages to lock for chunk {nth}"):
+        reservations.append(pool.reserve(3 * CHUNK, background=background))
+        reservations[0].wait(20)
+    assert len(reservations) == background
+    for reservation in reservations:
+        assert (reservation.done, reservation.reserved_bytes) == (True, (nth - 1) * CHUNK)
+    assert pool.stats().reserved_bytes == (nth - 1) * CHUNK, "what was pinned stays"
+    check_whole(pool, scripted)
+
+
+def test_an_allocation_that_waited_for_a_chunk_that_failed_asks_for_its_own(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        scripted.fail_at = {1}
+        scripted.gate.clear()
+        reservation = pool.reserve(CHUNK, background=True)
+        assert scripted.pinning.wait(20)
+        got: list[PinnedBlock] = []
+        other = in_thread(lambda: got.append(pool.allocate(CHUNK)))
+        scripted.gate.set()
+        other.join(20)
+        with pytest.raises(HostMemoryExhausted):
+            reservation.wait(20)
+        assert (got.pop().nbytes, scripted.pins) == (CHUNK, 2)
+
+
+# --- delegations
+
+
+def test_a_tensor_of_the_pool_returns_its_block_with_its_last_view(scripted: Scripted) -> None:
+    with PinnedPool("1MiB", scripted, CHUNK) as pool:
+        tensor = pool.empty((3, 4), torch.float32)
+        row = tensor[1]
+        assert (tensor.shape, tensor.dtype, pool.stats().num_live) == ((3, 4), torch.float32, 1)
+        del tensor
+        row.fill_(2)
+        assert (pool.stats().num_live, row.tolist()) == (1, [2.0] * 4)
+        del row
+        assert pool.stats().num_live == 0

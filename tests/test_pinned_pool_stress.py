@@ -1,0 +1,150 @@
+"""Threads over one pinned pool: every block carries a cookie, changes hands, and is verified by whoever frees it.
+
+The shape is that of mimalloc's stress test: each thread keeps blocks of its own and exchanges some through slots that all
+share, so that blocks are freed by other threads than made them; rounds of new threads find what the last ones left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from chameleon_mm.device.protocols import Event
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.pinned.pool import OnFull
+from chameleon_mm.units import KIB, MIB
+
+THREADS = 4
+SLOTS = 64
+
+
+class Flag:
+    """An event that whoever looks at it three times finds complete."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def query(self) -> bool:
+        self.looks += 1
+        return self.looks > 3
+
+    def synchronize(self) -> None:
+        self.looks = 3
+
+    def elapsed_us(self, since: Event) -> float:
+        raise ValueError("elapsed_us: not a timed event")
+
+
+def words(block: PinnedBlock) -> npt.NDArray[Any]:
+    return block.numpy((block.nbytes // 8,), np.uint64)
+
+
+def bake(block: PinnedBlock, cookie: int) -> None:
+    """Each word its own value: a block that lies over a part of another is seen, whichever part it is."""
+    values = words(block)
+    values[:] = np.arange(len(values), dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(cookie)
+
+
+def intact(block: PinnedBlock, cookie: int) -> bool:
+    values = words(block)
+    expected = np.arange(len(values), dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(cookie)
+    return bool((values == expected).all())
+
+
+class Stress:
+    def __init__(self, pool: PinnedPool) -> None:
+        self.pool = pool
+        self.slots: list[tuple[PinnedBlock, int] | None] = [None] * SLOTS
+        self.exchange = threading.Lock()
+        self.wrong: list[str] = []
+        self.refused = 0
+
+    def free(self, held: tuple[PinnedBlock, int], after: Event | None) -> None:
+        block, cookie = held
+        if not intact(block, cookie):
+            self.wrong.append(f"{block} lost the cookie {cookie}")
+        block.release(after=after)
+
+    def work(self, seed: int, operations: int) -> None:
+        generator = np.random.default_rng(seed)
+        own: list[tuple[PinnedBlock, int]] = []
+        for n in range(operations):
+            roll = generator.random()
+            if roll < 0.5:
+                nbytes = int(generator.choice([64, 5000, 20_000])) << int(generator.integers(0, 3))
+                try:
+                    block = self.pool.allocate(nbytes)
+                except HostMemoryExhausted:
+                    self.refused += 1
+                    if own:
+                        self.free(own.pop(int(generator.integers(len(own)))), None)
+                    continue
+                cookie = seed << 32 | n
+                bake(block, cookie)
+                own.append((block, cookie))
+            elif own and roll < 0.8:
+                self.free(own.pop(int(generator.integers(len(own)))), Flag() if roll < 0.7 else None)
+            elif own:
+                at, mine = int(generator.integers(SLOTS)), own.pop()
+                with self.exchange:
+                    theirs, self.slots[at] = self.slots[at], mine
+                if theirs is not None:
+                    own.append(theirs)
+        for at, held in enumerate(own):
+            if at % 2:
+                self.free(held, Flag())
+            # ... and the rest is dropped, as by a thread that died
+
+    def guard(self, work: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - a thread's error is the test's
+                self.wrong.append(repr(error))
+
+        return run
+
+    def round(self, number: int, operations: int) -> None:
+        works = [lambda seed=seed: self.work(number * THREADS + seed, operations) for seed in range(THREADS)]
+        threads = [threading.Thread(target=self.guard(work)) for work in works]
+        for thread in threads:
+            thread.start()
+        self.pool.trim()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("on_full", ["raise", "pageable", "wait"])
+@pytest.mark.parametrize(
+    ("rounds", "operations"), [(3, 250), pytest.param(10, 2000, marks=pytest.mark.slow)], ids=["quick", "long"]
+)
+def test_cookies_survive_threads(on_full: OnFull, rounds: int, operations: int) -> None:
+    pool = PinnedPool(2 * MIB, SimDevice(), 256 * KIB, on_full=on_full, max_wait_s=0.005)
+    stress = Stress(pool)
+    for number in range(rounds):
+        reservation = pool.reserve(min(256 * KIB, pool.limit_bytes - pool.stats().reserved_bytes), background=True)
+        stress.round(number, operations)
+        assert reservation.wait(20)
+        stats = pool.stats()
+        assert stats.requested_bytes <= stats.live_bytes <= stats.reserved_bytes <= stats.limit_bytes
+        assert stats.num_live == sum(held is not None for held in stress.slots)
+    assert stress.wrong == []
+    assert (stress.refused > 0) == (on_full != "pageable"), "the limit was never reached"
+    assert (pool.stats().peak_pageable_bytes > 0) == (on_full == "pageable")
+    for held in stress.slots:
+        if held is not None:
+            stress.free(held, None)
+    stress.slots.clear()
+    held = None
+    assert stress.wrong == []
+    stats = pool.stats()
+    assert (stats.num_live, stats.live_bytes, stats.requested_bytes) == (0, 0, 0)
+    pool.close()
+    assert pool.stats().reserved_bytes == pool.stats().pageable_bytes == 0

@@ -1,0 +1,344 @@
+"""Views of a block: each holds it, none outlives its bytes, and `release` refuses while one lives."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.errors import BlockInUseError, BlockReleasedError, SimLifetimeError, SimRaceError
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+
+PAGE = 4096
+SIZE = 64 << 10
+
+
+@pytest.fixture
+def pool(sim: SimDevice) -> Iterator[PinnedPool]:
+    with PinnedPool("64KiB", sim, "64KiB") as pool:
+        yield pool
+
+
+def _in_inference_mode(block: PinnedBlock) -> Tensor:
+    with torch.inference_mode():
+        return block.tensor((10, 10), torch.uint8)[2:]
+
+
+VIEWS: dict[str, Callable[[PinnedBlock], Any]] = {
+    "tensor": lambda block: block.tensor((block.nbytes,), torch.uint8),
+    "a view of a view": lambda block: block.tensor((4, 25), torch.uint8)[1:].t().detach(),
+    "an alias by data": lambda block: block.tensor((100,), torch.int8).data,
+    "a storage": lambda block: block.tensor((25,), torch.float32).untyped_storage(),
+    "a tensor's array": lambda block: block.tensor((25,), torch.float32).numpy(),
+    "numpy": lambda block: block.numpy((block.nbytes,), np.uint8),
+    "a slice": lambda block: block.numpy((50,), np.int16)[3:].view(np.uint8),
+    "memoryview": lambda block: block.as_memoryview(),
+    "asarray": np.asarray,
+    "numpy's dlpack": np.from_dlpack,
+    "torch's dlpack": from_dlpack,
+    "a capsule": lambda block: block.__dlpack__(),
+    "inference mode": _in_inference_mode,
+}
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_view_keeps_its_block_and_the_last_one_lets_it_go(pool: PinnedPool) -> None:
+    for name, make in VIEWS.items():
+        block = pool.allocate(100)
+        address = block.buffer.data_ptr()
+        view = make(block)
+        del block
+        assert pool.stats().num_live == 1, name
+        assert pool.allocate(100).buffer.data_ptr() != address, name
+        del view
+        assert pool.stats().num_live == 0, name
+        assert pool.allocate(100).buffer.data_ptr() == address, name
+
+
+@pytest.mark.parametrize("make", VIEWS.values(), ids=VIEWS.keys())
+def test_release_refuses_while_a_view_lives(pool: PinnedPool, make: Callable[[PinnedBlock], Any]) -> None:
+    block = pool.allocate(100)
+    view = make(block)
+    with pytest.raises(BlockInUseError, match=r"expected no view of this block of 100 bytes, got 1 live; drop"):
+        block.release()
+    assert (block.released, pool.stats().num_live) == (False, 1)
+    assert issubclass(BlockInUseError, BufferError)
+    del view
+    block.release()
+    assert (block.released, pool.stats().num_live) == (True, 0)
+
+
+def test_the_raw_buffer_is_no_view(pool: PinnedPool) -> None:
+    block = pool.allocate(100)
+    raw = block.buffer
+    block.release()
+    assert (pool.stats().num_live, raw.numel()) == (0, 100)
+
+
+def test_release_says_how_many_views_there_are(pool: PinnedPool) -> None:
+    block = pool.allocate(100)
+    views: list[Any] = [make(block) for make in VIEWS.values()]
+    with pytest.raises(BlockInUseError, match=rf"got {len(VIEWS)} live"):
+        block.release()
+    views.clear()
+    block.release()
+
+
+def test_a_released_block_gives_no_view(pool: PinnedPool) -> None:
+    block = pool.allocate(100)
+    block.release()
+    for name in ("tensor", "numpy", "memoryview", "asarray", "numpy's dlpack", "torch's dlpack"):
+        with pytest.raises(BlockReleasedError, match="of 100 bytes that was released"):
+            VIEWS[name](block)
+
+
+def test_all_views_are_the_same_bytes(pool: PinnedPool) -> None:
+    block = pool.allocate(8)
+    block.as_memoryview()[:] = bytes(range(8))
+    expected = torch.arange(8, dtype=torch.uint8)
+    array: Any = block
+    for view in (block.buffer, block.tensor((8,), torch.uint8), from_dlpack(array)):
+        assert torch.equal(view, expected)
+        assert view.data_ptr() == block.buffer.data_ptr()
+    for other in (
+        block.numpy((8,), np.uint8),
+        np.asarray(array),
+        np.from_dlpack(array),
+        np.frombuffer(block.as_memoryview(), "u1"),
+    ):
+        assert np.array_equal(other, expected.numpy())
+        assert other.ctypes.data == block.buffer.data_ptr()
+    from_dlpack(array)[3] = 77
+    assert block.as_memoryview()[3] == 77
+    assert (np.asarray(array).flags.writeable, block.as_memoryview().readonly) == (True, False)
+    assert array.__dlpack_device__() == (1, 0)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="a class defines the buffer protocol from Python 3.12 on")
+def test_from_python_312_on_a_block_is_a_buffer(pool: PinnedPool) -> None:
+    block: Any = pool.allocate(8)
+    view = memoryview(block)
+    view[:] = bytes(range(8))
+    assert bytes(block.buffer.tolist()) == bytes(range(8))
+    with pytest.raises(BlockInUseError):
+        block.release()
+    del view
+    block.release()
+
+
+def test_zero_bytes_have_every_view(pool: PinnedPool) -> None:
+    block: Any = pool.allocate(0)
+    assert block.tensor((0, 3), torch.bfloat16).shape == (0, 3)
+    assert block.numpy((0,), np.complex128).size == 0
+    assert (np.asarray(block).size, from_dlpack(block).numel(), block.as_memoryview().nbytes) == (0, 0, 0)
+    assert pool.empty((3, 0), torch.float8_e5m2).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error"),
+    [
+        ((-1,), torch.float32, ValueError),
+        ((1 << 62, 1 << 62), torch.uint8, ValueError),
+        ((101,), torch.uint8, ValueError),
+        ((1.5,), torch.uint8, TypeError),
+        (("4",), torch.uint8, TypeError),
+        ((4,), np.float32, TypeError),
+        ((4,), object, TypeError),
+    ],
+)
+def test_a_tensor_that_cannot_be_is_refused(pool: PinnedPool, shape: Any, dtype: Any, error: type[Exception]) -> None:
+    block = pool.allocate(100)
+    with pytest.raises(error):
+        block.tensor(shape, dtype)
+    block.release()
+    assert pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize("dtype", [object, np.dtype([("a", object), ("b", "f4")])])
+def test_an_array_of_python_objects_is_refused(pool: PinnedPool, dtype: Any) -> None:
+    with pytest.raises(ValueError, match="Python objects"):
+        pool.allocate(100).numpy((1,), dtype)
+
+
+def test_a_structured_array_is_a_view(pool: PinnedPool) -> None:
+    block = pool.allocate(24)
+    records = block.numpy((2,), np.dtype([("a", "<i8"), ("b", "<f4")]))
+    records["a"], records["b"] = [1, 2], [0.5, 0.25]
+    assert block.tensor((2, 12), torch.uint8)[:, 0].tolist() == [1, 2]
+
+
+def test_a_view_waits_for_earlier_owners_and_the_release_passes_no_event_on(pool: PinnedPool, sim: SimDevice) -> None:
+    block = pool.allocate(64 * 1024)
+    block.numpy((64 * 1024,), np.uint8)[:] = 7
+    h2d, target = sim.new_stream("h2d"), sim.current_stream().alloc(64 * 1024)
+    h2d.wait(sim.current_stream().record())
+    h2d.copy(target, block.buffer)
+    block.release(after=h2d.record())
+    again = pool.allocate(64 * 1024)
+    assert len(list(again.pending_events)) == 1
+    again.as_memoryview()[:] = b"\0" * (64 * 1024)
+    assert list(again.pending_events) == []
+    assert bool((target == 7).all()), "the host waited for the copy before it wrote"
+
+
+def test_a_cycle_of_a_view_and_its_block_is_collected(pool: PinnedPool) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.block = pool.allocate(100)
+            self.view = self.block.numpy((100,), np.uint8)
+            self.me = self
+
+    holder = Holder()
+    assert pool.stats().num_live == 1
+    del holder
+    gc.collect()
+    assert pool.stats().num_live == 0
+
+
+def test_a_view_made_while_another_thread_releases_never_sees_bytes_of_another_block(sim: SimDevice) -> None:
+    pool = PinnedPool("4MiB", sim)
+    wrong: list[str] = []
+    for _ in range(200):
+        block, start = pool.allocate(100), threading.Barrier(2)
+        address = block.buffer.data_ptr()
+        made: list[Any] = []
+
+        def look(block: PinnedBlock = block, start: threading.Barrier = start, made: list[Any] = made) -> None:
+            start.wait()
+            try:
+                made.append(block.numpy((100,), np.uint8))
+            except BlockReleasedError:
+                made.append(None)
+
+        def release(block: PinnedBlock = block, start: threading.Barrier = start) -> None:
+            start.wait()
+            try:
+                block.release()
+            except BlockInUseError:
+                return
+
+        threads = [threading.Thread(target=look), threading.Thread(target=release)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        del block, look, release, threads
+        if made[0] is not None and pool.allocate(100).buffer.data_ptr() == address:
+            wrong.append("a view's bytes were given out")
+        made.clear()
+    assert wrong == []
+    assert pool.stats().num_live == 0
+
+
+# --- tensors that are all there is of a block
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.float64], ids=str
+)
+def test_empty_is_a_tensor_whose_last_view_returns_its_block(device: Device, dtype: torch.dtype) -> None:
+    with PinnedPool("1MiB", device) as pool:
+        tensor = pool.empty((3, 5), dtype)
+        assert (tensor.shape, tensor.dtype, tensor.is_contiguous(), tensor.device.type) == ((3, 5), dtype, True, "cpu")
+        assert pool.stats().requested_bytes == 15 * dtype.itemsize
+        row = tensor[1].detach()
+        del tensor
+        assert pool.stats().num_live == 1
+        del row
+        assert pool.stats().num_live == 0
+        assert pool.empty((), dtype).shape == ()
+
+
+def test_empty_refuses_what_is_no_tensor(pool: PinnedPool) -> None:
+    wrong: Any = (-1, 3)
+    with pytest.raises(ValueError, match="sizes of 0 or more"):
+        pool.empty(wrong, torch.float32)
+    wrong = np.float32
+    with pytest.raises(TypeError, match=r"expected a torch.dtype"):
+        pool.empty((3,), wrong)
+    assert pool.stats().num_live == 0
+
+
+def test_who_gets_the_bytes_of_a_dropped_tensor_waits_for_the_current_stream(device: Device) -> None:
+    with PinnedPool(SIZE, device) as pool:
+        compute, d2h = device.current_stream(), device.new_stream("d2h")
+        with device.compute():
+            zeros = compute.alloc(SIZE)
+            zeros.zero_()
+        d2h.wait(compute.record())
+        tensor = pool.empty((SIZE,), torch.uint8)
+        tensor.fill_(3)
+        target = compute.alloc(SIZE)
+        compute.copy(target, tensor)  # still under way, perhaps, when its source is dropped
+        address = tensor.data_ptr()
+        del tensor
+        block = pool.allocate(SIZE, stream=d2h)
+        assert block.buffer.data_ptr() == address
+        d2h.copy(block.buffer, zeros)  # without the wait the simulator raises SimRaceError
+        device.synchronize()
+        assert bool((target.cpu() == 3).all())
+        assert not block.tensor((SIZE,), torch.uint8).any()
+        del block
+
+
+def test_the_simulator_notices_a_tensor_dropped_under_a_copy_on_another_stream(sim: SimDevice) -> None:
+    pool = PinnedPool(SIZE, sim)
+    h2d, target = sim.new_stream("h2d"), sim.current_stream().alloc(SIZE)
+    h2d.wait(sim.current_stream().record())
+    tensor = pool.empty((SIZE,), torch.uint8)
+    h2d.copy(target, tensor)  # not on the current stream: the caller's to wait for
+    del tensor
+    with pytest.raises(SimLifetimeError, match="its source was dropped"):
+        sim.synchronize()
+
+
+def test_the_simulator_takes_every_view_for_host_memory(sim: SimDevice) -> None:
+    with PinnedPool("1MiB", sim) as pool, sim.compute():
+        before = sim.read_memory()
+        neighbour, block = pool.allocate(100), pool.allocate(4096)
+        views: list[Any] = [block.tensor((32, 32), torch.float32), from_dlpack(block), pool.empty((8,), torch.int8)]
+        assert [sim.owns(view) for view in views] == [False, False, False]
+        for view in views:
+            view.zero_()
+        assert sim.read_memory() == before
+        del views, view, block, neighbour
+
+
+def test_the_simulator_orders_a_view_and_the_raw_buffer_as_one_memory(sim: SimDevice) -> None:
+    with PinnedPool("1MiB", sim) as pool:
+        neighbour, block = pool.allocate(100), pool.allocate(4096)
+        view, d2h = block.tensor((4096,), torch.uint8), sim.new_stream("d2h")
+        source = sim.current_stream().alloc(4096)
+        d2h.wait(sim.current_stream().record())
+        d2h.copy(block.buffer, source)
+        with sim.compute(), pytest.raises(SimRaceError):
+            view.fill_(1)  # the host writes what the copy writes
+        with sim.compute():
+            neighbour.tensor((100,), torch.uint8).fill_(1)
+        d2h.record().synchronize()
+        with sim.compute():
+            view.fill_(1)
+        del view, block, neighbour
+
+
+@pytest.mark.gpu
+def test_on_cuda_every_view_is_pinned() -> None:
+    with PinnedPool("16MiB", "cuda") as pool:
+        block: Any = pool.allocate(PAGE)
+        views = [block.tensor((PAGE,), torch.uint8), from_dlpack(block), torch.from_numpy(np.asarray(block))]
+        views.append(pool.empty((7, 9), torch.bfloat16))
+        assert [view.is_pinned() for view in views] == [True] * 4
+        on_gpu = views[0].fill_(5).to("cuda", non_blocking=True)
+        torch.cuda.synchronize()
+        assert bool((on_gpu == 5).all())
+        views.clear()

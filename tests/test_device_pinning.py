@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import itertools
+import json
 import mmap
+import os
 import re
+import subprocess
+import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.pinning import PageLocker, PinningCalls, populated_pages
-from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.device.cuda import CudaDevice, _driver_attribute, _pinning_calls
+from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES, PageLocker, PinningCalls, populated_pages
+from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import MIB
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 class FakeDriver:
@@ -72,6 +81,13 @@ def _write_by_hand(failure: int) -> Callable[[int, int, int], int]:
 def _is_mapped(address: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.create_string_buffer(1)) == 0)
+
+
+def _resident_pages(address: int, nbytes: int) -> int:
+    resident = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), resident) == 0
+    return sum(page & 1 for page in resident)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 3 * MIB + 5])
@@ -178,16 +194,132 @@ def test_more_than_any_machine_has_is_an_error_of_ours() -> None:
         PageLocker(FakeDriver("host_alloc").calls()).pin(1 << 60)
 
 
-def test_pages_that_cannot_be_unregistered_are_kept() -> None:
+# --- Note [Mapped while registered]
+
+
+def test_pages_that_were_unpinned_are_unmapped(no_gc: None) -> None:
+    locker = PageLocker(FakeDriver().calls())
+    memory = locker.pin(64 * MIB)
+    address = memory.data_ptr()
+    locker.unpin(memory)
+    assert _is_mapped(address)
+    del memory
+    assert not _is_mapped(address)
+
+
+def test_pages_that_cannot_be_unregistered_stay_mapped(no_gc: None) -> None:
     driver = FakeDriver("unregister")
     locker = PageLocker(driver.calls())
-    memory = locker.pin(4096)
-    address, alive = memory.data_ptr(), weakref.ref(memory)
+    memory = locker.pin(64 * MIB)
+    address = memory.data_ptr()
     locker.unpin(memory)
-    del memory
-    assert alive() is not None  # unmapped, its address could come back while the driver still holds it
+    del memory, locker
+    assert _is_mapped(address)  # else its address could come back while the driver still holds it
     assert not driver.pending_error
-    assert driver.registered == {address: 4096}
+    assert driver.registered == {address: 64 * MIB}
+
+
+def test_a_locker_that_is_dropped_leaves_what_is_pinned_as_it_is(no_gc: None) -> None:
+    driver = FakeDriver()
+    address = PageLocker(driver.calls()).pin(64 * MIB).data_ptr()
+    gc.collect()
+    assert driver.log == ["register"]  # nobody said that the device is done with it
+    assert _is_mapped(address)
+
+
+# --- the driver's own limits
+
+
+@pytest.mark.parametrize("nbytes", [REGISTRATION_LIMIT_BYTES, REGISTRATION_LIMIT_BYTES + 1])
+def test_what_is_too_large_for_one_registration_is_refused_before_anything_is_done(nbytes: int) -> None:
+    driver = FakeDriver()
+
+    def place(address: int, nbytes: int) -> None:
+        raise AssertionError("the pages were asked for")
+
+    locker = PageLocker(driver.calls(), place=place)
+    with pytest.raises(
+        HostMemoryExhausted, match=rf"less than 512.0 GiB.*got .*\({nbytes} bytes\): ask for it in several allocations"
+    ):
+        locker.pin(nbytes)
+    assert driver.log == []
+
+
+def test_one_byte_less_is_for_the_machine_to_decide() -> None:
+    driver = FakeDriver("register", "host_alloc")
+    with pytest.raises(HostMemoryExhausted, match="host_alloc: out of memory"):
+        PageLocker(driver.calls(), madvise=lambda *asked: errno.ENOMEM).pin(REGISTRATION_LIMIT_BYTES - 1)
+    assert driver.log == ["host_alloc"]
+
+
+def test_the_number_of_registrations_is_bounded_before_anything_is_done() -> None:
+    driver = FakeDriver()
+    locker = PageLocker(driver.calls(), max_registrations=2)
+    first, _second = locker.pin(4096), locker.pin(4096)
+    for _ in range(2):
+        with pytest.raises(
+            HostMemoryExhausted, match=r"fewer than 2 registrations.*got 2 before this one of 8.00 KiB.*chunk_bytes"
+        ):
+            locker.pin(8192)
+    assert driver.log == ["register"] * 2
+    locker.unpin(first)
+    locker.pin(8192)
+    assert driver.log == ["register", "register", "unregister", "register"]
+
+
+def test_a_registration_that_the_driver_did_not_let_go_counts() -> None:
+    driver = FakeDriver("unregister")
+    locker = PageLocker(driver.calls(), max_registrations=1)
+    locker.unpin(locker.pin(4096))
+    with pytest.raises(HostMemoryExhausted, match="got 1 before this one"):
+        locker.pin(4096)
+
+
+def test_what_is_not_registered_is_not_bounded_by_registrations() -> None:
+    driver = FakeDriver()
+    locker = PageLocker(driver.calls(can_register=False), max_registrations=0)
+    locker.unpin(locker.pin(4096))
+    with pytest.raises(HostMemoryExhausted, match="out of memory"):
+        PageLocker(FakeDriver("host_alloc").calls(can_register=False)).pin(REGISTRATION_LIMIT_BYTES)
+    assert driver.log == ["host_alloc", "host_free"]
+
+
+def test_the_driver_is_called_in_the_scope_and_nothing_is_left_in_it() -> None:
+    driver = FakeDriver("register", "unregister")
+    depth = 0
+    depths: list[tuple[str, int]] = []
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        nonlocal depth
+        depth += 1
+        yield
+        depth -= 1
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*args: Any) -> Any:
+            depths.append((name, depth))
+            return call(*args)
+
+        return asked
+
+    names = ("register", "host_alloc", "host_free", "clear_error")
+    calls = driver.calls()
+    locker = PageLocker(replace(calls, **{name: noted(name, getattr(calls, name)) for name in names}), scope=scope)
+    locker.unpin(locker.pin(4096))
+    assert depths == [("register", 1), ("clear_error", 1), ("host_alloc", 1), ("host_free", 1)]
+    assert depth == 0
+
+
+def test_a_place_is_told_of_the_whole_range_before_any_page_is_there() -> None:
+    told: list[tuple[int, int, int]] = []
+
+    def place(address: int, nbytes: int) -> None:
+        told.append((address, nbytes, _resident_pages(address, nbytes)))
+
+    memory = PageLocker(FakeDriver().calls(), place=place).pin(4 * MIB + 1)
+    assert told == [(memory.data_ptr(), 4 * MIB + 1, 0)]
+    assert _resident_pages(memory.data_ptr(), 4 * MIB + 1) == 4 * MIB // mmap.PAGESIZE + 1
 
 
 @pytest.mark.parametrize("failure", [errno.EINVAL, errno.ENOSYS, errno.EAGAIN])
@@ -226,10 +358,7 @@ def test_threads_populate_disjoint_slices_that_cover_all() -> None:
 
 def test_the_kernels_own_populate_makes_pages_resident() -> None:
     memory = PageLocker(FakeDriver().calls()).pin(4 * MIB)
-    resident = (ctypes.c_ubyte * (4 * MIB // mmap.PAGESIZE))()
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(4 * MIB), resident) == 0
-    assert all(page & 1 for page in resident)
+    assert _resident_pages(memory.data_ptr(), 4 * MIB) == 4 * MIB // mmap.PAGESIZE
 
 
 def test_a_forked_child_does_not_copy_the_pages() -> None:
@@ -242,3 +371,137 @@ def test_a_forked_child_does_not_copy_the_pages() -> None:
         elif inside and line.startswith("VmFlags:"):
             flags = line.split()[1:]
     assert "dc" in flags  # "do not copy area on fork"
+
+
+# --- a forked child, and the end of the interpreter. Each runs this file as a script, in a process of its own.
+
+
+def _say(answer: dict[str, Any]) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+class TellingDriver(FakeDriver):
+    """Writes each call to stderr at once: at the end of the interpreter there is nobody left to ask."""
+
+    def _asked(self, call: str) -> None:
+        os.write(2, f"{call} in {'parent' if os.getpid() == PARENT else 'child'}\n".encode())
+        super()._asked(call)
+
+
+PARENT = os.getpid()
+KEPT: list[object] = []
+"""What is alive until the interpreter clears this module."""
+
+
+def _reserve(address: int, nbytes: int) -> bool:
+    """Map something else exactly there; whether that worked."""
+    map_fixed_noreplace = 0x100000
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | map_fixed_noreplace
+    size = ctypes.c_size_t(nbytes)
+    return bool(
+        libc.mmap(ctypes.c_void_p(address), size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, ctypes.c_long(0)) == address
+    )
+
+
+def _in_a_child() -> None:
+    """Everything that was pinned goes in a forked child, where something else lies at its address by then; so does a view of
+    what was unpinned before."""
+    locker = PageLocker(TellingDriver().calls())
+    memory, unpinned = locker.pin(64 * MIB), locker.pin(64 * MIB)
+    address = unpinned.data_ptr()
+    freed = locker.pin(64 * MIB)
+    late_reader = freed[4096:]
+    locker.unpin(freed)
+    freed_address = freed.data_ptr()
+    del freed
+    with locker._lock:  # as if another thread of the parent were pinning
+        child = os.fork()
+        if not child:
+            answer: dict[str, Any] = {"holes": [_reserve(address, 64 * MIB), _reserve(freed_address, 64 * MIB)]}
+            thread = threading.Thread(target=locker.unpin, args=(unpinned,), daemon=True)  # another one: the lock is re-entrant
+            thread.start()
+            thread.join(timeout=30)
+            answer["unpins without the lock"] = not thread.is_alive()
+            try:
+                locker.pin(4096)
+            except DeviceUnavailable as error:
+                answer["pin"] = str(error)
+            del thread, unpinned, memory, late_reader
+            answer["calls"] = len(locker._calls.register.__self__.log)  # type: ignore[union-attr]  # a method of TellingDriver
+            locker._live.clear()
+            gc.collect()
+            answer["mapped"] = [_is_mapped(address), _is_mapped(freed_address)]
+            _say(answer)
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert _is_mapped(address)
+    locker.unpin(unpinned)
+    locker.unpin(memory)
+
+
+def _at_exit() -> None:
+    """Pinned memory is alive in every way: in a module, in a cycle, in a locker that is gone."""
+    locker = PageLocker(TellingDriver().calls())
+    KEPT.append((locker, locker.pin(4096)))
+    cycle: list[object] = [PageLocker(TellingDriver().calls())]
+    cycle.append(cycle)
+    KEPT.append(PageLocker(TellingDriver().calls()).pin(4096))
+    gc.disable()
+    alone = PageLocker(TellingDriver().calls(can_register=False))
+    cycle.append(alone.pin(4096))
+
+
+def _run(case: str) -> tuple[str, list[str]]:
+    """Standard output, and the lines of standard error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", __file__, case],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr.splitlines()
+
+
+def test_a_forked_child_calls_no_driver_and_unmaps_nothing() -> None:
+    said, calls = _run("child")
+    answer = json.loads(said)
+    assert "got its forked child" in answer.pop("pin")
+    assert answer == {"holes": [True, True], "unpins without the lock": True, "calls": 4, "mapped": [True, True]}
+    assert calls == ["register in parent"] * 3 + ["unregister in parent"] * 3
+
+
+def test_the_end_of_the_interpreter_calls_no_driver() -> None:
+    said, calls = _run("exit")
+    assert said == ""
+    assert calls == ["register in parent", "register in parent", "host_alloc in parent"]
+
+
+# --- on the hardware
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runtime", ["cupy", "torch"])
+def test_far_more_than_there_is_leaves_the_next_kernel_launch_working(runtime: str) -> None:
+    device = CudaDevice()
+    if runtime == "cupy" and device.cupy_runtime is None:
+        pytest.skip("CuPy is not installed, or not for this driver")
+    calls = _pinning_calls(device.cupy_runtime if runtime == "cupy" else None, device.index)
+    with pytest.raises(HostMemoryExhausted, match=r"expected .* \(70368744177664 bytes\), got"):
+        PageLocker(replace(calls, register=None)).pin(1 << 46)
+    doubled = torch.ones(8, device=device.torch_device) * 2
+    assert doubled.cpu().eq(2).all()
+
+
+@pytest.mark.gpu
+def test_the_driver_and_the_runtime_say_the_same_of_a_device() -> None:
+    device = CudaDevice()
+    if device.cupy_runtime is None:
+        pytest.skip("CuPy is not installed, or not for this driver")
+    for attribute in (91, 99):
+        assert _driver_attribute(attribute, device.index) == device.cupy_runtime.deviceGetAttribute(attribute, device.index)
+
+
+if __name__ == "__main__":
+    {"child": _in_a_child, "exit": _at_exit}[sys.argv[1]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool, available_host_bytes
+from chameleon_mm.pinned.host_memory import auto_limit_bytes
 from chameleon_mm.units import GIB, KIB
 
+UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
 
 
@@ -22,6 +25,27 @@ def write(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="ascii")
     return root
+
+
+def hybrid(*, v1_limit: int, v2_limit: int) -> dict[str, str]:
+    """Both versions, neither in its usual place; 1 GiB is used under each."""
+    return {
+        "proc/self/cgroup": "4:cpu,memory:/job\n3:name=systemd:/other\n0::/user\n",
+        "proc/self/mountinfo": (
+            "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n"
+            "35 31 0:32 / /mnt/two\\040words rw,relatime shared:9 - cgroup cgroup rw,cpu,memory\n"
+            "36 31 0:33 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory_like\n"
+            "41 31 0:38 / /run/v2 rw - cgroup2 none rw\n"
+        ),
+        "mnt/two words/job/memory.limit_in_bytes": f"{v1_limit}\n",
+        "mnt/two words/job/memory.usage_in_bytes": f"{GIB}\n",
+        "run/v2/user/memory.max": f"{v2_limit}\n",
+        "run/v2/user/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1\n",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "0\n",
+        "sys/fs/cgroup/user/memory.max": "1\n",
+        "sys/fs/cgroup/user/memory.current": "0\n",
+    }
 
 
 @pytest.mark.parametrize(
@@ -80,7 +104,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         pytest.param(
             {
                 "proc/self/cgroup": "5:memory:/\n",
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
                 "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}\n",
             },
             32 * GIB,
@@ -106,14 +130,107 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ),
         pytest.param(
             {
-                "proc/self/cgroup": "nonsense\n:::\n0::/../../etc\n",
+                "proc/self/cgroup": "nonsense\n:::\n0::/job\n",
+                "proc/self/mountinfo": "\n1 2 3\n - \n31 23 0:28 / /a rw - tmpfs\n",
                 "sys/fs/cgroup/memory.max": "a lot\n",
                 "sys/fs/cgroup/memory.current": "\n",
-                "sys/fs/cgroup/etc/memory.max": "1\n",
-                "sys/fs/cgroup/etc/memory.current/is a folder": "",
+                "sys/fs/cgroup/memory.stat": "inactive_file\ninactive_file many\n",
+                "sys/fs/cgroup/job/memory.max": "1\n",
+                "sys/fs/cgroup/job/memory.current/is a folder": "",
             },
             32 * GIB,
             id="files that say nothing",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
+                "sys/fs/cgroup/job/memory.high": f"{6 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
+                "sys/fs/cgroup/memory.high": "max\n",
+                "sys/fs/cgroup/memory.current": f"{30 * GIB}\n",
+            },
+            2 * GIB,
+            id="v2, held up before it is refused",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
+                "sys/fs/cgroup/job/memory.swap.max": f"{100 * GIB}\n",
+                "sys/fs/cgroup/job/memory.swap.current": "0\n",
+            },
+            6 * GIB,
+            id="v2, swap is not counted",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
+                "sys/fs/cgroup/job/memory.stat": f"inactive_file {3 * GIB}\n",
+            },
+            8 * GIB,
+            id="v2, no more cache than is used",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job/step\n",
+                "sys/fs/cgroup/job/memory.max": f"{8 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
+                "sys/fs/cgroup/job/step/cgroup.procs": "1\n",
+            },
+            6 * GIB,
+            id="v2, no memory controller in our own group",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "5:memory:/docker/abc/job\n",
+                "proc/self/mountinfo": "35 31 0:32 /docker/abc /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{10 * GIB}\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{4 * GIB}\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{5 * GIB}\n",
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
+            },
+            2 * GIB,
+            id="v1, a group of the container's own",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "5:memory:/job\n",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{UNLIMITED_V1}\n",
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
+                "sys/fs/cgroup/memory/job/memory.stat": f"hierarchical_memory_limit {9 * GIB}\ntotal_inactive_file {GIB}\n",
+            },
+            7 * GIB,
+            id="v1, a limit further up that cannot be seen",
+        ),
+        pytest.param(hybrid(v1_limit=5 * GIB, v2_limit=20 * GIB), 4 * GIB, id="hybrid, mounted where nobody would look: v1"),
+        pytest.param(hybrid(v1_limit=20 * GIB, v2_limit=5 * GIB), 4 * GIB, id="hybrid, mounted where nobody would look: v2"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/../../etc\n",
+                "proc/self/mountinfo": "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+                "sys/fs/cgroup/etc/memory.max": "1\n",
+                "sys/fs/cgroup/etc/memory.current": "0\n",
+                "sys/etc/memory.max": "1\n",
+                "sys/etc/memory.current": "0\n",
+                "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
+                "sys/fs/cgroup/memory.current": f"{GIB}\n",
+            },
+            2 * GIB,
+            id="v2, a group outside of the namespace",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/../job\n",
+                "proc/self/mountinfo": "41 31 0:38 /.. /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+                "sys/fs/cgroup/job/memory.max": f"{3 * GIB}\n",
+                "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
+            },
+            GIB,
+            id="v2, outside of the namespace, mounted from there too",
         ),
     ],
 )
@@ -136,6 +253,58 @@ def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path:
 
 def test_this_machine_has_some() -> None:
     assert 0 < available_host_bytes() <= psutil.virtual_memory().total
+
+
+# --- the limit "auto"
+
+
+@pytest.mark.parametrize(("environ", "ranks"), [({}, 1), ({"LOCAL_WORLD_SIZE": "1"}, 1), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
+def test_auto_is_half_of_what_is_left_for_each_rank(environ: dict[str, str], ranks: int) -> None:
+    assert auto_limit_bytes(environ, available_bytes=64 * GIB) == 32 * GIB // ranks
+
+
+@pytest.mark.parametrize("said", ["", "0", "-1", "two", "1.5", " 4", "4 ", "+4", "٤", "1" * 5000])
+def test_a_number_of_ranks_that_is_none_is_named(said: str) -> None:
+    with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE: expected .*, 1 or more, got ") as caught:
+        auto_limit_bytes({"LOCAL_WORLD_SIZE": said}, available_bytes=GIB)
+    assert f"got {said!r}: correct the environment variable" in str(caught.value)
+
+
+def test_auto_reads_the_environment_and_the_machine_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 48 * GIB)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert auto_limit_bytes() == 24 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert auto_limit_bytes() == 6 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "all")
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
+        auto_limit_bytes()
+
+
+def test_auto_divides_what_a_control_group_leaves(tmp_path: Path) -> None:
+    group = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
+        "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
+    }
+    left = available_host_bytes(write(tmp_path, group))
+    assert auto_limit_bytes({"LOCAL_WORLD_SIZE": "2"}, available_bytes=left) == 4 * GIB
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_auto_asked_again_is_a_part_of_the_whole_and_grows_with_the_machine(ranks: int) -> None:
+    environ = {"LOCAL_WORLD_SIZE": str(ranks)}
+    part = auto_limit_bytes(environ, available_bytes=128 * GIB)
+    for mine, theirs in itertools.product((0, part // 3, part), repeat=2):
+        left = 128 * GIB - mine - (ranks - 1) * theirs
+        again = auto_limit_bytes(environ, available_bytes=left, held_bytes=mine)
+        assert (again == part) if theirs == 0 or ranks == 1 else (again < part)
+        assert auto_limit_bytes(environ, available_bytes=left + 128 * GIB, held_bytes=mine) > part
+
+
+def test_auto_is_zero_where_nothing_says_what_is_left() -> None:
+    assert auto_limit_bytes({}, available_bytes=0) == 0
 
 
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

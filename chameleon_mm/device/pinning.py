@@ -1,11 +1,15 @@
 """Page-locked host memory, made the fast way, with a way out when the driver refuses.
 
-    memory = mmap(nbytes); madvise(huge pages, not for children); populate(memory) on several threads
+    memory = mmap(nbytes); madvise(huge pages, not for children); place(memory); populate(memory) on several threads
     register(memory)                                # from here on the copy engines read and write it directly
     refused -> clear the error it left behind -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
 
 Zeroing the pages is most of the work and parallel; registering takes the driver's locks and is not. The driver's calls come
 in as functions: this file needs no GPU.
+
+Note [Mapped while registered]: pages are unmapped when the last tensor over them goes, but never while the driver holds them
+(their addresses would come back registered), never in a forked child (they are not there, and something else may be), never
+while the interpreter ends (the driver may be gone; the system takes them anyway).
 """
 
 from __future__ import annotations
@@ -17,20 +21,30 @@ import mmap
 import os
 import resource
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.units import MIB, format_size
+from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
+from chameleon_mm.units import GIB, MIB, format_size
 
 _log = logging.getLogger(__name__)
 
+REGISTRATION_LIMIT_BYTES = 512 * GIB
+"""One registration of this size or more fails in the driver."""
+
+MAX_REGISTRATIONS = 65_000
+"""The driver takes about 65,536 in one process. Those beyond ours are left to others in it, such as CuPy and NCCL."""
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _HUGE_PAGE_BYTES = 2 * MIB
 _MIN_SLICE_BYTES = 32 * MIB  # below this a thread costs more than it saves
@@ -38,6 +52,11 @@ _MAX_THREADS = 8  # memory bandwidth is used up by then
 
 Madvise = Callable[[int, int, int], int]
 """`(address, nbytes, advice) -> errno`, 0 for done. Must let go of the GIL."""
+
+Place = Callable[[int, int], None]
+"""`(address, nbytes)` of pages that nobody has touched: says which memory they should come from. Advice: never raises."""
+
+_Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,38 +80,66 @@ class PinningCalls:
 class PageLocker:
     """Pins and unpins. What is pinned stays alive until `unpin`, even if the caller drops it: the driver holds its pages.
 
-    `threads` populate a large allocation (None: one per usable CPU, at most 8). Thread-safe.
+    `threads` populate a large allocation (None: one per usable CPU, at most 8). `place` says where pages come from, before the
+    first touch; what the driver allocates itself comes from where the driver takes it. The driver is called inside a `scope()`.
+    Of a locker that is dropped, what was not unpinned stays pinned for the life of the process. Thread-safe. A forked child can
+    neither pin nor unpin.
     """
 
-    def __init__(self, calls: PinningCalls, *, threads: int | None = None, madvise: Madvise | None = None) -> None:
+    def __init__(
+        self,
+        calls: PinningCalls,
+        *,
+        threads: int | None = None,
+        madvise: Madvise | None = None,
+        place: Place | None = None,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        max_registrations: int = MAX_REGISTRATIONS,
+    ) -> None:
         self._calls = calls
         self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
+        self._place = place
+        self._scope = scope
+        self._max_registrations = max_registrations
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # a pool that the collector ends in here unpins on this very thread
-        self._live: dict[int, tuple[Tensor, Callable[[], None]]] = {}
-        self._stranded: list[Tensor] = []
+        self._live: dict[int, _Pinned] = {}
+        self._registered_at: set[int] = set()  # addresses; more than live ones, where the driver would not let go
 
     def pin(self, nbytes: int) -> Tensor:
         """A flat, page-aligned uint8 tensor of `nbytes` of page-locked memory. Its contents are not defined.
 
-        Raises `ValueError` for fewer than 1 byte, `HostMemoryExhausted` when neither way of pinning works.
+        It is one registration, and no other memory shares its pages: a copy inside of it never straddles two.
+        Raises `ValueError` for fewer than 1 byte; `HostMemoryExhausted` for more than the driver registers at once or in all,
+        before anything is done, and when neither way of pinning works; `DeviceUnavailable` in a forked child.
         """
         if nbytes < 1:
             raise ValueError(f"pinned memory: expected 1 byte or more, got {nbytes}")
+        if os.getpid() != self._pid:
+            raise DeviceUnavailable(
+                f"pinned memory: expected process {self._pid}, where the device was made, got its forked child {os.getpid()}, "
+                f"which cannot use CUDA: start it by the spawn or forkserver method, and make a device there"
+            )
+        ways: list[Callable[[int], _Pinned]] = [self._driver_allocated]
+        if self._calls.register is not None:
+            self._check_registration(nbytes)
+            ways.insert(0, partial(self._registered, self._calls.register))
         reasons = []
-        for way in (self._registered, self._driver_allocated):
-            try:
-                memory, release = way(nbytes)
-            except (RuntimeError, OSError, OverflowError, MemoryError) as error:
-                # Its text alone: a log record that kept the error would keep its frames, and the pages that they hold.
-                reasons.append(str(error))
-                _log.warning("%s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
-                # Left behind, it would be raised by the next kernel launch of somebody who pinned nothing.
-                self._calls.clear_error()
-                continue
-            with self._lock:
-                self._live[memory.data_ptr()] = (memory, release)
-            return memory
+        with self._scope():
+            for way in ways:
+                try:
+                    memory, release = way(nbytes)
+                except (RuntimeError, OSError, OverflowError, MemoryError) as error:
+                    # Its text alone: a log record that kept the error would keep its frames, and the pages that they hold.
+                    reasons.append(str(error))
+                    _log.warning("%s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
+                    # Left behind, it would be raised by the next kernel launch of somebody who pinned nothing.
+                    self._calls.clear_error()
+                    continue
+                with self._lock:
+                    self._live[memory.data_ptr()] = (memory, release)
+                return memory
         raise HostMemoryExhausted(
             f"pinned memory: expected {format_size(nbytes)} ({nbytes} bytes), got: {'; then '.join(reasons)}. Host memory "
             f"available: {_available_text()}; memlock limit: {_memlock_text()}. Ask for less (host_budget, max_bytes, "
@@ -102,8 +149,11 @@ class PageLocker:
     def unpin(self, memory: Tensor) -> None:
         """Give back what `pin` returned, whole. Device work on it must be complete: nothing here waits.
 
-        Raises `ValueError` for anything else, a part of it or a second time.
+        Raises `ValueError` for anything else, a part of it or a second time. In a forked child it does nothing: the memory is
+        the parent's, and no call of the driver works there.
         """
+        if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
+            return
         with self._lock:
             entry = self._live.get(memory.data_ptr())
             if entry is None or entry[0].numel() != memory.numel():
@@ -112,44 +162,64 @@ class PageLocker:
                     f"bytes at {memory.data_ptr():#x}: keep the tensor that alloc_pinned returned and free that, once"
                 )
             del self._live[memory.data_ptr()]
-        try:
-            entry[1]()
-        except RuntimeError as error:
-            # Unmapping pages that the driver still holds would let their addresses come back registered: keep them instead.
-            _log.warning(
-                "%s of pinned memory could not be unpinned and stay mapped: %s", format_size(memory.numel()), str(error)
-            )
-            with self._lock:
-                self._stranded.append(entry[0])
-            self._calls.clear_error()
+        with self._scope():
+            try:
+                entry[1]()
+            except RuntimeError as error:
+                _log.warning(
+                    "%s of pinned memory could not be unpinned and stay mapped: %s", format_size(memory.numel()), str(error)
+                )
+                self._calls.clear_error()
 
-    def _registered(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
-        register, unregister = self._calls.register, self._calls.unregister
-        if register is None:
-            raise RuntimeError("registering host memory: not usable on this device")
-        memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise)
+    def _check_registration(self, nbytes: int) -> None:
+        """Refuse what the driver would, before the pages are made: that takes a minute or more for this much."""
+        if nbytes >= REGISTRATION_LIMIT_BYTES:
+            raise HostMemoryExhausted(
+                f"pinned memory: expected less than {format_size(REGISTRATION_LIMIT_BYTES)}, the first size that the driver "
+                f"does not register at once, got {format_size(nbytes)} ({nbytes} bytes): ask for it in several allocations"
+            )
+        if len(self._registered_at) >= self._max_registrations:
+            raise HostMemoryExhausted(
+                f"pinned memory: expected fewer than {self._max_registrations} registrations, which is about what the driver "
+                f"takes, got {len(self._registered_at)} before this one of {format_size(nbytes)}: ask for fewer and larger "
+                f"ones (chunk_bytes), or give some back first"
+            )
+
+    def _registered(self, register: Callable[[int, int], None], nbytes: int) -> _Pinned:
+        unregister, held = self._calls.unregister, self._registered_at
+        memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, place=self._place, held=held)
         address = memory.data_ptr()
         register(address, nbytes)
-        return memory, lambda: unregister(address)
+        held.add(address)
 
-    def _driver_allocated(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
+        def release() -> None:
+            unregister(address)
+            held.remove(address)  # not where the driver refused: see Note [Mapped while registered]
+
+        return memory, release
+
+    def _driver_allocated(self, nbytes: int) -> _Pinned:
         memory, host_free = self._calls.host_alloc(nbytes), self._calls.host_free
         return memory, lambda: host_free(memory)
 
 
-def populated_pages(nbytes: int, *, threads: int, madvise: Madvise) -> Tensor:
+def populated_pages(
+    nbytes: int, *, threads: int, madvise: Madvise, place: Place | None = None, held: Container[int] = frozenset()
+) -> Tensor:
     """A flat uint8 tensor over fresh anonymous pages that are all there (zero), in huge pages where the kernel has them.
 
-    The tensor and its views keep the mapping. Raises `OSError` when there is no such memory.
+    `place` is told of them before the first touch. The tensor and its views keep the mapping, and so does `held` if the address
+    is in it when the last of them goes. Raises `OSError` when there is no such memory.
     """
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _mapped(nbytes, held)
+    start = memory.data_ptr()
     # Advice only: a kernel without either still gives correct memory. DONTFORK because fork() copies pinned pages at once, so
     # that every data-loader worker would cost the whole pool; as with the driver's own, a child must not touch them.
+    advise = _libc_madvise()
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
-        with suppress(OSError):
-            pages.madvise(advice)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    start = memory.data_ptr()
+        advise(start, nbytes, advice)
+    if place is not None:
+        place(start, nbytes)
     slice_bytes = max(_MIN_SLICE_BYTES, -(-nbytes // (threads * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES)
     slices = [(start + offset, min(slice_bytes, nbytes - offset)) for offset in range(0, nbytes, slice_bytes)]
     if len(slices) == 1:
@@ -159,6 +229,29 @@ def populated_pages(nbytes: int, *, threads: int, madvise: Madvise) -> Tensor:
             for done in [pool.submit(_populate, address, size, madvise) for address, size in slices]:
                 done.result()
     return memory
+
+
+def _mapped(nbytes: int, held: Container[int]) -> Tensor:
+    """A flat uint8 tensor over a mapping of its own. Not the mmap module's: that unmaps in a forked child too, where the range
+    is a hole that the child may have mapped something else into."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype, libc.munmap.restype = ctypes.c_void_p, ctypes.c_int
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if address == _MAP_FAILED:
+        failure = ctypes.get_errno()
+        raise OSError(failure, f"mapping {format_size(nbytes)} of host memory: {os.strerror(failure)}")
+    pages = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(pages, _unmap, libc.munmap, address, nbytes, held, os.getpid()).atexit = False
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _unmap(munmap: Callable[[int, int], int], address: int, nbytes: int, held: Container[int], pid: int) -> None:
+    """The last tensor over the pages is gone. See Note [Mapped while registered]."""
+    if os.getpid() == pid and address not in held:
+        munmap(address, nbytes)
 
 
 def _populate(address: int, nbytes: int, madvise: Madvise) -> None:

@@ -1,7 +1,7 @@
 """How much host memory may still be taken: the least of what the kernel and every control group around the process leave.
 
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
-    "auto"    = half of (what this process holds already + available / processes on this machine)
+    "auto"    = half of (what this process holds already + available), divided among the ranks on this machine
 
 Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit
 ends the process instead of raising an error. Swap is counted nowhere: what is pinned cannot go there.
@@ -66,14 +66,15 @@ def auto_limit_bytes(
 
     The other half is for page cache, data loading and the model's own host side. `available_bytes` (None:
     `available_host_bytes()`) is what is left for all processes together. It is divided among the LOCAL_WORLD_SIZE ones that
-    torchrun and its like start on a machine, 1 where it is not set. `held_bytes` is what this process has pinned already, and
-    what each of the others is taken to have: so a limit that is asked for again later stays the same, unless the machine's
-    memory has grown. 0 where nothing says what is available.
+    torchrun and its like start on a machine, 1 where it is not set. `held_bytes` is what this process has pinned already. Asked
+    again later, the answer is never more than a rank's part of the whole, whichever ranks pinned first; with what the others
+    pinned it falls. So an owner keeps the largest so far, and has grown with a machine whose memory did. 0 where nothing says
+    what is available.
 
     Raises `ValueError` where LOCAL_WORLD_SIZE is no number of processes.
     """
     left = available_host_bytes() if available_bytes is None else available_bytes
-    return (held_bytes + left // _local_ranks(environ)) // 2
+    return (held_bytes + left) // _local_ranks(environ) // 2
 
 
 def _local_ranks(environ: Mapping[str, str]) -> int:

@@ -85,6 +85,8 @@ class SwapReport:
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int
     """Small views that were kept without the rest of their storage."""
+    carriers: int
+    """Packs of small storages that travelled together."""
     pageable_swap_outs: int
     """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int
@@ -125,6 +127,7 @@ class SwapReport:
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             fallbacks=totals.fallbacks,
             gathers=totals.gathers,
+            carriers=totals.carriers,
             pageable_swap_outs=totals.pageable_swap_outs,
             oom_retries=totals.oom_retries,
             spans=spans,
@@ -153,7 +156,7 @@ class SwapReport:
             (f"stall{clock}", _measured(self.stall_us, format_us)),
             ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
             ("kept on the device", kept),
-            ("views gathered", str(self.gathers)),
+            ("views gathered, packs of small ones", f"{self.gathers}, {self.carriers}"),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
         ]  # fmt: skip
 

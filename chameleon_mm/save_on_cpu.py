@@ -9,6 +9,7 @@ There is no step here and no budget: two fixed limits bound what is held on the 
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 import torch
@@ -17,6 +18,7 @@ from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.executor import Executor, ProtectedStorages
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB, parse_size
 
 LEAVING_BYTES = 256 * MIB
@@ -26,15 +28,24 @@ AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
 
 
+class _Entered(threading.local):
+    """How often the calling thread is inside: hooks are each thread's own."""
+
+    times = 0
+
+
 class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
     `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the
     device decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator).
     `min_bytes`: smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
+    `thresholds`: by which way a size travels (None: packed together below 128 KiB, each alone from there on).
 
-    May be entered again and nested (the innermost acts), and keeps its pool and what it learned between entries. Hooks act
-    on the thread that entered. Raises `ValueError` for a malformed size, an unknown device or a pool of another device.
+    May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
+    entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
+    is swapped where it saves something; it never traces the hooks. Raises `ValueError` for a malformed size, an unknown device
+    or a pool of another device.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         device: Device | str | None = None,
         min_bytes: int | str | None = None,
         pool: PinnedPool | None = None,
+        thresholds: Thresholds | None = None,
     ) -> None:
         del pin_memory, device_type
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
@@ -64,13 +76,24 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             rule=rule,
             limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
             protected=ProtectedStorages(),
+            thresholds=thresholds,
         )
-        self._entered: list[torch.autograd.graph.saved_tensors_hooks] = []
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(
+            # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
+            torch.compiler.disable(self._executor.save),
+            torch.compiler.disable(self._executor.use),
+        )
+        self._entered = _Entered()
 
     def __enter__(self) -> None:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._executor.save, self._executor.use)
-        hooks.__enter__()
-        self._entered.append(hooks)
+        self._hooks.__enter__()
+        self._entered.times += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        if not self._entered.times:
+            raise RuntimeError(
+                f"save_on_cpu: expected to be left on a thread that is inside, got {threading.current_thread().name}, which is "
+                f"not: hooks are each thread's own; leave it where it was entered"
+            )
+        self._entered.times -= 1
+        self._hooks.__exit__(kind, error, trace)

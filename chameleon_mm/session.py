@@ -12,6 +12,8 @@ This module only keeps order: what moves and when is `policy` and `executor`.
 from __future__ import annotations
 
 import enum
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -26,6 +28,7 @@ from chameleon_mm.executor import Executor, ProtectedStorages
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
+from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB, format_size, parse_size
 
 DEFAULT_BUDGET_SHARE = 0.9
@@ -44,7 +47,7 @@ class Phase(enum.Enum):
     OPEN = "open"
     """Inside `with session:`, between steps."""
     IN_STEP = "in step"
-    """Inside `with session.step():`."""
+    """Inside `with session.step():`. Ends with it, or with the session where an exception ends that first."""
     CLOSED = "closed"
     """After `with session:`. Graphs made inside stay valid; the report stays readable."""
 
@@ -62,11 +65,13 @@ class SwapSession:
 
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity,
     and half of the host memory available. `device` is a `Device`, "cuda", "cuda:1", "sim", "sim:a100", or None for CUDA
-    where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB). `model`, where
+    where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB), by the way that
+    `thresholds` says for their size (None: packed together below 128 KiB, each alone from there on). `model`, where
     given, names the parameters and buffers that never move, and whose bytes the budget is checked against first. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
-    Hooks act on the thread that entered the session. Raises `ValueError` for malformed sizes or an unknown device, and
+    Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
+    something; it never traces the hooks. Raises `ValueError` for malformed sizes or an unknown device, and
     `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the device.
     """
 
@@ -78,6 +83,7 @@ class SwapSession:
         min_bytes: int | str | None = None,
         *,
         model: nn.Module | None = None,
+        thresholds: Thresholds | None = None,
         verify: bool = False,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
@@ -93,9 +99,14 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
+            thresholds=thresholds,
             verify=verify,
         )
+        # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
+        self._save = torch.compiler.disable(self._executor.save)
+        self._use = torch.compiler.disable(self._executor.use)
         self._phase = Phase.NEW
+        self._thread = threading.current_thread()
         self._stack = ExitStack()
         self._steps = 0
         self._peak_before = 0
@@ -107,18 +118,30 @@ class SwapSession:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget()
         self._peak_before = self.device.peak_allocated_bytes()
-        self._to(Phase.OPEN)
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._executor.save, self._executor.use))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
+            self._thread = threading.current_thread()
+            self._to(Phase.OPEN)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        here = threading.current_thread()
+        if self._thread is not here and self._thread.is_alive():
+            raise SessionClosedError(
+                f"session: expected to be left on the thread that entered it ({self._thread.name}), got {here.name}: hooks are "
+                f"each thread's own; leave it there"
+            )
         try:
-            self._stack.__exit__(kind, error, trace)  # first: hooks must not outlive the block, whatever state it is left in
+            # First: hooks must not outlive the block, whatever state it is left in. A thread that ended took them with it.
+            if self._thread is here:
+                self._stack.__exit__(kind, error, trace)
         finally:
-            self._to(Phase.CLOSED)
+            try:
+                self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
+            finally:
+                self._to(Phase.CLOSED)
 
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
@@ -136,9 +159,7 @@ class SwapSession:
             yield self
             completed = True
         finally:
-            self._steps += completed
-            self._to(Phase.OPEN)
-            self._executor.end_step(completed=completed)
+            self._end_step(completed=completed)
 
     def report(self) -> SwapReport:
         """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted."""
@@ -154,6 +175,16 @@ class SwapSession:
         )
 
     # --- what it keeps in order
+
+    def _end_step(self, *, completed: bool) -> None:
+        """Once for each step: at its own end, or at the session's where that comes first."""
+        if self._phase is Phase.IN_STEP:
+            self._steps += completed
+            self._to(Phase.OPEN)
+            if (
+                not sys.is_finalizing()
+            ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
+                self._executor.end_step(completed=completed)
 
     def _to(self, phase: Phase) -> None:
         if phase not in _NEXT[self._phase]:

@@ -39,6 +39,11 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     return exact.numerator
 
 
+def round_up(nbytes: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is `nbytes` or more."""
+    return -(-nbytes // multiple) * multiple
+
+
 def format_size(nbytes: float) -> str:
     """Text of `nbytes` for people: "1.50 GiB", "12.0 MiB", "512 B"."""
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):

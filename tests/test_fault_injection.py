@@ -3,6 +3,7 @@ is right."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
+from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
+from chameleon_mm.executor import executor as executor_module
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.transfer import Transfer
+from chameleon_mm.units import KIB
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -55,6 +59,8 @@ SITES: dict[str, tuple[type, str]] = {
     "wait": (SimStream, "wait"),
     "query": (SimEvent, "query"),
     "free": (SimStream, "free"),
+    "pack": (SimStream, "pack"),
+    "unpack": (SimStream, "unpack"),
 }
 """Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
 
@@ -74,11 +80,15 @@ def faults_at(site: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
         yield faults
 
 
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.1, d2h_gbps=0.1, duplex_gbps=0.15)
+"""So slow that small storages wait for each other, and travel together."""
+
+
 class Trainer:
     """A small step that swaps out, reclaims, prefetches and swaps in on demand, with a graph that is dropped besides."""
 
-    def __init__(self) -> None:
-        self.device = cm.SimDevice("h200", hbm_bytes="1GiB")
+    def __init__(self, *, packs: bool) -> None:
+        self.device = cm.SimDevice(SLOW_LINK if packs else "h200", hbm_bytes="1GiB")
         with self.device.compute():
             torch.manual_seed(0)
             self.x = torch.randn(32, 33, requires_grad=True)
@@ -102,9 +112,10 @@ class Trainer:
             return torch.equal(self._gradient(), self.expected)
 
 
-def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int) -> bool:
+def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, *, packs: bool) -> bool:
     """One run with the N-th call failing. Returns whether there was an N-th call."""
-    trainer = Trainer()
+    monkeypatch.setattr(executor_module, "CARRIER_BYTES", 8 * KIB)
+    trainer = Trainer(packs=packs)
     with faults_at(site, monkeypatch) as faults, trainer.session:
         faults.fail_at, faults.error = fail_at, error
         for _ in range(2):
@@ -123,10 +134,12 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
-@pytest.mark.parametrize("site", SITES)
-def test_every_single_fault(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("site", "packs"), [(site, packs) for site in SITES for packs in (False, True) if packs or site not in ("pack", "unpack")]
+)
+def test_every_single_fault(site: str, packs: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     injected = 0
-    while attempt(site, error, monkeypatch, injected + 1):
+    while attempt(site, error, monkeypatch, injected + 1, packs=packs):
         injected += 1
     assert injected > 0, "the site was never reached: nothing was tested"
 

@@ -24,6 +24,7 @@ from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.stored import Place
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.transfer import Thresholds
 
 ROWS, ROW = 64, 1024
 BIG_BYTES = ROWS * ROW * 4
@@ -96,6 +97,7 @@ def swapper_on(device: Device, pool: cm.PinnedPool, *, min_bytes: int = 1024, le
         rule=DefaultRule(min_bytes=min_bytes),
         limits=Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20),
         protected=ProtectedStorages(),
+        thresholds=Thresholds.direct(),
     )
 
 

@@ -24,6 +24,7 @@ from chameleon_mm.device.sim.stream import SimEvent
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
+from chameleon_mm.transfer import Thresholds
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -51,6 +52,7 @@ def executor(device: cm.SimDevice, pool: cm.PinnedPool, *, leaving_bytes: int | 
         rule=DefaultRule(min_bytes=0),
         limits=Limits(leaving_bytes=leaving_bytes, ahead_bytes=1 << 20),
         protected=ProtectedStorages(),
+        thresholds=Thresholds.direct(),
     )
 
 

@@ -53,6 +53,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         kept_by_reason={"leaf": 2, "small": 5},
         fallbacks=0,
         gathers=0,
+        carriers=0,
         pageable_swap_outs=0,
         oom_retries=0,
         spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -71,6 +71,18 @@ class HeldStream:
         self.log.append(("copy", src.numel()))
         self.speculative.add(speculative)
         dst.copy_(src)
+
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        self.log.append(("copy", tuple(src.numel() for _, src in pairs)))
+        self.speculative.add(speculative)
+        for dst, src in pairs:
+            dst.copy_(src)
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        raise AssertionError("a transfer packs nothing")
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        raise AssertionError("a transfer unpacks nothing")
 
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
@@ -176,7 +188,56 @@ def test_moves_go_in_the_order_they_came() -> None:
         assert done == sorted(done, reverse=True)  # none before an earlier one
         lane.out.ended = ended
         lane.transfer.pump()
-    assert lane.out.log_of("copy") == [PIECE, 1, 2, 3]
+    assert lane.out.log_of("copy") == [PIECE, 1, (2, 3)]
+
+
+def test_small_moves_in_a_row_go_in_one_call_of_at_most_a_piece() -> None:
+    lane = held()
+    before = lane.back.record()
+    lane.submit(2 * PIECE)  # both places are taken
+    sent = [lane.submit(nbytes, before) for nbytes in (400, 300, 300, 1, 999, 2 * PIECE, 5, 6)]
+    lane.transfer.issue_out(sent[-2][0])  # urgent: alone, and no longer in the row
+    for lane.out.ended in range(2, 12):
+        lane.transfer.pump()
+    expected: list[object] = [PIECE, PIECE, 5, (400, 300, 300), (1, 999), PIECE, PIECE, 6]
+    assert lane.out.log_of("copy") == expected
+    assert lane.out.log_of("wait").count(before) == 5  # once for each call
+    assert all(is_done(move) and torch.equal(dst, src) for move, dst, src in sent)
+    assert sent[0][0].done is sent[2][0].done is not sent[3][0].done  # one event for each call
+
+
+def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
+    lane = held()
+    lane.submit(2 * PIECE)
+    moves = [lane.submit(10, timed=True)[0] for _ in range(5)]
+    lane.out.ended = 1
+    lane.transfer.pump()
+    assert [len(move.pieces) for move in moves] == [1, 0, 0, 0, 0]
+    assert moves[0].pieces[0].nbytes == 50
+    lane.submit(7)
+    assert len(lane.out.log_of("copy")) == 3  # two outstanding again
+
+
+def test_a_call_for_many_that_is_refused_fails_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no")
+
+    slow = dataclasses.replace(SPECS["h200"], d2h_gbps=0.001, h2d_gbps=0.001, duplex_gbps=0.0015)  # the first is under way
+    sim = cm.SimDevice(slow)
+    ends = Ends(sim)
+    transfer = Transfer(sim, piece_bytes=PIECE)
+    first = submit(ends, transfer, 2 * PIECE, True)
+    small = [submit(ends, transfer, 10, True) for _ in range(3)]
+    monkeypatch.setattr(type(sim.current_stream()), "copy_batch", refuse)
+    sim.synchronize()
+    transfer.pump()
+    assert [tracked.move.failed for tracked in (first, *small)] == [False, True, True, True]
+    assert not any(tracked.dst.any() for tracked in small)
+    monkeypatch.undo()
+    again = submit(ends, transfer, 10, True)
+    sim.synchronize()
+    assert is_done(again.move) and torch.equal(again.dst, again.content)
+    ends.close()
 
 
 def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
@@ -528,6 +589,19 @@ class CountingStream:
         self.inner.copy(dst, src, speculative=speculative)
         self._copied = True
 
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        assert sum(not event.seen for event in self._after_copy) < self._limit
+        assert len(pairs) > 1
+        assert sum(src.numel() for _, src in pairs) <= PIECE, "together more than a piece"
+        self.inner.copy_batch(pairs, speculative=speculative)
+        self._copied = True
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        raise AssertionError("a transfer packs nothing")
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        raise AssertionError("a transfer unpacks nothing")
+
     def record(self, *, timed: bool = False) -> SeenEvent:
         event = SeenEvent(self.inner.record(timed=timed))
         if self._copied:
@@ -640,6 +714,7 @@ class PausingStream:
     def __init__(self, inner: Stream) -> None:
         self.name = inner.name
         self.alloc, self.free, self.record, self.wait = inner.alloc, inner.free, inner.record, inner.wait
+        self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
         self._inner = inner
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:

@@ -2,6 +2,8 @@
 
     stream.alloc(n)   = torch.empty on that stream          # the caching allocator: stream-ordered, OOM as torch raises it
     stream.copy(d, s) = cudaMemcpyAsync(d, s, n, default, stream)
+    stream.copy_batch = cudaMemcpyBatchAsync by CUDA's bindings, where they and the driver have it, else copies
+    stream.pack, unpack = one Triton kernel on that stream, where Triton works, else copies         # see packing.py
     stream.record()   = an untimed event; stream.wait(e) = cudaStreamWaitEvent
     alloc_pinned(n)   = mmap + populate + cudaHostRegister, else cudaHostAlloc        # see pinning.py
 
@@ -11,9 +13,12 @@ The only module that talks to torch.cuda, CuPy or CUDA's own bindings. Importing
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import threading
+import time
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.numa import PreferredNode, near_node
+from chameleon_mm.device.packing import PACK_PROGRAMS, Packer, PackTables
 from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Device, Event, MemoryReading
@@ -35,6 +41,7 @@ _HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-loc
 _ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _ATTR_HOST_REGISTER_SUPPORTED = 99  # cudaDevAttrHostRegisterSupported
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
 _BLOCKING_HANDLES = (0, 1, 2)  # the null stream, which is cudaStreamLegacy by default, and cudaStreamPerThread
 _MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
 
@@ -67,12 +74,13 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
 
-    __slots__ = ("_device", "_handle", "_name", "raw")
+    __slots__ = ("_device", "_handle", "_name", "_tables", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
         self._name = name
         self._handle = int(raw.cuda_stream)
+        self._tables = PackTables()
         self.raw = raw
 
     @property
@@ -100,26 +108,87 @@ class CudaStream:
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """As `Stream.copy`. A speculative copy is a copy like any other here: only the simulator could mind."""
-        nbytes = dst.numel()
-        for role, buffer in (("dst", dst), ("src", src)):
-            if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-                raise ValueError(
-                    f"copy: expected {role} to be a flat contiguous uint8 tensor, got {buffer.dtype} of shape "
-                    f"{tuple(buffer.shape)} and strides {buffer.stride()}: view its bytes first"
-                )
-        if src.numel() != nbytes:
+        _check_ends("copy", dst, src)
+        if dst.numel():
+            self._copy(dst, src)
+
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        """As `Stream.copy_batch`, `speculative` as in `copy`. Whether ends share bytes only the simulator checks."""
+        for i, (dst, src) in enumerate(pairs):
+            _check_ends(f"copy_batch: pair {i}", dst, src)
+        ways = [(dst.is_cuda, src.is_cuda) for dst, src in pairs]
+        if ways.count(ways[0] if ways else (True, True)) != len(ways):
+            other = next(i for i, way in enumerate(ways) if way != ways[0])
             raise ValueError(
-                f"copy: expected two buffers of one size, got dst of {nbytes} and src of {src.numel()} bytes: slice one"
+                f"copy_batch: expected all pairs to go one way, but pair {other} does not go as pair 0 does: "
+                f"make a batch per direction"
             )
-        if nbytes == 0:
+        moved = [(dst, src) for dst, src in pairs if dst.numel()]  # the driver takes no copy of nothing
+        batch = self._device.batch_copies
+        if len(moved) > 1 and batch is not None and self._handle not in _LEGACY_HANDLES:
+            dsts, srcs = [dst.data_ptr() for dst, _ in moved], [src.data_ptr() for _, src in moved]
+            with self._device.as_current():
+                if batch.enqueue(dsts, srcs, [dst.numel() for dst, _ in moved], self._handle):
+                    return
+        for dst, src in moved:
+            self._copy(dst, src)
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        """As `Stream.pack`. Whether places share bytes, or sources the staging buffer's, is checked where a kernel runs."""
+        self._check_packed("pack", sources, dst, offsets)
+        if not sources:
             return
+        with self._as_current():
+            if self._device.packer.pack(self._tables, dst, sources, offsets):
+                return
+        for source, offset in zip(sources, offsets, strict=True):
+            self.copy(dst[offset : offset + source.numel()], source)
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        """As `Stream.unpack`, checked as `pack` is."""
+        self._check_packed("unpack", destinations, src, offsets)
+        if not destinations:
+            return
+        with self._as_current():
+            if self._device.packer.unpack(self._tables, destinations, src, offsets):
+                return
+        for destination, offset in zip(destinations, offsets, strict=True):
+            self.copy(destination, src[offset : offset + destination.numel()])
+
+    def _copy(self, dst: Tensor, src: Tensor) -> None:
         runtime = self._device.cupy_runtime
         if runtime is not None:
             # No dispatcher, no stream switch, no GIL while the driver works.
-            runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), nbytes, _MEMCPY_DEFAULT, self._handle)
+            runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _MEMCPY_DEFAULT, self._handle)
         else:
             with torch.cuda.stream(self.raw):
                 dst.copy_(src, non_blocking=True)
+
+    def _as_current(self) -> AbstractContextManager[Any]:
+        """Makes this stream, and with it its device, current: kernels start there. Nothing to do where they are."""
+        current = self._device.current_stream().raw.stream_id == self.raw.stream_id
+        if current and torch.cuda.current_device() == self._device.index:
+            return nullcontext()
+        return torch.cuda.stream(self.raw)
+
+    def _check_packed(self, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
+        if len(offsets) != len(buffers):
+            raise ValueError(f"{what}: expected an offset for each of {len(buffers)} buffers, got {len(offsets)}")
+        for i, buffer in enumerate((staging, *buffers)):
+            if not _is_flat(buffer) or not self._device.owns(buffer):
+                name = f"buffer {i - 1}" if i else "the staging buffer"
+                raise ValueError(
+                    f"{what}: expected {name} as a flat contiguous uint8 tensor on {self._device.torch_device}, got "
+                    f"{buffer.dtype} of shape {tuple(buffer.shape)} and strides {buffer.stride()} on {buffer.device}: "
+                    f"view its bytes first"
+                )
+        room = staging.numel()
+        for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
+            if offset < 0 or offset + buffer.numel() > room:
+                raise ValueError(
+                    f"{what}: expected buffer {i} within the staging buffer's {room} bytes, got [{offset}, "
+                    f"{offset + buffer.numel()}): pack fewer buffers at once, or give packed_offsets(sizes).total_bytes"
+                )
 
     def record(self, *, timed: bool = False) -> CudaEvent:
         event = torch.cuda.Event(enable_timing=timed)
@@ -135,11 +204,14 @@ class CudaStream:
 class CudaDevice:
     """One CUDA GPU by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd's.
 
+    `pack_programs` is how many programs a kernel that packs may have, so how many SMs it takes from compute at most.
+
     Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own,
-    `ValueError` for an index that there is not.
+    `ValueError` for an index that there is not, and for `pack_programs` below 1.
     """
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
+        self.packer = Packer(pack_programs)
         if not cuda_is_available():
             build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"
             raise DeviceUnavailable(
@@ -157,6 +229,8 @@ class CudaDevice:
         self.index = torch.cuda.current_device() if index is None else index
         self.cupy_runtime = _cupy_runtime(self.index)
         """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
+        self.batch_copies = _batch_copies()
+        """Many copies in one call, or None where CUDA's own bindings are not installed or do not have it."""
         self._torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
         node = near_node(_pci_id(torch.cuda.get_device_properties(self.index)))
@@ -176,6 +250,16 @@ class CudaDevice:
     @property
     def simulated(self) -> bool:
         return False
+
+    @property
+    def driver(self) -> str:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # torch has loaded it already
+        return f"CUDA driver {version.value // 1000}.{version.value % 1000 // 10}, runtime {torch.version.cuda}"
+
+    @property
+    def host_us(self) -> float:
+        return time.perf_counter() * 1e6
 
     @property
     def torch_device(self) -> torch.device:
@@ -256,6 +340,10 @@ class CudaDevice:
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Makes this the calling thread's current device, for calls that act on that one. Nothing to do where it is."""
+        return nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+
     def _stats(self) -> Any:
         # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
         return torch.cuda.memory_stats_as_nested_dict(self.index)
@@ -318,6 +406,48 @@ def _cupy_runtime(index: int) -> Any:
     return runtime
 
 
+class BatchCopies:
+    """cudaMemcpyBatchAsync of CUDA's bindings, of version 12.9 (which returns a failed copy's index, too) or 13.
+
+    Thread-safe. Where a driver turns out not to have it, it is not asked again.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._supported = True
+        self._attributes = runtime.cudaMemcpyAttributes()
+        self._attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        # A hint to use the copy engines, not kernels of the driver's own.
+        self._attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
+
+    def enqueue(self, dsts: list[int], srcs: list[int], sizes: list[int], handle: int) -> bool:
+        """Enqueue copies between addresses on a stream that is not the null stream, of the current device.
+
+        Returns whether they were. If not they may all be enqueued again: the same bytes to the same places.
+        """
+        if not self._supported:
+            return False
+        runtime = self._runtime
+        status = runtime.cudaMemcpyBatchAsync(dsts, srcs, sizes, len(sizes), [self._attributes], [0], 1, handle)[0]
+        if status == runtime.cudaError_t.cudaSuccess:
+            return True
+        runtime.cudaGetLastError()  # or the bindings' next caller gets it
+        errors = runtime.cudaError_t
+        lacking = (errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorInsufficientDriver)
+        self._supported = status not in lacking
+        _log.info("a batch of %d copies is enqueued one by one, as the driver refused it: %s", len(sizes), status)
+        return False
+
+
+def _batch_copies() -> BatchCopies | None:
+    """The call that takes many copies, if CUDA's bindings are installed and have it, else None."""
+    try:
+        return BatchCopies(importlib.import_module("cuda.bindings.runtime"))
+    except (ImportError, AttributeError, RuntimeError) as error:
+        _log.info("small copies are enqueued one by one, as CUDA's bindings cannot be used: %s", str(error))
+        return None
+
+
 class CupyPinning:
     """What an allocator of pinned memory for CuPy needs of CuPy. Raises `DeviceUnavailable` where it is not installed."""
 
@@ -355,6 +485,24 @@ class CupyPinning:
             return (null.record(),)
         current = CudaStream(device, torch.cuda.ExternalStream(handle, device=device.index), "cupy")
         return (null.record(), current.record())
+
+
+def _is_flat(buffer: Tensor) -> bool:
+    return buffer.dtype is torch.uint8 and buffer.dim() == 1 and buffer.is_contiguous()
+
+
+def _check_ends(what: str, dst: Tensor, src: Tensor) -> None:
+    """Raise `ValueError` unless both are flat buffers of one size."""
+    for role, buffer in (("dst", dst), ("src", src)):
+        if not _is_flat(buffer):
+            raise ValueError(
+                f"{what}: expected {role} to be a flat contiguous uint8 tensor, got {buffer.dtype} of shape "
+                f"{tuple(buffer.shape)} and strides {buffer.stride()}: view its bytes first"
+            )
+    if src.numel() != dst.numel():
+        raise ValueError(
+            f"{what}: expected two buffers of one size, got dst of {dst.numel()} and src of {src.numel()} bytes: slice one"
+        )
 
 
 def _pinning_calls(runtime: Any, index: int) -> PinningCalls:

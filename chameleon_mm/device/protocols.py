@@ -2,7 +2,7 @@
 
     ready = compute.record()              # an event: everything enqueued on `compute` so far
     d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
-    d2h.copy(host, hbm)
+    d2h.copy(host, hbm)                                 # or many small ones: d2h.copy_batch([(host, hbm), ...])
     done = d2h.record()
     compute.wait(done); compute.free(hbm); del hbm      # the block is compute's again, in stream order
 
@@ -12,6 +12,7 @@ it) from `Device.alloc_pinned`. A method belongs here only if the simulator can 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -67,6 +68,32 @@ class Stream(Protocol):
         for unequal sizes or other dtypes or layouts."""
         ...
 
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        """Enqueue many copies `(dst, src)`, each as `copy` takes it, as one call where the driver has one.
+
+        All go one way (device to host, host to device, or within the device). They are ordered after what this stream was
+        given before, and not among each other: no destination may share bytes with another end. Lifetimes and `speculative`
+        are as in `copy`. Raises `ValueError`, naming the pair by its index, before anything is enqueued.
+        """
+        ...
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
+
+        All are flat uint8 buffers in device memory and share no bytes, but sources may with one another. Offsets are bytes:
+        those of `packed_offsets`, as they are or with some buffers left out, are what the kernel takes; others cost a copy for
+        each buffer. In this stream's order, as an operator's work: the caller keeps the buffers as for `copy`. Raises
+        `ValueError`, naming the buffer by its index, before anything is enqueued.
+        """
+        ...
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        """Enqueue a kernel that copies to each of `destinations`, whole, what lies in `src` from its offset on.
+
+        The inverse of `pack`, under the same conditions; destinations share no bytes with anything.
+        """
+        ...
+
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
         ...
@@ -96,6 +123,16 @@ class Device(Protocol):
 
     @property
     def simulated(self) -> bool: ...
+
+    @property
+    def driver(self) -> str:
+        """What carries the work out, by its versions: figures measured under one driver say nothing of another."""
+        ...
+
+    @property
+    def host_us(self) -> float:
+        """The host's clock in microseconds from some fixed point: real, or on the simulator virtual."""
+        ...
 
     @property
     def torch_device(self) -> torch.device:

@@ -3,7 +3,8 @@
     look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what was swapped in and is used last               (its host copy is still good)
-              3. swap out what stayed, or was taken back for a use: to ordinary memory where no more can be pinned
+              3. pack the small ones that wait for more of their kind
+              4. swap out what stayed, or was taken back for a use: to ordinary memory where no more can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
     took(nbytes)           # the swap-in was allocated: ours, not the model's growth
 
@@ -21,6 +22,7 @@ from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.units import round_up
 
 PREFETCH_HORIZON = 8
 """Looks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
@@ -39,7 +41,13 @@ class BudgetGuard:
     """One device's budget, and the means to stay within it."""
 
     def __init__(
-        self, device: Device, limits: Limits, order: UseOrder, meter: Meter, live: Callable[[], Iterable[SavedStorage]]
+        self,
+        device: Device,
+        limits: Limits,
+        order: UseOrder,
+        meter: Meter,
+        live: Callable[[], Iterable[SavedStorage]],
+        pack_small: Callable[[], None],
     ) -> None:
         self.reclaim = ReclaimQueue()
         self.headroom = Headroom()
@@ -50,6 +58,7 @@ class BudgetGuard:
         self._order = order
         self._meter = meter
         self._live = live
+        self._pack_small = pack_small
         self._odometer: int | None = None
         self._allocated = 0
         self._taken = 0
@@ -67,7 +76,7 @@ class BudgetGuard:
 
     def took(self, nbytes: int) -> None:
         """A swap-in was allocated."""
-        rounded = -(-nbytes // ROUND_BYTES) * ROUND_BYTES
+        rounded = round_up(nbytes, ROUND_BYTES)
         self._taken += rounded
         self._allocated += rounded
 
@@ -149,6 +158,8 @@ class BudgetGuard:
             if enough():
                 return None
             saved.drop_restored()
+        self._pack_small()
+        self.reclaim.flush(enough)
         resident = [s for s in self._live() if s.place is Place.RESIDENT and s is not keep]
         try:
             for saved in [s for s in resident if s.op_is_over and s.worth_a_copy]:

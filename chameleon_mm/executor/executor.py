@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
@@ -31,15 +33,21 @@ from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools, clai
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.transfer import Path, Thresholds, Transfer
+from chameleon_mm.units import MIB
 
 _log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 PREFETCH_LOOK = 32
 """How many of the coming uses are looked at for a prefetch at each use."""
 
 LONGEST_UNNAMED_STEP = 16_384
 """Storages saved outside of any step before it is cut: a graph that is kept for ever must not make one step of all the rest."""
+
+CARRIER_BYTES = 4 * MIB
+"""Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
 """The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
@@ -56,18 +64,22 @@ class Executor:
         rule: DefaultRule,
         limits: Limits,
         protected: ProtectedStorages,
+        thresholds: Thresholds | None = None,
         verify: bool = False,
     ) -> None:
         self.device = device
         self.meter = Meter()
         self._rule = rule
+        self._thresholds = thresholds or Thresholds()
         self._protected = protected
         self._transfer = Transfer(device)
         self._streams = ComputeStreams()
         self._streams.note(device.current_stream())
         self._tools = Tools(pool, self._transfer, self.meter, verify, self._streams)
         self._order = UseOrder()
-        self._guard = BudgetGuard(device, limits, self._order, self.meter, lambda: list(self._live.values()))
+        self._guard = BudgetGuard(
+            device, limits, self._order, self.meter, lambda: [*self._live.values(), *self._carriers], self._pack_small
+        )
         self._lock = threading.Lock()
         self._dropped: deque[SavedStorage] = deque()
         self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
@@ -75,6 +87,9 @@ class Executor:
         self._parts: dict[int, list[SavedStorage]] = {}
         """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
         self._live: dict[tuple[int, int], SavedStorage] = {}
+        self._small: list[SavedStorage] = []
+        """Too small to travel alone: waiting until there are enough of them for a carrier."""
+        self._carriers: set[Carrier] = set()
         self._epoch = 0
         self._next_index = 0
         self._live_of_epoch = 0
@@ -153,6 +168,7 @@ class Executor:
         with self._entered():
             self._advance(look=False)
             self._guard.reclaim.flush(lambda: False)
+            self._small = [saved for saved in self._small if saved.place is Place.RESIDENT]
             self._in_step = False
             self._learn(completed=completed)
             self.meter.end_step()
@@ -208,8 +224,12 @@ class Executor:
                 del self._claims[saved.key]
             if saved.part is not None:
                 self._forget_part(saved)
+            carrier = saved.carrier
             try:
                 saved.retire()
+                if carrier is not None and not carrier.riders:
+                    self._carriers.discard(carrier)
+                    carrier.retire()
             except BaseException as error:  # noqa: BLE001 - raised below, once the others are retired too
                 errors.append(error)
             kept_alive = saved.first()
@@ -244,6 +264,8 @@ class Executor:
 
     def _advance(self, *, look: bool) -> None:
         self._swap_out_finished()
+        if self._small and (sum(s.nbytes for s in self._small) >= CARRIER_BYTES or self._transfer.out_is_idle()):
+            self._pack_small()
         self._transfer.pump()
         self._guard.reclaim.sweep()
         if look:
@@ -264,14 +286,21 @@ class Executor:
                 continue
             if saved.part is not None:
                 self._gather(saved)
-                if saved.nbytes < self._rule.min_bytes:
-                    continue
-            try:
-                self._swap_out(saved)
-            except (HostMemoryExhausted, TransferFailed) as refusal:
-                _log.info("kept on the device: %s", str(refusal))
-                self.meter.totals.fallbacks += 1
+            if saved.nbytes < self._rule.min_bytes:
                 continue
+            if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
+                self._send_out(saved)
+            else:  # also where STAY is advised: the rule was told to move it
+                self._small.append(saved)
+
+    def _send_out(self, saved: SavedStorage) -> None:
+        """Queue its copy out, and what follows it; where the host takes no more it stays."""
+        try:
+            self._swap_out(saved)
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            _log.info("kept on the device: %s", str(refusal))
+            self.meter.totals.fallbacks += 1
+        else:
             self._guard.reclaim.add(saved)
 
     def _swap_out(self, saved: SavedStorage) -> None:
@@ -282,6 +311,21 @@ class Executor:
                 raise
             saved.swap_out(pageable=True)
             self.meter.totals.pageable_swap_outs += 1
+
+    def _pack_small(self) -> None:
+        """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
+        waiting, self._small = self._small, []
+        members = [saved for saved in waiting if saved.place is Place.RESIDENT and saved.worth_a_copy]
+        if len(members) == 1:  # nothing to share a launch with
+            self._send_out(members[0])
+        if len(members) < 2:
+            return
+        with suppress(torch.OutOfMemoryError):  # they stay, one by one within reach of the budget's guard
+            carrier = Carrier(members, self._compute(), self._tools, epoch=self._epoch)
+            self._guard.took(carrier.nbytes)
+            self._carriers.add(carrier)
+            self.meter.totals.carriers += 1
+            self._send_out(carrier)
 
     def _gather(self, saved: SavedStorage) -> None:
         """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
@@ -357,6 +401,8 @@ class Executor:
         """What is held of it, on the device, ready for `compute`."""
         if saved.place in (Place.ARRIVING, Place.RESTORED) and (saved.lost_on_the_way or not saved.home_is(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
+        if saved.carrier is not None and saved.place is Place.ON_HOST and saved.alive_elsewhere(compute) is None:
+            self._unpack(saved.carrier, compute)
         if saved.place is Place.LEAVING:
             saved.take_back()
         if saved.place is Place.ON_HOST:
@@ -373,20 +419,28 @@ class Executor:
         assert saved.device is not None
         return saved.device
 
-    def _allocate(
-        self, nbytes: int, allocate: Callable[[], torch.UntypedStorage], *, keep: SavedStorage
-    ) -> torch.UntypedStorage:
+    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, keep: SavedStorage) -> _Made:
         """What `allocate` takes of the device for a use, room made for it; `keep` is not given back for that."""
         self._guard.make_room(nbytes, keep=keep)
-        storage = None
+        made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
-            storage = allocate()
-        if storage is None:
+            made = allocate()
+        if made is None:
             self.meter.totals.oom_retries += 1
             self._guard.give_back_all(keep=keep)
-            storage = allocate()
+            made = allocate()
         self._guard.took(nbytes)
-        return storage
+        return made
+
+    def _unpack(self, carrier: Carrier, compute: Stream) -> None:
+        """All that waits in the carrier, by one kernel: what was saved together is used together."""
+        packed = self._bring_held(carrier, compute)
+        members = carrier.waiting()
+        self._allocate(
+            sum(member.nbytes for member, _ in members), lambda: carrier.unpack_members(members, packed, compute), keep=carrier
+        )
+        if carrier.place is Place.RESTORED:
+            carrier.let_go()
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._epoch:
@@ -404,6 +458,8 @@ class Executor:
             return
         for index in self._order.upcoming(saved.index, PREFETCH_LOOK):
             coming = self._live.get((self._epoch, index))
+            if coming is not None and coming.carrier is not None and coming.place is Place.ON_HOST:
+                coming = coming.carrier
             if coming is None or coming.place is not Place.ON_HOST or coming.first() is not None:
                 continue
             if not self._guard.room_for(coming.nbytes):

@@ -47,6 +47,8 @@ class Totals:
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
+    carriers: int = 0
+    """Packs of small storages that travelled together."""
     pageable_swap_outs: int = 0
     """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
     oom_retries: int = 0

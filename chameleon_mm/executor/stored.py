@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from chameleon_mm.executor.verify import Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
+if TYPE_CHECKING:
+    from chameleon_mm.executor.carrier import Carrier
+
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +43,7 @@ class Place(enum.Enum):
     LEAVING = "leaving"
     """Begins when its copy out is queued; ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
-    """Begins when its HBM is dropped; ends when a copy back is queued."""
+    """Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its carrier, wherever that is."""
     ARRIVING = "arriving"
     """Begins when its copy back is queued; ends at the first use, which orders compute after it."""
     RESTORED = "restored"
@@ -102,6 +106,8 @@ class SavedStorage:
         self._read: Event | None = None
         """After the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
+        self.carrier: Carrier | None = None
+        """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
         self._unpacked_on: Stream | None = None
 
@@ -147,6 +153,33 @@ class SavedStorage:
         self._block, self._out = block, out
         self._tools.meter.moved(self._out, "out", self.nbytes)
         self.place = Place.LEAVING
+
+    # --- in a carrier
+
+    @property
+    def home(self) -> Stream:
+        """The stream whose allocator the device copy belongs to."""
+        return self._home
+
+    def board(self, carrier: Carrier) -> None:
+        """Its bytes were packed into `carrier`, on a stream that home has met since: drop the device copy."""
+        assert self.place is Place.RESIDENT and self.device is not None
+        if self._seal is not None:
+            self._seal.close(flat_bytes(self.device))
+        self._home.free(flat_bytes(self.device))
+        self.device, self.carrier, self.place = None, carrier, Place.ON_HOST
+
+    def alight(self, storage: torch.UntypedStorage, compute: Stream) -> None:
+        """Its bytes were unpacked into `storage`, on `compute`, the current stream."""
+        assert self.place is Place.ON_HOST and self.carrier is not None
+        if self._seal is not None:
+            self._seal.check(flat_bytes(storage))
+        self.device, self._home, self.latest = storage, compute, weakref.ref(storage)
+        self.round += 1
+        self.to_come = self.views
+        self.place = Place.RESTORED
+
+    # --- reclaim
 
     @property
     def reclaimed(self) -> bool:
@@ -228,7 +261,10 @@ class SavedStorage:
 
     def arrive(self, compute: Stream) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there."""
-        assert self._in is not None and self.device is not None
+        assert self.device is not None
+        if self.carrier is not None:
+            return self.device  # unpacked on the stream that is its home
+        assert self._in is not None
         arrived = self._read = self._tools.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
             if not arrived.query():
@@ -333,6 +369,8 @@ class SavedStorage:
         self._retired()
 
     def _retired(self) -> None:
+        if self.carrier is not None:
+            self.carrier.leave(self)
         self._release_block()
         self.device = None
         self.place = Place.RETIRED

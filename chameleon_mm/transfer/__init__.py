@@ -1,11 +1,29 @@
 """Moves bytes between device and host: which copy is handed to the device when.
 
-Read lane (one direction, piece by piece), then engine (both, for any thread).
+Read route (which way by size), calibrate (from which sizes on), lane (one direction, piece by piece), then engine (both, for
+any thread).
 """
 
 from __future__ import annotations
 
+from chameleon_mm.transfer.calibrate import Calibration, CurvePoint, calibrate, thresholds_of
+from chameleon_mm.transfer.calibration_cache import CalibrationCache
 from chameleon_mm.transfer.engine import Transfer
 from chameleon_mm.transfer.lane import OUTSTANDING, PIECE_BYTES, Lane, Move, Piece
+from chameleon_mm.transfer.route import Path, Thresholds
 
-__all__ = ["OUTSTANDING", "PIECE_BYTES", "Lane", "Move", "Piece", "Transfer"]
+__all__ = [
+    "OUTSTANDING",
+    "PIECE_BYTES",
+    "Calibration",
+    "CalibrationCache",
+    "CurvePoint",
+    "Lane",
+    "Move",
+    "Path",
+    "Piece",
+    "Thresholds",
+    "Transfer",
+    "calibrate",
+    "thresholds_of",
+]

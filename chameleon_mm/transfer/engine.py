@@ -66,6 +66,11 @@ class Transfer:
         """The host waits for the device, as far as it still answers: what follows a failure needs no event then."""
         self._out.settle()
 
+    def out_is_idle(self) -> bool:
+        """Whether all swap-outs that were submitted are complete: one more would start at once."""
+        with self._lock:
+            return self._out.is_idle()
+
     def pump(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
         with self._lock:

@@ -6,7 +6,8 @@
 
 A copy engine is one FIFO per direction, blind to priority: what was handed to it cannot be overtaken (51 KB waited 12 ms
 behind 200 MB). So moves are cut into pieces and at most `outstanding` of them are in the engine's queue, unless somebody is
-about to wait for more: then holding back would only make them wait longer.
+about to wait for more: then holding back would only make them wait longer. Small moves that wait in a row make one piece
+together: one call for all of them, and one event.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ OUTSTANDING = 2
 """Pieces in the engine's queue: one running, one to follow it without a gap."""
 
 
+BATCH_BELOW_BYTES = MIB
+"""Moves up to this size go with others of their kind in one call: one alone takes the driver longer than it takes the link."""
+
+
 class Piece(NamedTuple):
-    """A part of a timed move that was handed over: what lies between its two events is its copy and nothing else."""
+    """A part of a timed move, or several small ones, handed over: between its two events lie its copies and nothing else."""
 
     start: Event
     end: Event
@@ -42,13 +47,14 @@ class Piece(NamedTuple):
 class Move:
     """One buffer's way across. `done` is there once all its pieces are handed over. Raises `ValueError` for unequal sizes."""
 
-    __slots__ = ("after", "cancelled", "done", "dst", "failed", "next_byte", "pieces", "src", "timed")
+    __slots__ = ("after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed")
 
     def __init__(self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool) -> None:
         if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
             raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
         self.dst: Tensor | None = dst
         self.src: Tensor | None = src
+        self.nbytes = src.numel()
         self.after = tuple(after)
         self.next_byte = 0
         self.timed = timed
@@ -94,17 +100,24 @@ class Lane:
 
     def pump(self) -> None:
         while self._queue:
-            while self._running and self._running[0].query():
-                self._running.popleft()
+            self._forget_complete()
             if len(self._running) >= self._limit:
                 return
+            together = self._small_ones_in_front()
             try:
-                self._hand_over_piece(self._queue[0])
+                if len(together) > 1:
+                    self._hand_over_together(together)
+                else:
+                    self._hand_over_piece(self._queue[0])
             except SimError:
                 raise
             except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
                 # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
                 _log.warning("a copy on %s was refused: %s", self.stream.name, str(error))
+
+    def is_idle(self) -> bool:
+        self._forget_complete()
+        return not self._running and not self._queue
 
     def issue(self, move: Move) -> Event:
         if move.failed:
@@ -123,8 +136,7 @@ class Lane:
     def curtail(self, move: Move) -> int:
         if move.done is not None or move.failed:
             return 0
-        assert move.src is not None
-        unsent = move.src.numel() - move.next_byte
+        unsent = move.nbytes - move.next_byte
         try:
             move.done = self.stream.record()  # orders both ends' reuse after the pieces that were handed over
         except BaseException:
@@ -132,6 +144,41 @@ class Lane:
             raise
         self._drop(move)
         return unsent
+
+    def _forget_complete(self) -> None:
+        while self._running and self._running[0].query():
+            self._running.popleft()
+
+    def _small_ones_in_front(self) -> list[Move]:
+        """What one call may carry: small moves in a row from the oldest on, of which nothing was handed over, up to a piece."""
+        together, room = [], self._piece_bytes
+        for move in self._queue:
+            room -= move.nbytes
+            if move.begun or move.nbytes > BATCH_BELOW_BYTES or room < 0:
+                break
+            together.append(move)
+        return together
+
+    def _hand_over_together(self, moves: list[Move]) -> None:
+        """Enqueue whole moves in one call. Refused, all of them have failed."""
+        timed = any(move.timed for move in moves)
+        try:
+            for event in dict.fromkeys(event for move in moves for event in move.after):
+                self.stream.wait(event)  # orders the copies after their sources were written and their destinations' last use
+            start = self.stream.record(timed=True) if timed else None
+            pairs = [(move.dst, move.src) for move in moves if move.dst is not None and move.src is not None]
+            self.stream.copy_batch(pairs, speculative=self._speculative)
+            event = self.stream.record(timed=timed)  # orders the ends' reuse after these copies
+        except BaseException:
+            for move in moves:
+                self._fail(move)
+            raise
+        self._running.append(event)
+        if start is not None:
+            moves[0].pieces.append(Piece(start, event, sum(move.nbytes for move in moves)))
+        for move in moves:
+            move.next_byte, move.done = move.nbytes, event
+            self._drop(move)
 
     def _hand_over_piece(self, move: Move) -> None:
         """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
@@ -169,12 +216,12 @@ class Lane:
             for event in move.after:
                 self.stream.wait(event)  # orders the copy after its source was written and its destination's last use
             move.after = ()
-        begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.src.numel())
+        begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
         # A piece's own time, not the move's: between two pieces the lane may idle, or carry another move that was needed first.
         start = self.stream.record(timed=True) if move.timed else None
         self.stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
         move.next_byte = end
-        last = end == move.src.numel()
+        last = end == move.nbytes
         event = self.stream.record(timed=move.timed)  # orders both ends' reuse after this piece
         self._running.append(event)
         if start is not None:

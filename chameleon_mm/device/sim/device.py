@@ -61,6 +61,10 @@ class SimDevice:
         return True
 
     @property
+    def driver(self) -> str:
+        return "simulated"
+
+    @property
     def torch_device(self) -> torch.device:
         return torch.device("cpu")
 

@@ -3,6 +3,7 @@
     launch:  host_us += its cost;  stream.clock joins what the host has seen;  stream.ready_us = max(ready, host_us) + its time
     access:  extent -> the buffer's shadow, at a tick of the stream             # a race raises here
     copy:    access both ends; time from the engine; poison dst; remember a LateCopy
+    pack:    access each source and its place; time of one kernel; poison the places; remember LateCopies
 
 Everything here runs under `lock`; all threads count as one host.
 """
@@ -10,11 +11,11 @@ Everything here runs under `lock`; all threads count as one host.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
+from chameleon_mm.device.sim.checks import check_batch, check_copy, packed_parts
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.sim.extent import Extent, extent_of
 from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out
@@ -165,29 +166,90 @@ class Machine:
     # --- work on streams
 
     def copy(self, stream: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        _check_copy(dst, src)
+        check_copy(dst, src)
         with self.lock:
             self.ledger.settle()
-            # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.
-            owner = self.current_stream().actor
-            to_host, from_host = (self.ledger.adopt(t.untyped_storage(), owner).host for t in (dst, src))
-            if to_host and from_host:
-                raise ValueError("copy: expected at least one end in device memory, got two of pinned host memory")
+            to_host, from_host = self._direction("copy", dst, src)
             self.host_us += self.cost.copy_us
             self.begin(stream)
-            direction = "d2h" if to_host else "h2d" if from_host else "d2d"
-            label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
-            late = LateCopy(dst, src, label, stream.pending)
-            self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
-            self.access(stream, [dst], write=True, label=label)
-            self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
-            if src.numel() == 0:
-                return
-            self._poison_destination(dst)
-            if stream.late:
-                stream.pending = (late,)
-            else:
-                carry_out((late,))
+            self._copy_one(stream, dst, src, to_host, from_host, speculative)
+
+    def copy_batch(self, stream: SimStream, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        check_batch(pairs)
+        if not pairs:
+            return
+        with self.lock:
+            self.ledger.settle()
+            ways = [self._direction(f"copy_batch: pair {i}", dst, src) for i, (dst, src) in enumerate(pairs)]
+            if (other := next((i for i, way in enumerate(ways) if way != ways[0]), None)) is not None:
+                raise ValueError(
+                    f"copy_batch: expected all pairs to go one way, but pair {other} does not go as pair 0 does: "
+                    f"make a batch per direction"
+                )
+            self.host_us += self.cost.copy_us + self.cost.batched_copy_us * len(pairs)
+            self.begin(stream)
+            for dst, src in pairs:
+                self._copy_one(stream, dst, src, *ways[0], speculative)
+
+    def pack(self, stream: SimStream, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        parts = packed_parts("pack", sources, dst, offsets)
+        self._move_packed(stream, "pack", dst, list(zip(parts, sources, strict=True)))
+
+    def unpack(self, stream: SimStream, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        parts = packed_parts("unpack", destinations, src, offsets)
+        self._move_packed(stream, "unpack", src, list(zip(destinations, parts, strict=True)))
+
+    def _move_packed(self, stream: SimStream, what: str, staging: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """One kernel. On a stream of copies it runs late as they do; on a compute stream in program order, as operators do."""
+        total = sum(src.numel() for _, src in pairs)
+        if total == 0:
+            return
+        with self.lock:
+            self.ledger.settle()
+            for i, pair in enumerate(pairs):
+                if any(self._adopt(t).host for t in pair):
+                    raise ValueError(
+                        f"{what}: expected buffers in device memory, but of buffer {i} and the staging buffer one is pinned "
+                        f"host memory: copy it, or give memory from Stream.alloc"
+                    )
+            self.host_us += self.cost.triton_launch_us + self.cost.packed_tensor_us * len(pairs)
+            self.begin(stream)
+            label = f"{what} of {total} bytes on {stream.name}"
+            for dst, src in pairs:
+                late = LateCopy(dst, src, label, stream.pending)
+                self.access(stream, [src], write=False, label=label)
+                self.access(stream, [dst], write=True, label=label)
+                self._defer(stream, late, dst)
+            self.run_kernel(stream, self.cost.device_copy_us(total))
+
+    def _adopt(self, end: Tensor) -> Buffer:
+        # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.
+        return self.ledger.adopt(end.untyped_storage(), self.current_stream().actor)
+
+    def _direction(self, what: str, dst: Tensor, src: Tensor) -> tuple[bool, bool]:
+        to_host, from_host = self._adopt(dst).host, self._adopt(src).host
+        if to_host and from_host:
+            raise ValueError(f"{what}: expected at least one end in device memory, got two of pinned host memory")
+        return to_host, from_host
+
+    def _copy_one(self, stream: SimStream, dst: Tensor, src: Tensor, to_host: bool, from_host: bool, speculative: bool) -> None:
+        direction = "d2h" if to_host else "h2d" if from_host else "d2d"
+        label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
+        late = LateCopy(dst, src, label, stream.pending)
+        self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
+        self.access(stream, [dst], write=True, label=label)
+        self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
+        self._defer(stream, late, dst)
+
+    def _defer(self, stream: SimStream, late: LateCopy, dst: Tensor) -> None:
+        """The bytes move later, or now on a compute stream."""
+        if dst.numel() == 0:
+            return
+        self._poison_destination(dst)
+        if stream.late:
+            stream.pending = (late,)
+        else:
+            carry_out((late,))
 
     def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:
         """Take the time of a copy: on the link's engine, or inside device memory."""
@@ -257,17 +319,3 @@ class Machine:
         pending = all_pending(copy for stream in self._streams for copy in stream.pending)
         if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
             poison(storage, start, dst.numel())
-
-
-def _check_copy(dst: Tensor, src: Tensor) -> None:
-    for name, t in (("dst", dst), ("src", src)):
-        if t.dtype is not torch.uint8 or t.dim() != 1 or not t.is_contiguous() or not t.is_cpu:
-            raise ValueError(
-                f"copy: expected {name} as a flat, contiguous uint8 tensor of the simulator, got {t.dtype} of shape "
-                f"{tuple(t.shape)} on {t.device}: view its bytes first"
-            )
-    if dst.numel() != src.numel():
-        raise ValueError(f"copy: expected equal sizes, got {src.numel()} bytes into {dst.numel()}: slice one")
-    apart = abs(int(dst.storage_offset()) - int(src.storage_offset()))
-    if apart < src.numel() and dst.untyped_storage() is src.untyped_storage():
-        raise ValueError(f"copy: expected two buffers that do not overlap, got {src.numel()} bytes {apart} bytes apart")

@@ -7,6 +7,7 @@ wait(event):     time and clock joined; a compute stream carries the copies out,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -87,6 +88,20 @@ class SimStream:
         """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`. A
         speculative copy whose source an operator writes meanwhile delivers poison."""
         self._machine.copy(self, dst, src, speculative=speculative)
+
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        """As `Stream.copy_batch`. The host pays for one call and a little for each copy; on the engine each copy takes what it
+        takes alone, which is conservative. Raises as `copy` does, and `ValueError` for pairs that share bytes."""
+        self._machine.copy_batch(self, pairs, speculative=speculative)
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        """As `Stream.pack`, for one launch and the bytes' way through device memory. Raises `ValueError` also for host memory
+        and for places that share bytes, `SimRaceError`."""
+        self._machine.pack(self, dst, sources, offsets)
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        """As `Stream.unpack`, priced and checked as `pack` is."""
+        self._machine.unpack(self, destinations, src, offsets)
 
     def record(self, *, timed: bool = False) -> SimEvent:
         """As `Stream.record`."""

@@ -1,0 +1,100 @@
+"""Calibrations kept from one process to the next: a JSON file for each device and driver.
+
+    CalibrationCache().get(device)      # the kept one, else measured now and kept
+
+What cannot be read, is another's or was measured with other versions is passed over with a line in the log, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from pathlib import Path
+
+from chameleon_mm.device import Device
+from chameleon_mm.transfer.calibrate import Calibration, calibrate, installed_versions
+
+_log = logging.getLogger(__name__)
+
+SCHEMA = "chameleon_mm.calibration/1"
+
+_NO_FOLDER = (OSError, RuntimeError)  # the disk refuses; the user has no home
+
+
+class CalibrationCache:
+    """Calibrations in the folder `path` (None: `~/.cache/chameleon_mm`), which the first `store` makes.
+
+    Safe for several processes: a file is replaced whole. A simulated calibration is never kept: it is quick to have again.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = Path("~", ".cache", "chameleon_mm") if path is None else Path(path)
+
+    def get(self, device: Device) -> Calibration:
+        """`load(device)`, or a new one, stored. Raises what `calibrate` raises."""
+        calibration = self.load(device)
+        if calibration is None:
+            calibration = calibrate(device)
+            self.store(calibration)
+        return calibration
+
+    def load(self, device: Device) -> Calibration | None:
+        """What was measured of this device, under this driver and with the versions installed now; None where nothing was."""
+        if device.simulated:
+            return None
+        file: Path | None = None
+        try:
+            file = self.file(device.name, device.driver)
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if (schema := values.pop("schema")) != SCHEMA:
+                raise ValueError(f"expected schema {SCHEMA}, got {schema}")
+            calibration = Calibration.from_dict(values)
+        except FileNotFoundError:
+            return None
+        except (*_NO_FOLDER, ValueError, TypeError, KeyError, AttributeError) as error:  # AttributeError: JSON, but no object
+            _log.warning("the calibration in %s is passed over, as it cannot be read: %s", file, str(error))
+            return None
+        expected = (device.name, device.driver, installed_versions(), False)
+        found = (calibration.device, calibration.driver, calibration.versions, calibration.simulated)
+        if found != expected:
+            _log.info("the calibration in %s is passed over: expected one of %s, got %s", file, expected, found)
+            return None
+        return calibration
+
+    def store(self, calibration: Calibration) -> bool:
+        """Keep `calibration` for its device and driver. Returns whether it was kept: not if simulated, nor where the disk
+        refuses, which is logged."""
+        if calibration.simulated:
+            return False
+        text = json.dumps({"schema": SCHEMA, **calibration.to_dict()}, indent=2) + "\n"
+        try:
+            file = self.file(calibration.device, calibration.driver)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            _replace(file, text)
+        except _NO_FOLDER as error:
+            _log.warning("the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error))
+            return False
+        return True
+
+    def file(self, device: str, driver: str) -> Path:
+        """Where the calibration of that device and driver is kept. Raises `RuntimeError` for a user without a home."""
+        return self.path.expanduser() / f"calibration-{_slug(device)}-{_slug(driver)}.json"
+
+
+def _replace(file: Path, text: str) -> None:
+    """Give `file` another text at once: who reads it meanwhile reads the old one, whole."""
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
+        new = Path(written.name)
+        try:
+            written.write(text)
+            written.flush()
+            new.replace(file)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

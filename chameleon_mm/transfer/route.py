@@ -1,0 +1,63 @@
+"""Which way a buffer of a given size goes.
+
+thresholds.path(nbytes) -> Path.STAY | PACK | BATCH | DIRECT         # by size, smallest first
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+
+from chameleon_mm.units import KIB, MIB
+
+
+class Path(enum.Enum):
+    """How a buffer crosses the link."""
+
+    STAY = "stay"
+    """It does not: below `stay_below_bytes` moving costs more than the memory is worth."""
+    PACK = "pack"
+    """With others of its kind: one kernel packs them, one copy carries them. Below `pack_below_bytes`."""
+    BATCH = "batch"
+    """A copy of its own, handed over with others that wait in one call. Below `batch_below_bytes`."""
+    DIRECT = "direct"
+    """A copy of its own, in pieces. From `batch_below_bytes` on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Where one path ends and the next begins, in bytes. Raises `ValueError` unless they are in order."""
+
+    stay_below_bytes: int = 4 * KIB
+    """A page: less is not worth a launch's share, and hardly any memory. Not measured: nothing that is measured tells it."""
+
+    pack_below_bytes: int = 128 * KIB
+    """From here on a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published for
+    an H200, against 2.3-7 us for cudaMemcpyAsync. `calibrate` measures it."""
+
+    batch_below_bytes: int = MIB
+    """From here on a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an H200.
+    `calibrate` measures it."""
+
+    def __post_init__(self) -> None:
+        previous = 0
+        for knob in fields(self):
+            nbytes = getattr(self, knob.name)
+            if nbytes < previous:
+                raise ValueError(
+                    f"{knob.name}: expected {previous} bytes or more, as the paths follow each other, got {nbytes}"
+                )
+            previous = nbytes
+
+    @classmethod
+    def direct(cls) -> Thresholds:
+        """Every buffer travels alone, whatever its size."""
+        return cls(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+
+    def path(self, nbytes: int) -> Path:
+        """The way of a buffer of `nbytes`."""
+        if nbytes < self.stay_below_bytes:
+            return Path.STAY
+        if nbytes < self.pack_below_bytes:
+            return Path.PACK
+        return Path.BATCH if nbytes < self.batch_below_bytes else Path.DIRECT

@@ -1,0 +1,387 @@
+"""Small saved tensors travel together: one kernel packs them, one copy carries them, and each comes back exact.
+
+The link is so slow that nothing saved later finds it idle: the first small one goes alone, the others wait for a carrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch._dynamo  # imported late, by an operator, it leaves frames in cycles, and handles in those
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS, Stream
+from chameleon_mm.device.sim import SimStream
+from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
+from chameleon_mm.executor import executor as executor_module
+from chameleon_mm.executor.carrier import Carrier
+from chameleon_mm.executor.stored import Place
+from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.transfer import Thresholds
+from chameleon_mm.units import KIB, MIB
+
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    # The mutants also break what runs when a handle is dropped, where an error can only be reported.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.01, d2h_gbps=0.01, duplex_gbps=0.015)
+SMALL = 8 * KIB
+CARRIER_BYTES = 64 * KIB
+
+
+@pytest.fixture(autouse=True)
+def _small_carriers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "CARRIER_BYTES", CARRIER_BYTES)
+
+
+@pytest.fixture
+def slow() -> cm.SimDevice:
+    return cm.SimDevice(SLOW_LINK)
+
+
+class Swapping:
+    """An executor over a slow link, with a large storage on its way out, so that small ones have something to wait for."""
+
+    def __init__(self, device: cm.SimDevice, *, limits: Limits | None = None, verify: bool = False) -> None:
+        self.device = device
+        self.pool = cm.PinnedPool("16MiB", device=device)
+        self.executor = Executor(
+            device,
+            self.pool,
+            rule=DefaultRule(min_bytes=1),
+            limits=limits or Limits(ahead_bytes=0),
+            protected=ProtectedStorages(),
+            thresholds=Thresholds(stay_below_bytes=1),
+            verify=verify,
+        )
+
+    @property
+    def totals(self) -> dict[str, int]:
+        totals = self.executor.meter.totals
+        return {"carriers": totals.carriers, "out": totals.bytes_swapped_out, "in": totals.bytes_swapped_in}
+
+    def keep_the_link_busy(self) -> SwappedView:
+        handle = self.save(torch.randn(MIB // 4))
+        self.next_op()
+        return handle
+
+    def save(self, t: Tensor) -> SwappedView:
+        handle = self.executor.save(t)
+        assert isinstance(handle, SwappedView)
+        return handle
+
+    def next_op(self) -> None:
+        torch.ones(1, requires_grad=True).exp()
+        self.executor.save(torch.nn.Parameter(torch.ones(1)))
+
+    def save_small(self, count: int, nbytes: int = SMALL) -> tuple[list[SwappedView], list[Tensor]]:
+        """Small tensors that nobody holds, and what they were."""
+        saved = [torch.randn(nbytes // 4) for _ in range(count)]
+        expected = [t.clone() for t in saved]
+        handles = [self.save(t) for t in saved]
+        del saved
+        self.next_op()
+        return handles, expected
+
+    def assert_exact(self, handles: list[SwappedView], expected: list[Tensor]) -> None:
+        for handle, t in zip(handles, expected, strict=True):
+            assert torch.equal(self.executor.use(handle), t)
+
+    def assert_nothing_left(self) -> None:
+        self.device.synchronize()
+        self.next_op()
+        assert self.executor.live_storages == 0
+        assert not self.executor._carriers
+        assert self.pool.stats().num_live == 0
+
+
+def places(handles: list[SwappedView]) -> list[Place]:
+    return [handle.claim.saved.place for handle in handles]
+
+
+def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        before = slow.allocated_bytes()
+        handles, expected = swapping.save_small(16)
+        # Left: the expected values and the carrier, whose copy has not even begun.
+        assert slow.allocated_bytes() == before + 2 * 16 * SMALL
+        assert places(handles) == [Place.ON_HOST] * 16
+        assert swapping.totals == {"carriers": 1, "out": MIB + 16 * SMALL, "in": 0}
+        swapping.executor.end_step(completed=False)
+        assert slow.allocated_bytes() == before - MIB + 16 * SMALL
+        swapping.assert_exact(handles, expected)
+        assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
+        assert places(handles) == [Place.ON_HOST] * 16  # and each let go after its own
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_fewer_than_a_carrier_wait_while_the_link_is_busy(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(3)
+        assert places(handles) == [Place.RESIDENT] * 3
+        slow.synchronize()
+        swapping.next_op()  # nothing else is under way: they go
+        assert places(handles) == [Place.ON_HOST] * 3
+        swapping.assert_exact(handles, expected)
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_one_alone_on_an_idle_link_travels_by_itself(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        handles, expected = swapping.save_small(1)
+        assert swapping.totals == {"carriers": 0, "out": SMALL, "in": 0}
+        swapping.assert_exact(handles, expected)
+
+
+def test_a_carrier_lives_as_long_as_its_last_member(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(10)
+        swapping.executor.end_step(completed=False)
+        carrier = handles[0].claim.saved.carrier
+        assert isinstance(carrier, Carrier)
+        del handles[:9]
+        assert carrier.riders == 1
+        assert swapping.pool.stats().num_live == 2  # the large one's and the carrier's
+        swapping.assert_exact(handles, expected[9:])
+        handles.clear()
+        assert carrier.place is Place.RETIRED
+        del large
+        swapping.assert_nothing_left()
+
+
+def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(10)
+        swapping.executor.end_step(completed=False)
+        swapping.assert_exact(handles[:1], expected[:1])
+        assert places(handles)[1:] == [Place.RESTORED] * 9
+        swapping.executor._guard.give_back_all(keep=None)
+        assert places(handles) == [Place.ON_HOST] * 10
+        swapping.assert_exact(handles, expected)
+        swapping.assert_exact(handles, expected)  # and again, as for retain_graph
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_a_written_or_dropped_tensor_is_left_behind(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(4)
+        written = torch.randn(SMALL // 4)
+        handle = swapping.save(written)
+        written.add_(1)
+        dropped = swapping.save(torch.randn(SMALL // 4))
+        swapping.next_op()
+        del dropped
+        more, more_expected = swapping.save_small(8)
+        assert swapping.totals["carriers"] == 1
+        assert swapping.totals["out"] == MIB + 12 * SMALL
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            swapping.executor.use(handle)
+        swapping.assert_exact(handles + more, expected + more_expected)
+        del handles, more, handle, large
+        swapping.assert_nothing_left()
+
+
+def test_a_member_that_lives_on_is_used_itself(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        held = torch.randn(SMALL // 4)
+        handle = swapping.save(held)
+        handles, _ = swapping.save_small(10)
+        assert swapping.executor.use(handle).untyped_storage() is held.untyped_storage()
+        assert swapping.totals["in"] == 0
+        del handles, handle, large
+        swapping.assert_nothing_left()
+
+
+def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        with monkeypatch.context() as full:
+            full.setattr(SimStream, "alloc", refuse)
+            handles, expected = swapping.save_small(10)
+        assert places(handles) == [Place.RESIDENT] * 10
+        swapping.assert_exact(handles, expected)
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_a_refused_kernel_leaves_everything_as_it_was(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel")
+
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        saved = [torch.randn(SMALL // 4) for _ in range(10)]
+        expected = [t.clone() for t in saved]
+        handles = [swapping.save(t) for t in saved]
+        del saved
+        with monkeypatch.context() as broken:
+            broken.setattr(SimStream, "pack", refuse)
+            with pytest.raises(RuntimeError, match="no kernel"):
+                swapping.next_op()
+        swapping.assert_exact(handles, expected)
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_a_full_pool_keeps_the_carrier_on_the_device(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow)
+        large = swapping.keep_the_link_busy()
+        hog = swapping.pool.allocate(swapping.pool.limit_bytes - swapping.pool.stats().live_bytes)
+        handles, expected = swapping.save_small(10)
+        assert swapping.executor.meter.totals.fallbacks == 1
+        swapping.assert_exact(handles, expected)
+        hog.release()
+        del handles, large
+        swapping.assert_nothing_left()
+
+
+def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow, limits=Limits(ahead_bytes=MIB))
+        large, whole = swapping.keep_the_link_busy(), torch.randn(MIB // 8)
+        handles, expected = swapping.save_small(10)
+        after = swapping.save(whole.clone())
+        swapping.next_op()
+        swapping.executor.end_step(completed=False)
+        assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the carrier comes next
+        carrier = handles[0].claim.saved.carrier
+        assert carrier is not None and carrier.place is Place.ARRIVING
+        swapping.assert_exact(handles[::-1], expected[::-1])
+        del handles, large, after
+        swapping.assert_nothing_left()
+
+
+def test_verify_names_the_member(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpack = SimStream.unpack
+
+    def flipped(self: SimStream, destinations: list[Tensor], src: Tensor, offsets: list[int]) -> None:
+        unpack(self, destinations, src, offsets)
+        destinations[3][100] ^= 1
+
+    with slow.compute():
+        swapping = Swapping(slow, verify=True)
+        large = swapping.keep_the_link_busy()
+        handles, expected = swapping.save_small(10)
+        swapping.assert_exact(handles, expected)
+        swapping.executor._guard.give_back_all(keep=None)
+        monkeypatch.setattr(SimStream, "unpack", flipped)
+        with pytest.raises(cm.SwapMismatch, match=r"\(2048,\) torch.float32"):
+            swapping.assert_exact(handles, expected)
+        del handles, large
+
+
+def packed_and_used(device: cm.SimDevice, *, packed_on_side: bool, used_on_side: bool) -> None:
+    """On one stream or two, under the race detector: a missing wait raises."""
+    side = device.new_compute_stream("side")
+    with device.compute():
+        swapping = Swapping(device)
+        large = swapping.keep_the_link_busy()
+        saved = [torch.randn(SMALL // 4) for _ in range(10)]
+        expected = [t.clone() for t in saved]
+        handles = [swapping.save(t) for t in saved]
+        del saved
+        with device.stream(side) if packed_on_side else nullcontext():
+            swapping.next_op()
+        again = [torch.randn(SMALL // 4) for _ in range(10)]  # the members' memory, perhaps
+        if used_on_side:
+            side.wait(device.current_stream().record())
+            with device.stream(side):
+                swapping.assert_exact(handles[:5], expected[:5])
+        swapping.assert_exact(handles, expected)
+        del again, handles, large
+        swapping.assert_nothing_left()
+
+
+@pytest.mark.parametrize("used_on_side", [False, True])
+@pytest.mark.parametrize("packed_on_side", [False, True])
+def test_streams_are_ordered_around_a_carrier(packed_on_side: bool, used_on_side: bool, slow: cm.SimDevice) -> None:
+    packed_and_used(slow, packed_on_side=packed_on_side, used_on_side=used_on_side)
+
+
+@pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
+def test_without_the_streams_meeting_a_carrier_is_a_race(
+    left_out: int, slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init, meet = Carrier.__init__, ComputeStreams.meet
+
+    def counting(self: Carrier, *args: object, **kwargs: object) -> None:
+        calls = iter(range(1, 100))
+
+        def meets_but_once(streams: ComputeStreams, home: Stream) -> None:
+            if next(calls) != left_out:
+                meet(streams, home)
+
+        with monkeypatch.context() as during:
+            during.setattr(ComputeStreams, "meet", meets_but_once)
+            init(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on as they came
+
+    monkeypatch.setattr(Carrier, "__init__", counting)
+    with pytest.raises(cm.SimRaceError):
+        packed_and_used(slow, packed_on_side=True, used_on_side=False)
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["save", "save", "save", "op", "use", "drop", "squeeze", "wait"]), st.integers(1, 12_000)),
+    max_size=60,
+)
+
+
+@settings(max_examples=40)
+@given(ACTIONS)
+def test_any_life_of_small_storages_is_exact_and_leaves_nothing(actions: list[tuple[str, int]]) -> None:
+    device = cm.SimDevice(SLOW_LINK)
+    with device.compute():
+        swapping = Swapping(device)
+        alive: list[tuple[SwappedView, Tensor]] = []
+        for what, number in actions:
+            if what == "save":
+                t = torch.randint(0, 256, (number,), dtype=torch.uint8)
+                alive.append((swapping.save(t), t.clone()))
+                del t
+            elif what == "op":
+                swapping.next_op()
+            elif what == "squeeze":
+                swapping.executor._guard.give_back_all(keep=None)
+            elif what == "wait":
+                device.synchronize()
+            elif alive and what == "use":
+                handle, expected = alive[number % len(alive)]
+                assert torch.equal(swapping.executor.use(handle), expected)
+            elif alive:
+                del alive[number % len(alive)]
+        for handle, expected in alive:
+            assert torch.equal(swapping.executor.use(handle), expected)
+        handle = None  # type: ignore[assignment]  # the loop's last one
+        alive.clear()
+        swapping.assert_nothing_left()

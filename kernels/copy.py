@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-UNIT_BYTES = 16
-"""The widest access of one thread."""
+from chameleon_mm.kernels.arguments import UNIT_BYTES, check_flat, check_grid
 
 BLOCK_BYTES = 16384
 """Bytes that one program moves between two steps of its loop: four 16-byte accesses in flight for each of 256 threads."""
@@ -106,15 +104,10 @@ def copy_bytes(dst: Tensor, src: Tensor, *, num_programs: int, block_bytes: int 
 
 
 def _check(dst: Tensor, src: Tensor, num_programs: int, block_bytes: int) -> None:
-    for name, buffer in (("dst", dst), ("src", src)):
-        if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise ValueError(
-                f"copy_bytes: expected {name} as a flat, contiguous uint8 tensor, got {buffer.dtype} of shape "
-                f"{tuple(buffer.shape)}; take .view(torch.uint8) of a flat view"
-            )
+    check_flat("copy_bytes", "dst", dst)
+    check_flat("copy_bytes", "src", src)
     if dst.numel() != src.numel():
         raise ValueError(f"copy_bytes: expected equal sizes, got {src.numel()} bytes into {dst.numel()}; slice the larger one")
-    if num_programs < 1:
-        raise ValueError(f"copy_bytes: expected num_programs >= 1, got {num_programs}; one program is the smallest grid")
+    check_grid("copy_bytes", num_programs)
     if block_bytes < 64 or block_bytes & (block_bytes - 1):
         raise ValueError(f"copy_bytes: expected block_bytes as a power of two >= 64, got {block_bytes}; try {BLOCK_BYTES}")

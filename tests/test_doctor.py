@@ -15,17 +15,26 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm import doctor
-from chameleon_mm.device import SimDevice, cuda_is_available
+from chameleon_mm.device import Device, SimDevice, cuda_is_available
 from chameleon_mm.doctor import DoctorReport, Finding, Machine, collect, pin_trial, render, run_program
 from chameleon_mm.doctor.gpu import gpus
 from chameleon_mm.doctor.host import host
 from chameleon_mm.doctor.report import Unavailable, look
 from chameleon_mm.doctor.software import software
+from chameleon_mm.doctor.transfer import curve_text, paths_text, transfer
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.units import GIB, MIB
+from chameleon_mm.transfer import Calibration, CalibrationCache, CurvePoint, Thresholds, calibrate
+from chameleon_mm.transfer import Path as Way
+from chameleon_mm.units import GIB, KIB, MIB
 
 _H200_ROW = "NVIDIA H200, 143771, 9.0, 00000000:06:00.0, 1, 16, 5, 16\n"
 _NO_LINK_ROW = "NVIDIA H200, 143771, 9.0, 00000000:06:00.0, [N/A], [N/A], [N/A], [N/A]\n"
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the doctor keeps what it measured in the user's home, which is here for the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
 def _refuse(command: Sequence[str]) -> str:
@@ -56,6 +65,7 @@ def test_everything_is_looked_at_and_nothing_raises() -> None:
         ("software", "cuda-bindings"), ("software", "NVIDIA driver"), ("gpu", "GPUs"), ("host", "NUMA nodes"),
         ("host", "memory available"), ("host", "memory that may be pinned"), ("host", "cgroup memory limit"),
         ("host", "memlock limit"), ("device", "device=None picks"), ("device", "pinned allocation"),
+        ("transfer", "link rates"), ("transfer", "transfer paths"), ("transfer", "path rates"), ("transfer", "kept in"),
     }  # fmt: skip
     assert report.find("software", "torch").value["version"] == torch.__version__
     assert report.find("device", "device=None picks").value["simulated"] is not cuda_is_available()
@@ -77,7 +87,7 @@ def test_run_shows_every_row_writes_json_and_returns_0(tmp_path: Path) -> None:
     assert doctor.run(path, Console(file=shown, width=200)) == 0
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["schema"] == "chameleon_mm.doctor/1"
-    assert set(written["findings"]) == {"software", "gpu", "host", "device"}
+    assert set(written["findings"]) == {"software", "gpu", "host", "device", "transfer"}
     for section, rows in written["findings"].items():
         assert section in shown.getvalue()
         for name, row in rows.items():
@@ -297,8 +307,87 @@ def test_the_simulator_is_not_tried() -> None:
         pin_trial(SimDevice(), MIB)
 
 
+# ---------------------------------------------------------------------------------------------------------- the calibration
+
+
+class _Real(SimDevice):
+    """Says that it is real."""
+
+    @property
+    def simulated(self) -> bool:
+        return False
+
+
+def test_a_simulated_calibration_is_called_so_in_every_row_and_kept_nowhere(tmp_path: Path) -> None:
+    rows = _rows(transfer([SimDevice()], CalibrationCache(tmp_path)))
+    assert rows["link rates"].value == calibrate(SimDevice(), rounds=1).to_dict()
+    for row in rows.values():
+        assert "simulated" in row.text
+    assert not rows["kept in"].available
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_real_one_is_kept_where_the_row_says(tmp_path: Path) -> None:
+    cache = CalibrationCache(tmp_path)
+    rows = _rows(transfer([_Real()], cache))
+    assert rows["kept in"].value == str(cache.file("simulated H200", "simulated"))
+    kept = cache.load(_Real())
+    assert kept is not None
+    assert rows["link rates"].value == kept.to_dict()
+    assert rows["transfer paths"].value == kept.to_dict()["thresholds"]
+    assert rows["path rates"].value == kept.to_dict()["curve"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_row(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("", encoding="utf-8")
+    rows = _rows(transfer([_Real()], CalibrationCache(taken)))
+    assert rows["link rates"].available
+    assert rows["kept in"].text == f"unavailable: {taken} cannot be written; the log says why"
+
+
+@pytest.mark.parametrize("chosen", [[], [_Pins(pinned=True, refuse=True)]], ids=["no device", "no memory"])
+def test_without_a_calibration_every_row_says_why(tmp_path: Path, chosen: list[Device]) -> None:
+    rows = _rows(transfer(chosen, CalibrationCache(tmp_path)))
+    assert [row.available for row in rows.values()] == [False] * 4
+    assert "no device to measure" in rows["link rates"].text or "got nothing" in rows["link rates"].text
+
+
+def _calibration(thresholds: Thresholds) -> Calibration:
+    costs = {Way.PACK: (48.25, 0.52), Way.BATCH: (9.0, 9.96), Way.DIRECT: (1.26, 12.5)}
+    curve = tuple(
+        CurvePoint(path=path, nbytes=128 * KIB, count=8, gbps=gbps, host_us=host_us) for path, (gbps, host_us) in costs.items()
+    )
+    return Calibration(
+        device="d", driver="v", versions={}, thresholds=thresholds, curve=curve, h2d_gbps=2.0, d2h_gbps=1.0, duplex_gbps=2.5,
+        simulated=False,
+    )  # fmt: skip
+
+
+def test_paths_are_told_by_the_sizes_that_they_serve() -> None:
+    assert paths_text(_calibration(Thresholds())) == (
+        "stays below 4.00 KiB, packed below 128.0 KiB, batched below 1.00 MiB, a copy of its own from 1.00 MiB on"
+    )
+    only_direct = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+    assert paths_text(_calibration(only_direct)) == "a copy of its own from 0 B on"
+
+
+def test_the_curve_fits_an_ordinary_terminal() -> None:
+    text = curve_text(_calibration(Thresholds()))
+    assert text.splitlines() == [
+        "GB/s (host us per copy)",
+        "size      pack       batch      direct",
+        "128.0 KiB 48.2 (0.5) 9.0 (10)   1.3 (12)",
+    ]
+    finding = Finding(section="transfer", name="memory that may be pinned", text=text, value=None, available=True)
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(render(DoctorReport(findings=(finding,))))
+    assert all(any(line in row for row in shown.getvalue().splitlines()) for line in text.splitlines())
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_trial_pins() -> None:
     report = collect()
     assert report.find("device", "pinned allocation").value["gbps"] > 0
     assert report.find("gpu", "0").available
+    assert report.find("transfer", "kept in").available

@@ -174,14 +174,15 @@ class CudaStream:
     def _check_packed(self, what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> None:
         if len(offsets) != len(buffers):
             raise ValueError(f"{what}: expected an offset for each of {len(buffers)} buffers, got {len(offsets)}")
-        for i, buffer in enumerate((staging, *buffers)):
-            if not _is_flat(buffer) or not self._device.owns(buffer):
-                name = f"buffer {i - 1}" if i else "the staging buffer"
-                raise ValueError(
-                    f"{what}: expected {name} as a flat contiguous uint8 tensor on {self._device.torch_device}, got "
-                    f"{buffer.dtype} of shape {tuple(buffer.shape)} and strides {buffer.stride()} on {buffer.device}: "
-                    f"view its bytes first"
-                )
+        owns = self._device.owns
+        if not all(_is_flat(buffer) and owns(buffer) for buffer in (staging, *buffers)):
+            i, buffer = next((i, t) for i, t in enumerate((staging, *buffers)) if not (_is_flat(t) and owns(t)))
+            name = f"buffer {i - 1}" if i else "the staging buffer"
+            raise ValueError(
+                f"{what}: expected {name} as a flat contiguous uint8 tensor on {self._device.torch_device}, got "
+                f"{buffer.dtype} of shape {tuple(buffer.shape)} and strides {buffer.stride()} on {buffer.device}: "
+                f"view its bytes first"
+            )
         room = staging.numel()
         for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
             if offset < 0 or offset + buffer.numel() > room:

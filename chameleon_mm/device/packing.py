@@ -25,7 +25,7 @@ PACK_ALIGN_BYTES = 128
 """Every packed buffer begins at a multiple of it, a cache line, which no two share: 16-byte accesses are aligned."""
 
 PACK_PROGRAMS = 16
-"""Programs of a pack kernel, so at most as many SMs: of an H200's 132 a share that compute hardly misses. To be measured."""
+"""Programs of a pack kernel, so at most as many SMs: of an H200's 132 a share that compute can spare. Not measured."""
 
 _COPIES_PER_LAUNCH = 3  # what a launch costs the host, published as 9-11 us, in copies of about 3 us
 
@@ -46,7 +46,9 @@ def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
     """Places for buffers of `sizes` bytes in their order, each at the next multiple of 128."""
     offsets, end = [], 0
     for nbytes in sizes:
-        offset = round_up(end, PACK_ALIGN_BYTES)
+        offset = (
+            (end + PACK_ALIGN_BYTES - 1) // PACK_ALIGN_BYTES * PACK_ALIGN_BYTES
+        )  # round_up, where a call would cost as much
         offsets.append(offset)
         end = offset + nbytes
     return PackedOffsets(offsets, end)
@@ -65,13 +67,15 @@ class _Run(NamedTuple):
 
 def _runs(sizes: Sequence[int], offsets: Sequence[int]) -> list[_Run]:
     """The fewest runs that make up buffers of `sizes` at `offsets`: one where all are there, more where some were left out."""
-    runs: list[_Run] = []
-    for i, (nbytes, offset) in enumerate(zip(sizes, offsets, strict=True)):
-        run = runs[-1] if runs else None
-        if run is not None and offset == run.first + round_up(run.last - run.first, PACK_ALIGN_BYTES):
-            runs[-1] = run._replace(end=i + 1, last=offset + nbytes)
-        else:
-            runs.append(_Run(i, i + 1, offset, offset + nbytes))
+    whole = packed_offsets(sizes)
+    if offsets[0] == 0 and list(offsets) == whole.offsets:  # nearly always
+        return [_Run(0, len(sizes), 0, whole.total_bytes)]
+    runs, begin = [], 0
+    for i in range(1, len(sizes) + 1):
+        first, last = offsets[begin], offsets[i - 1] + sizes[i - 1]
+        if i == len(sizes) or offsets[i] != first + round_up(last - first, PACK_ALIGN_BYTES):
+            runs.append(_Run(begin, i, first, last))
+            begin = i
     return runs
 
 
@@ -89,8 +93,8 @@ class PackTables:
     def __init__(self) -> None:
         self._tables: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
-    def table(self, kernels: PackKernels, what: str, buffers: Sequence[Tensor]) -> Any:
-        key = (what, *[t.numel() for t in buffers])
+    def table(self, kernels: PackKernels, what: str, buffers: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+        key = (what, *sizes)
         table = self._tables.pop(key, None)
         if table is None:
             table = kernels.table(buffers)
@@ -130,7 +134,8 @@ class Packer:
     def _launch(
         self, what: str, tables: PackTables, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]
     ) -> bool:
-        runs = _runs([t.numel() for t in buffers], offsets)
+        sizes = [t.numel() for t in buffers]
+        runs = _runs(sizes, offsets)
         if len(runs) > 1 and len(runs) * _COPIES_PER_LAUNCH > len(buffers):
             return False
         if any((staging.data_ptr() + run.first) % PACK_ALIGN_BYTES for run in runs):
@@ -143,7 +148,7 @@ class Packer:
                 for run in runs:
                     some = buffers[run.begin : run.end]
                     part = staging[run.first : run.last]
-                    table = tables.table(kernels, what, some)
+                    table = tables.table(kernels, what, some, sizes[run.begin : run.end])
                     if what == "pack":
                         kernels.pack(some, part, num_programs=self.num_programs, table=table)
                     else:
@@ -165,9 +170,8 @@ class Packer:
                 raise
             except Exception as error:  # noqa: BLE001  # a compiler fails in ways of its own, and copies do the same work
                 self._refused = True
-                _log.warning(
-                    "buffers are packed by a copy each, as the kernels cannot be used: %s", str(error)
-                )  # kept, it would keep its frames
+                # The text alone: a log record that kept the error would keep its frames.
+                _log.warning("buffers are packed by a copy each, as the kernels cannot be used: %s", str(error))
         return self._kernels
 
 

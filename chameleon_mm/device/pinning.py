@@ -189,8 +189,13 @@ class PageLocker:
         unregister, held = self._calls.unregister, self._registered_at
         memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, place=self._place, held=held)
         address = memory.data_ptr()
-        register(address, nbytes)
+        # Before the driver is asked: an interrupt right after it would otherwise unmap pages that it holds.
         held.add(address)
+        try:
+            register(address, nbytes)
+        except RuntimeError:
+            held.remove(address)
+            raise
 
         def release() -> None:
             unregister(address)

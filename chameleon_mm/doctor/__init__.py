@@ -1,6 +1,6 @@
 """What this machine offers: each part is looked at on its own, and one that is missing is a row, never a crash.
 
-    report = collect()          # software, gpu, host, device; data
+    report = collect()          # software, gpu, host, device, transfer; data
     run(json_path, console)     # the same, shown, and written as JSON where a path is given
 
 The table and the JSON say the same.
@@ -23,6 +23,8 @@ from chameleon_mm.doctor.gpu import gpus
 from chameleon_mm.doctor.host import host
 from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, look, render
 from chameleon_mm.doctor.software import software
+from chameleon_mm.doctor.transfer import transfer
+from chameleon_mm.transfer import CalibrationCache
 from chameleon_mm.units import MIB, format_size, format_us
 
 __all__ = ["DoctorReport", "Finding", "Machine", "collect", "render", "run"]
@@ -31,13 +33,23 @@ PIN_TRIAL_BYTES = 256 * MIB
 _PROGRAM_TIMEOUT_S = 20
 
 
-def collect(machine: Machine | None = None) -> DoctorReport:
-    """Look at everything. Never raises for a missing part. Starts CUDA where there is one, and pins 256 MiB for a moment.
+def collect(machine: Machine | None = None, cache: CalibrationCache | None = None) -> DoctorReport:
+    """Look at everything. Never raises for a missing part. Starts CUDA where there is one, pins 256 MiB for a moment and
+    measures the link for up to 5 s.
 
-    `machine` says where to look (None: this one).
+    `machine` says where to look (None: this one), `cache` where to keep what was measured (None: the user's own).
     """
     machine = machine or Machine(root=Path("/"), run=run_program)
-    return DoctorReport(findings=(*software(machine), *gpus(machine), *host(machine), *_device()))
+    chosen: list[Device] = []
+    return DoctorReport(
+        findings=(
+            *software(machine),
+            *gpus(machine),
+            *host(machine),
+            *_device(chosen),
+            *transfer(chosen, cache or CalibrationCache()),
+        )
+    )
 
 
 def run(json_path: Path | None, console: Console) -> int:
@@ -71,9 +83,8 @@ def run_program(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def _device() -> Iterator[Finding]:
-    """Rows of the section `device`: what device=None stands for here, and whether it can pin."""
-    chosen: list[Device] = []
+def _device(chosen: list[Device]) -> Iterator[Finding]:
+    """Rows of the section `device`: what device=None stands for here, which goes to `chosen`, and whether it can pin."""
 
     def choose() -> tuple[str, Any]:
         device = resolve_device(None)
@@ -83,6 +94,7 @@ def _device() -> Iterator[Finding]:
             "torch_device": str(device.torch_device),
             "simulated": device.simulated,
             "capacity_bytes": device.capacity,
+            "driver": device.driver,
         }
         return f"{device.name} ({device.torch_device}), {format_size(device.capacity)} for tensors", about
 

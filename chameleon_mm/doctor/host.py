@@ -1,6 +1,7 @@
 """The host: processors, nodes, memory and the limits on it.
 
-    memory that may be pinned by default = half of what the kernel and every control group leave (PinnedPool's own rule)
+    memory that may be pinned by default = what a PinnedPool of max_bytes="auto" takes: half of what the kernel and every
+                                           control group leave, divided among the ranks on this machine
 
 Containers are told their own limits here, not their host's.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, look
-from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.units import format_size
 
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as about 2**63
@@ -68,8 +69,8 @@ def _memory(machine: Machine) -> tuple[str, Any]:
 
 
 def _may_be_pinned(machine: Machine) -> tuple[str, Any]:
-    half = _available(machine) // 2
-    return f"{format_size(half)} by default (half)", half
+    share = auto_limit_bytes(available_bytes=_available(machine))
+    return f"{format_size(share)} by default (half of it, divided among the ranks here)", share
 
 
 def _cgroup(machine: Machine) -> tuple[str, Any]:

@@ -46,6 +46,7 @@ class BudgetGuard:
         limits: Limits,
         order: UseOrder,
         meter: Meter,
+        *,
         live: Callable[[], Iterable[SavedStorage]],
         pack_small: Callable[[], None],
     ) -> None:

@@ -11,15 +11,17 @@ Note [No plan, no harm].
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
@@ -53,6 +55,18 @@ _sequence_nr = torch._C._autograd._get_sequence_nr
 """The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
 
 
+_TRACERS = (
+    torch._C._TorchDispatchModeKey.FAKE,
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def _tracing() -> bool:
+    """Whether a tracer runs on this thread: what we would make under it would be fake, or part of its graph."""
+    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
 class Executor:
     """Swaps the saved tensors of one device. Thread-safe: autograd may use on one thread what another saved."""
 
@@ -77,10 +91,18 @@ class Executor:
         self._streams.note(device.current_stream())
         self._tools = Tools(pool, self._transfer, self.meter, verify, self._streams)
         self._order = UseOrder()
+        # Weak: in a cycle with its guard, a dropped executor would keep its pool until the collector runs.
+        me = weakref.ref(self)
         self._guard = BudgetGuard(
-            device, limits, self._order, self.meter, lambda: [*self._live.values(), *self._carriers], self._pack_small
+            device,
+            limits,
+            self._order,
+            self.meter,
+            live=lambda: executor._all_live() if (executor := me()) is not None else (),
+            pack_small=lambda: executor._pack_small() if (executor := me()) is not None else None,
         )
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._dropped: deque[SavedStorage] = deque()
         self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
         self._claims: dict[Hashable, weakref.ref[Claim]] = {}
@@ -100,8 +122,12 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        if self._forked:
+            return KeptTensor(t, by_reference=False)
         if self.device.capturing():
             return self._keep(t, "capturing")
+        if _tracing():
+            return self._keep(t, "tracing")
         facts = facts_of(t, self.device, self._protected)
         if facts.kind == "subclass":
             handle = self._save_inner(t)
@@ -122,12 +148,18 @@ class Executor:
         if isinstance(handle, TakenApart):
             return handle.rebuild({name: self.use(part) for name, part in handle.parts.items()})
         saved = handle.claim.saved
+        if self._forked:
+            raise RuntimeError(
+                f"a saved tensor of {saved.nbytes} bytes: expected a use in the process that saved it ({self._pid}), got one in "
+                f"a forked child ({os.getpid()}), where its device cannot be used; run backward in the parent"
+            )
         if self.device.capturing():
             raise RuntimeError(
                 f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of "
                 f"{saved.nbytes} bytes that was saved before and may be moved between replays; capture both together"
             )
-        with self._entered():
+        # Under a tracer what is real comes back real: the copies are no part of what it traces.
+        with _disable_current_modes() if _tracing() else nullcontext(), self._entered():
             self._advance(look=True)
             compute = self._compute()
             storage = self._bring(saved, compute)
@@ -157,14 +189,19 @@ class Executor:
     # --- steps
 
     def begin_step(self, *, timed: bool) -> None:
-        """A new step: saves are numbered from 0 again."""
+        """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device."""
+        self._in_step = True
+        if self._forked or self.device.capturing():
+            return
         with self._entered():
-            self._in_step = True
             self._begin_epoch()
             self.meter.begin_step(self.device.current_stream(), timed=timed)
 
     def end_step(self, *, completed: bool) -> None:
         """Give back what is still on its way out; learn from the step if it `completed`."""
+        if self._forked or self.device.capturing():
+            self._in_step = False
+            return
         with self._entered():
             self._advance(look=False)
             self._guard.reclaim.flush(lambda: False)
@@ -177,6 +214,9 @@ class Executor:
     def peak_seen_bytes(self) -> int:
         """The most device memory that any hook saw allocated."""
         return self._guard.peak_seen_bytes
+
+    def _all_live(self) -> list[SavedStorage]:
+        return [*self._live.values(), *self._carriers]
 
     @property
     def live_storages(self) -> int:
@@ -199,8 +239,15 @@ class Executor:
 
     def _on_claim_end(self, saved: SavedStorage) -> None:
         """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours."""
+        if self._forked:  # the parent's blocks and its device: neither is the child's to give back
+            return
         self._dropped.append(saved)
         self._retire_if_idle()
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a forked child of the process that made it. Asked before any lock: a thread may have held it."""
+        return os.getpid() != self._pid
 
     def _retire_if_idle(self) -> None:
         # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.

@@ -9,7 +9,7 @@ d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -167,13 +167,29 @@ class SimDevice:
         """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""
         return self._machine.copy_spans(direction)
 
-    @contextmanager
-    def compute(self) -> Iterator[SimDevice]:
+    def compute(self) -> AbstractContextManager[SimDevice]:
         """As `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""
+        return _Compute(self, self._machine)
+
+
+class _Compute:
+    """An object rather than a generator: one that a thread left behind must not end its mode on whichever thread drops it."""
+
+    def __init__(self, device: SimDevice, machine: Machine) -> None:
+        self._device = device
+        self._machine = machine
+        self._mode: SimCompute | None = None
+
+    def __enter__(self) -> SimDevice:
         modes = _get_current_dispatch_mode_stack()
-        if any(isinstance(mode, SimCompute) and mode.machine is self._machine for mode in modes):
-            yield self
-        else:
-            with SimCompute(self._machine):
-                yield self
-        self.allocated_bytes()  # a race seen when a block was freed surfaces here at the latest
+        if not any(isinstance(mode, SimCompute) and mode.machine is self._machine for mode in modes):
+            self._mode = SimCompute(self._machine)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        return self._device
+
+    def __exit__(self, *error: object) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above
+        if error[0] is None:
+            self._device.allocated_bytes()  # a race seen when a block was freed surfaces here at the latest

@@ -172,7 +172,7 @@ class Machine:
             to_host, from_host = self._direction("copy", dst, src)
             self.host_us += self.cost.copy_us
             self.begin(stream)
-            self._copy_one(stream, dst, src, to_host, from_host, speculative)
+            self._copy_pairs(stream, [(dst, src)], to_host, from_host, speculative)
 
     def copy_batch(self, stream: SimStream, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
         check_batch(pairs)
@@ -188,18 +188,17 @@ class Machine:
                 )
             self.host_us += self.cost.copy_us + self.cost.batched_copy_us * len(pairs)
             self.begin(stream)
-            for dst, src in pairs:
-                self._copy_one(stream, dst, src, *ways[0], speculative)
+            self._copy_pairs(stream, pairs, *ways[0], speculative)
 
     def pack(self, stream: SimStream, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         parts = packed_parts("pack", sources, dst, offsets)
-        self._move_packed(stream, "pack", dst, list(zip(parts, sources, strict=True)))
+        self._move_packed(stream, "pack", list(zip(parts, sources, strict=True)))
 
     def unpack(self, stream: SimStream, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         parts = packed_parts("unpack", destinations, src, offsets)
-        self._move_packed(stream, "unpack", src, list(zip(destinations, parts, strict=True)))
+        self._move_packed(stream, "unpack", list(zip(destinations, parts, strict=True)))
 
-    def _move_packed(self, stream: SimStream, what: str, staging: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _move_packed(self, stream: SimStream, what: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """One kernel. On a stream of copies it runs late as they do; on a compute stream in program order, as operators do."""
         total = sum(src.numel() for _, src in pairs)
         if total == 0:
@@ -215,12 +214,12 @@ class Machine:
             self.host_us += self.cost.triton_launch_us + self.cost.packed_tensor_us * len(pairs)
             self.begin(stream)
             label = f"{what} of {total} bytes on {stream.name}"
+            lates = [(LateCopy(dst, src, label, stream.pending), dst) for dst, src in pairs]
             for dst, src in pairs:
-                late = LateCopy(dst, src, label, stream.pending)
                 self.access(stream, [src], write=False, label=label)
                 self.access(stream, [dst], write=True, label=label)
-                self._defer(stream, late, dst)
             self.run_kernel(stream, self.cost.device_copy_us(total))
+            self._defer(stream, lates)
 
     def _adopt(self, end: Tensor) -> Buffer:
         # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.
@@ -232,24 +231,32 @@ class Machine:
             raise ValueError(f"{what}: expected at least one end in device memory, got two of pinned host memory")
         return to_host, from_host
 
-    def _copy_one(self, stream: SimStream, dst: Tensor, src: Tensor, to_host: bool, from_host: bool, speculative: bool) -> None:
+    def _copy_pairs(
+        self, stream: SimStream, pairs: Iterable[tuple[Tensor, Tensor]], to_host: bool, from_host: bool, speculative: bool
+    ) -> None:
         direction = "d2h" if to_host else "h2d" if from_host else "d2d"
-        label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
-        late = LateCopy(dst, src, label, stream.pending)
-        self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
-        self.access(stream, [dst], write=True, label=label)
-        self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
-        self._defer(stream, late, dst)
+        lates = []
+        for dst, src in pairs:
+            label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
+            late = LateCopy(dst, src, label, stream.pending)
+            self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
+            self.access(stream, [dst], write=True, label=label)
+            self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
+            lates.append((late, dst))
+        self._defer(stream, lates)
 
-    def _defer(self, stream: SimStream, late: LateCopy, dst: Tensor) -> None:
-        """The bytes move later, or now on a compute stream."""
-        if dst.numel() == 0:
+    def _defer(self, stream: SimStream, lates: Iterable[tuple[LateCopy, Tensor]]) -> None:
+        """Their bytes move later, or now on a compute stream. Each has its destination beside it; their order is open."""
+        moving = [(late, dst) for late, dst in lates if dst.numel()]
+        if not moving:
             return
-        self._poison_destination(dst)
+        pending = all_pending(copy for other in self._streams for copy in other.pending)
+        for _, dst in moving:
+            _poison_destination(dst, pending)
         if stream.late:
-            stream.pending = (late,)
+            stream.pending = tuple(late for late, _ in moving)
         else:
-            carry_out((late,))
+            carry_out(late for late, _ in moving)
 
     def transfer(self, stream: SimStream, nbytes: int, *, to_host: bool, from_host: bool) -> None:
         """Take the time of a copy: on the link's engine, or inside device memory."""
@@ -313,9 +320,9 @@ class Machine:
         if self.check_races:
             buffer.shadow.touch(access, clock)
 
-    def _poison_destination(self, dst: Tensor) -> None:
-        """Until the copy is done, its destination holds nothing. Not where an earlier copy has yet to read or write there."""
-        storage, start = dst.untyped_storage(), int(dst.storage_offset())
-        pending = all_pending(copy for stream in self._streams for copy in stream.pending)
-        if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
-            poison(storage, start, dst.numel())
+
+def _poison_destination(dst: Tensor, pending: Iterable[LateCopy]) -> None:
+    """Until the copy is done, its destination holds nothing. Not where an earlier copy has yet to read or write there."""
+    storage, start = dst.untyped_storage(), int(dst.storage_offset())
+    if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
+        poison(storage, start, dst.numel())

@@ -1,0 +1,303 @@
+"""`torch.compile` around, inside and beside swapping: the bits of the same compiled program without it, or torch's own error.
+
+    expected = run(compiled program)
+    got      = run(compiled program, under hooks | entering hooks itself)
+
+Under a dispatch mode dynamo compiles nothing, and a `SimDevice`'s compute is one. So most of this runs on a device whose
+compute is not looked at, as a GPU's is not; its copies are still late and its memory still poisoned.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # else importing it is part of whichever test comes first
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.units import MIB
+
+pytestmark = [
+    # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # ... and says what it breaks its graph at, when it meets the hooks being installed.
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
+]
+
+STEPS = 3
+
+inductor = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,  # builds C++, tens of seconds the first time
+        pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"),
+    ],
+)
+BACKENDS = ["eager", "aot_eager", inductor]
+
+
+class Unwatched(cm.SimDevice):
+    """A simulated device that lets the model's operators be, as a GPU does: no dispatch mode, so dynamo compiles."""
+
+    @contextmanager
+    def compute(self) -> Iterator[cm.SimDevice]:
+        yield self
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def unwatched(request: pytest.FixtureRequest) -> Device:
+    return Unwatched() if request.param == "sim" else cm.CudaDevice()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+
+def deep(x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = torch.tanh(x * 1.5).exp() - 1
+    return x
+
+
+# --- training, compiled
+
+
+class Mixed(nn.Module):
+    """An eager model with a part that is compiled."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(32, 64), nn.GELU())
+        self.middle = torch.compile(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU()), backend=backend)
+        self.last = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(self.first(x))))  # type: ignore[no-any-return]  # a module's call is Any
+
+
+def whole(backend: str) -> Callable[..., Tensor]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32), nn.Tanh())
+    return torch.compile(model, backend=backend)
+
+
+def recomputed(backend: str) -> Callable[..., Tensor]:
+    inner = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(self.inner, x * 2, use_reentrant=False)
+            return y.sin()
+
+    return torch.compile(Recomputed(), backend=backend)
+
+
+MODELS = {"around": whole, "inside": Mixed, "with a checkpoint in it": recomputed}
+
+
+def train(model: str, backend: str, device: Device, *, swapped: bool, rows: tuple[int, ...] = (16,) * STEPS) -> list[Tensor]:
+    """Every loss and every gradient of a few steps, one for each number of rows."""
+    torch._dynamo.reset()
+    torch.manual_seed(2)
+    net: Any = MODELS[model](backend)
+    net.to(device.torch_device)
+    session = None
+    if swapped:
+        session = cm.SwapSession(device.allocated_bytes() + 16 * MIB, "16MiB", device, min_bytes=0)
+    seen: list[Tensor] = []
+    before = compiled_frames()
+    with session or nullcontext():
+        for count in rows:
+            x = torch.randn(count, 32, device=device.torch_device)
+            with session.step() if session else nullcontext():
+                loss = net(x).square().mean()
+                loss.backward()
+                seen.append(loss.detach())
+                seen.extend(p.grad.clone() for p in net.parameters())
+                net.zero_grad()
+                del loss
+    assert compiled_frames() > before
+    if session is not None:
+        assert session.report().bytes_swapped_in > 0
+        assert session.pool.stats().num_live == 0
+    return seen
+
+
+def assert_same(expected: list[Tensor], got: list[Tensor]) -> None:
+    assert len(expected) == len(got) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_training_is_bit_identical_in_a_session(model: str, backend: str, unwatched: Device) -> None:
+    assert_same(
+        train(model, backend, unwatched, swapped=False),
+        train(model, backend, unwatched, swapped=True),
+    )
+
+
+def test_shapes_that_change_are_compiled_again_in_the_middle_of_a_session(unwatched: Device) -> None:
+    rows = (16, 8, 24, 16)
+    assert_same(
+        train("around", "aot_eager", unwatched, swapped=False, rows=rows),
+        train("around", "aot_eager", unwatched, swapped=True, rows=rows),
+    )
+
+
+def test_under_the_simulators_own_compute_dynamo_stays_out_of_the_way(sim: cm.SimDevice) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    before = compiled_frames()
+    run = torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 8)
+    with sim.compute():
+        expected = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+    with cm.SwapSession(sim.allocated_bytes() + MIB, "1MiB", sim, min_bytes=0) as session, session.step():
+        got = torch.autograd.grad(run(x).sum(), list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert compiled_frames() == before
+    assert session.report().bytes_swapped_out > 0
+
+
+# --- hooks entered within what is compiled
+
+
+Build = Callable[[cm.save_on_cpu], Callable[[Tensor], Tensor]]
+
+
+def enters_and_leaves(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        with manager:
+            y = deep(y)
+        return (y * y).sum()
+
+    return program
+
+
+def makes_its_own(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        with cm.save_on_cpu(pool=manager.pool, min_bytes=0):
+            y = deep(y)
+        return (y * y).sum()
+
+    return program
+
+
+def never_enters(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = deep(torch.tanh(x * 2))
+        return (y * y).sum()
+
+    return program
+
+
+def breaks_its_graph(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
+    def program(x: Tensor) -> Tensor:
+        y = torch.tanh(x * 2)
+        torch._dynamo.graph_break()
+        y = deep(y)
+        return (y * y).sum()
+
+    return program
+
+
+PROGRAMS: dict[str, Build] = {
+    "enters and leaves": enters_and_leaves,
+    "makes its own": makes_its_own,
+    "breaks its graph": breaks_its_graph,
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "inside another's hooks"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_compiled_function_that_meets_hooks_half_way(program: str, nested: bool, backend: str, unwatched: Device) -> None:
+    """Where dynamo breaks its graph, it would compile whatever is called next: our hooks too, if they did not say no."""
+    manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
+    outer = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
+    x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
+    (expected,) = torch.autograd.grad(never_enters(manager)(x), x)
+    run = torch.compile(PROGRAMS[program](manager), backend=backend)
+    for _ in range(2):  # compiling, then compiled
+        with outer if nested else nullcontext():
+            out = run(x)
+        (got,) = torch.autograd.grad(out, x)
+        assert torch.equal(got, expected)
+        del out
+    assert (manager.pool.stats().num_live, outer.pool.stats().num_live) == (0, 0)
+    assert (outer.pool.stats().peak_live_bytes > 0) is nested
+    assert (manager.pool.stats().peak_live_bytes > 0) is (program != "breaks its graph")
+
+
+@pytest.mark.parametrize("what", ["a step", "a session", "hooks and backward", "backward alone"])
+def test_a_compiled_function_that_trains(what: str, unwatched: Device) -> None:
+    manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
+    budget = unwatched.allocated_bytes() + 16 * MIB
+    session = cm.SwapSession(budget, "4MiB", unwatched, min_bytes=0)
+    sessions = [session]
+
+    def program(x: Tensor) -> None:
+        if what == "a step":
+            with session.step():
+                deep(deep(x)).sum().backward()
+        elif what == "a session":
+            sessions.append(cm.SwapSession(budget, "4MiB", unwatched, min_bytes=0))
+            with sessions[-1], sessions[-1].step():
+                deep(deep(x)).sum().backward()
+        elif what == "hooks and backward":
+            with manager:
+                out = deep(deep(x)).sum()
+            out.backward()
+        else:
+            half = deep(x)
+            torch._dynamo.graph_break()  # what is saved last is not worth a copy: its use is the next that happens
+            deep(half).sum().backward()
+
+    x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
+    (expected,) = torch.autograd.grad(deep(deep(x)).sum(), x)
+    run = torch.compile(program, backend="aot_eager")
+    with session if what in ("a step", "backward alone") else nullcontext():
+        for _ in range(2):
+            leaf = x.detach().requires_grad_()
+            run(leaf)
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad, expected)
+    used = manager.pool if what == "hooks and backward" else sessions[-1].pool
+    assert used.stats().peak_live_bytes > 0
+    assert used.stats().num_live == 0
+
+
+def test_fullgraph_works_under_hooks_and_refuses_to_enter_them(unwatched: Device) -> None:
+    manager = cm.save_on_cpu(pool=cm.PinnedPool("4MiB", device=unwatched), min_bytes=0)
+    x = torch.randn(16, 16, device=unwatched.torch_device, requires_grad=True)
+    (expected,) = torch.autograd.grad(never_enters(manager)(deep(x)), x)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(enters_and_leaves(manager), backend="aot_eager", fullgraph=True)(x)
+    with manager:
+        out = torch.compile(never_enters(manager), backend="aot_eager", fullgraph=True)(deep(x))
+    (got,) = torch.autograd.grad(out, x)
+    assert torch.equal(got, expected)
+    assert manager.pool.stats().peak_live_bytes > 0
+    # Nothing of the refused attempt is left: outside, nobody acts.
+    after = manager.pool.stats().peak_live_bytes
+    deep(torch.randn(512, 512, device=unwatched.torch_device, requires_grad=True)).sum().backward()
+    assert manager.pool.stats().peak_live_bytes == after

@@ -1,0 +1,189 @@
+"""Compute streams other than the default: forward on one and backward on another, two at once, one per micro-batch.
+
+    with on(device, side): side comes after main; work; main comes after side
+    the bits of the run on one stream; no SimRaceError; no block left
+
+On a GPU autograd runs the backward of an op on the op's own stream; on the simulator it runs where it is called, so there the
+user's waits are in the test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device.reproducible import reproducible
+from chameleon_mm.units import MIB
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
+"""So slow that no copy is ever complete by luck when somebody should wait for it."""
+
+
+@pytest.fixture(params=["fast link", "slow link", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    if request.param == "cuda":
+        return cm.CudaDevice()
+    return cm.SimDevice(SLOW_LINK if request.param == "slow link" else "h200")
+
+
+class Side:
+    """A second compute stream of either kind of device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        if isinstance(device, cm.SimDevice):
+            self._sim = device.new_compute_stream("side")
+        else:
+            self._cuda = torch.cuda.Stream(device.torch_device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Its work comes after what the current stream was given so far."""
+        if isinstance(self._device, cm.SimDevice):
+            self._sim.wait(self._device.current_stream().record())
+            with self._device.stream(self._sim):
+                yield
+        else:
+            self._cuda.wait_stream(torch.cuda.current_stream(self._device.torch_device))
+            with torch.cuda.stream(self._cuda):
+                yield
+
+    def follows(self) -> None:
+        """What it is given from now on comes after all that the current stream has."""
+        with self.current():
+            pass
+
+    def joined(self) -> None:
+        """What the current stream is given from now on comes after all that this one has."""
+        if isinstance(self._device, cm.SimDevice):
+            self._device.current_stream().wait(self._sim.record())
+        else:
+            torch.cuda.current_stream(self._device.torch_device).wait_stream(self._cuda)
+
+
+def deep(x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(x * 1.5).exp() - 1
+    return x
+
+
+def opened(device: Device) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
+
+
+def leaf(device: Device) -> Tensor:
+    return torch.randn(64, 64, device=device.torch_device, requires_grad=True)
+
+
+def gradient(device: Device, x: Tensor) -> Tensor:
+    with device.compute():
+        return torch.autograd.grad(deep(x).sum(), x)[0]
+
+
+@pytest.mark.parametrize("forward_aside", [True, False], ids=["forward aside", "backward aside"])
+def test_forward_on_one_stream_and_backward_on_another(forward_aside: bool, device: Device) -> None:
+    x = leaf(device)
+    expected = gradient(device, x)
+    session = opened(device)
+    with session:
+        side = Side(device)
+        for _ in range(3):
+            with session.step():
+                if forward_aside:
+                    with side.current():
+                        out = deep(x).sum()
+                    side.joined()
+                    (got,) = torch.autograd.grad(out, x, retain_graph=True)
+                else:
+                    out = deep(x).sum()
+                    with side.current():
+                        (got,) = torch.autograd.grad(out, x, retain_graph=True)
+                    side.joined()
+                side.follows()  # each gets back what it made, which the other may have used
+                del out
+                assert torch.equal(got, expected)
+    assert session.report().bytes_swapped_in > 0
+    assert session.pool.stats().num_live == 0
+
+
+def test_two_streams_taking_turns(device: Device) -> None:
+    """Each has a graph of its own in flight; the hooks of one advance what the other saved."""
+    x, y = leaf(device), leaf(device)
+    expected = [gradient(device, t) for t in (x, y)]
+    session = opened(device)
+    with session:
+        side = Side(device)
+        for _ in range(3):
+            with session.step():
+                on_main = torch.tanh(x * 1.5)
+                with side.current():
+                    aside = torch.tanh(y * 1.5)
+                on_main = on_main.exp() - 1
+                with side.current():
+                    aside = aside.exp() - 1
+                for _ in range(3):
+                    on_main = torch.tanh(on_main * 1.5).exp() - 1
+                    with side.current():
+                        aside = torch.tanh(aside * 1.5).exp() - 1
+                (first,) = torch.autograd.grad(on_main.sum(), x)
+                with side.current():
+                    (second,) = torch.autograd.grad(aside.sum(), y)
+                del on_main, aside
+                side.joined()
+                assert torch.equal(first, expected[0])
+                assert torch.equal(second, expected[1])
+                del first, second
+    assert session.report().bytes_swapped_in > 0
+    assert session.pool.stats().num_live == 0
+
+
+def trained(device: Device, session: cm.SwapSession | None, *, streams: int) -> list[Tensor]:
+    """Three steps of three micro-batches, each on one of the streams; gradients are added up on the main one."""
+    torch.manual_seed(6)
+    where = device.torch_device
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32)).to(where)
+    parameters = list(model.parameters())
+    batches = [torch.randn(16, 32, device=where) for _ in range(3)]
+    losses: list[Tensor] = []
+    sides = [Side(device) for _ in range(streams)]
+    for _ in range(3):
+        with session.step() if session else device.compute():
+            gradients: list[tuple[Tensor, ...]] = []
+            for number, batch in enumerate(batches):
+                with sides[number % streams].current() if sides else nullcontext():
+                    loss = (model(batch) - batch).square().mean()
+                    gradients.append(torch.autograd.grad(loss, parameters))
+                    losses.append(loss.detach())
+                    del loss
+            for side in sides:
+                side.joined()
+            with torch.no_grad():
+                for p, *parts in zip(parameters, *gradients, strict=True):
+                    p.sub_(sum(parts), alpha=0.1)
+                    del parts
+            for side in sides:
+                side.follows()  # its next micro-batch reads what was written here, and it gets back what is dropped here
+            del gradients, p
+    return [*losses, *(p.detach() for p in parameters)]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_a_stream_per_micro_batch(streams: int, device: Device) -> None:
+    session = opened(device)
+    with reproducible():
+        expected = trained(device, None, streams=0)
+        with session:
+            got = trained(device, session, streams=streams)
+    device.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert session.report().bytes_swapped_in > 0
+    assert session.pool.stats().num_live == 0

@@ -1,0 +1,198 @@
+"""Packing by kernels: which kernel is launched with what, what is kept, and that copies do it where no kernel can.
+
+The kernels are played by their torch references; under Triton's interpreter, in a process of its own, they run themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.packing import PACK_PROGRAMS, Packer, PackKernels, PackTables, packed_offsets
+from chameleon_mm.kernels.pack_table import PackTable
+
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = (1, 16, 17, 4096)
+
+INTERPRETED = """
+from test_device_packing import pack_and_unpack
+from chameleon_mm.device.packing import Packer
+assert pack_and_unpack(Packer(num_programs=2))
+print("exact")
+"""
+
+
+class PlayedKernels:
+    """The kernels as far as a packer uses them, by copies; notes each launch. `fails` is raised by all of them."""
+
+    def __init__(self, fails: Exception | None = None) -> None:
+        self.fails = fails
+        self.built = 0
+        self.launched: list[tuple[str, int, int]] = []
+
+    def load(self) -> PackKernels:
+        return PackKernels(table=self._table, pack=self._pack, unpack=self._unpack)
+
+    def _table(self, buffers: Sequence[Tensor]) -> PackTable:
+        self.built += 1
+        return PackTable(buffers)
+
+    def _pack(self, tensors: Sequence[Tensor], out: Tensor, *, num_programs: int, table: PackTable) -> None:
+        self._launch("pack", tensors, num_programs, table)
+        for t, offset in zip(tensors, table.offsets, strict=True):
+            out[offset : offset + t.numel()] = t
+
+    def _unpack(self, buffer: Tensor, tensors: Sequence[Tensor], *, num_programs: int, table: PackTable) -> None:
+        self._launch("unpack", tensors, num_programs, table)
+        for t, offset in zip(tensors, table.offsets, strict=True):
+            t.copy_(buffer[offset : offset + t.numel()])
+
+    def _launch(self, what: str, tensors: Sequence[Tensor], num_programs: int, table: PackTable) -> None:
+        if self.fails is not None:
+            raise self.fails
+        table.refresh(tensors)
+        self.launched.append((what, len(tensors), num_programs))
+
+
+def aligned(nbytes: int) -> Tensor:
+    """Memory on a 128-byte boundary, as an allocator on a GPU gives it."""
+    memory = torch.zeros(nbytes + 128, dtype=torch.uint8)
+    start = -memory.data_ptr() % 128
+    return memory[start : start + nbytes]
+
+
+def buffers_of(sizes: Sequence[int]) -> list[Tensor]:
+    return [aligned(nbytes).random_(1, 256) for nbytes in sizes]
+
+
+def pack_and_unpack(packer: Packer, first: int = 0) -> bool:
+    """Whether `packer` packed behind `first` bytes and unpacked, exactly, and wrote nothing else."""
+    sources, back = buffers_of(SIZES), [torch.zeros_like(t) for t in buffers_of(SIZES)]
+    offsets, total = packed_offsets(SIZES)
+    offsets = [first + offset for offset in offsets]
+    staging = aligned(first + total + 64)
+    tables = PackTables()
+    if not packer.pack(tables, staging, sources, offsets):
+        return False
+    want = torch.zeros_like(staging)
+    for source, offset in zip(sources, offsets, strict=True):
+        want[offset : offset + source.numel()] = source
+    done = packer.unpack(tables, back, staging, offsets)
+    return done and torch.equal(staging, want) and all(torch.equal(*pair) for pair in zip(sources, back, strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 128, 4096])
+def test_what_is_packed_is_what_comes_back(first: int) -> None:
+    kernels = PlayedKernels()
+    assert pack_and_unpack(Packer(num_programs=5, load=kernels.load), first)
+    # Once on a single buffer, to know that they work; then with the programs that were asked for.
+    assert kernels.launched == [("pack", 1, 1), ("unpack", 1, 1), ("pack", 4, 5), ("unpack", 4, 5)]
+
+
+def test_the_real_kernels_do_it_too() -> None:
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", INTERPRETED]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.strip() == "exact", done.stdout + done.stderr
+
+
+def test_a_batch_seen_before_needs_no_new_table() -> None:
+    kernels = PlayedKernels()
+    packer, tables, staging = Packer(load=kernels.load), PackTables(), aligned(512)
+    for _ in range(3):
+        sources = buffers_of([16, 32])
+        assert packer.pack(tables, staging, sources, [0, 128])
+        assert torch.equal(staging[128:160], sources[1])
+    built_to_try = 2
+    assert (kernels.built, len(tables)) == (built_to_try + 1, 1)
+    assert packer.unpack(tables, buffers_of([16, 32]), staging, [0, 128])
+    assert packer.pack(PackTables(), staging, buffers_of([16, 32]), [0, 128])
+    assert kernels.built == built_to_try + 3  # the other direction and another stream have their own
+
+
+def test_tables_are_kept_within_bounds_the_last_used_ones() -> None:
+    kernels = PlayedKernels()
+    packer, tables, staging = Packer(load=kernels.load), PackTables(), aligned(512)
+    for nbytes in range(1, 101):
+        assert packer.pack(tables, staging, buffers_of([1]), [0])
+        assert packer.pack(tables, staging, buffers_of([1 + nbytes]), [0])
+    built_to_try = 2
+    assert (kernels.built, len(tables)) == (built_to_try + 101, 32)
+
+
+def test_where_few_were_left_out_each_run_has_its_launch() -> None:
+    """Twelve were packed, two of them are gone: three runs, one of a single buffer."""
+    kernels = PlayedKernels()
+    packer, tables = Packer(num_programs=5, load=kernels.load), PackTables()
+    sizes = list(range(100, 112))
+    sources = buffers_of(sizes)
+    offsets, total = packed_offsets(sizes)
+    staging = aligned(total)
+    assert packer.pack(tables, staging, sources, offsets)
+    left = [i for i in range(12) if i not in (1, 7)]
+    back = buffers_of([sizes[i] for i in left])
+    assert packer.unpack(tables, back, staging, [offsets[i] for i in left])
+    assert all(torch.equal(buffer, sources[i]) for buffer, i in zip(back, left, strict=True))
+    assert kernels.launched[2:] == [("pack", 12, 5), ("unpack", 1, 5), ("unpack", 5, 5), ("unpack", 4, 5)]
+
+
+@pytest.mark.parametrize("offsets", [[0, 64], [128, 0], [0, 256], [8, 136]], ids=["dense", "order", "gap", "alignment"])
+def test_other_places_are_left_to_copies(offsets: list[int]) -> None:
+    kernels = PlayedKernels()
+    assert not Packer(load=kernels.load).pack(PackTables(), aligned(512), buffers_of([16, 32]), offsets)
+    assert kernels.launched == []
+
+
+@pytest.mark.parametrize("error", [ImportError("No module named 'triton'"), RuntimeError("gcc: not found"), KeyError("sm_999")])
+def test_kernels_that_do_not_work_are_left_alone_and_named_once(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    packer = Packer(load=PlayedKernels(fails=error).load)
+    with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
+        for _ in range(3):
+            assert not packer.pack(PackTables(), aligned(512), buffers_of([16]), [0])
+    assert [str(error) in record.message for record in caplog.records] == [True]
+    assert caplog.records[0].exc_info is None
+
+
+def test_triton_that_is_missing_is_left_alone() -> None:
+    def load() -> PackKernels:
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    assert not Packer(load=load).unpack(PackTables(), buffers_of([16]), aligned(512), [0])
+
+
+def test_no_memory_for_a_table_is_no_reason_to_give_kernels_up() -> None:
+    kernels = PlayedKernels(fails=torch.OutOfMemoryError("out of memory"))
+    packer = Packer(load=kernels.load)
+    assert not packer.pack(PackTables(), aligned(512), buffers_of([16]), [0])
+    kernels.fails = None
+    assert packer.pack(PackTables(), aligned(512), buffers_of([16]), [0])
+    kernels.fails = torch.OutOfMemoryError("out of memory")
+    assert not packer.pack(PackTables(), aligned(512), buffers_of([16]), [0])
+
+
+def test_an_error_of_a_kernel_that_works_is_raised() -> None:
+    kernels = PlayedKernels()
+    packer = Packer(load=kernels.load)
+    assert pack_and_unpack(packer)
+    kernels.fails = RuntimeError("an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        packer.pack(PackTables(), aligned(512), buffers_of([16]), [0])
+
+
+@pytest.mark.parametrize("programs", [0, -1])
+def test_a_grid_of_nothing_is_refused(programs: int) -> None:
+    with pytest.raises(ValueError, match="pack_programs: expected 1 or more"):
+        Packer(programs)
+
+
+def test_by_default_few_sms_are_taken() -> None:
+    assert Packer().num_programs == PACK_PROGRAMS == 16

@@ -1,0 +1,255 @@
+"""CUDA graphs: while a stream is captured, swapping stays out of it. What is saved stays, and nothing is asked of the device.
+
+    device.is_capturing = True            # scripted; on a GPU: torch.cuda.graph(...)
+    forward, backward                     # the bits of the run without hooks; asked == []
+    device.is_capturing = False           # what was on its way before goes on
+
+A copy in a capture would be replayed without the host that has to follow it; an event query or a host wait ends a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.units import MIB
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+
+class Captures(cm.SimDevice):
+    """A simulated device whose test says when it is captured. Notes what is asked of it meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_capturing = False
+        self.asked: list[str] = []
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    device = Captures()
+
+    def noted(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def note(self: object, *args: object, **kwargs: object) -> Any:
+            if device.is_capturing:
+                device.asked.append(f"{kind.__name__}.{name}")
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, note)
+
+    for name in ("alloc", "free", "copy", "record", "wait"):
+        noted(SimStream, name)
+    for name in ("query", "synchronize"):
+        noted(SimEvent, name)
+    for name in ("alloc_pinned", "alloc_pageable", "free_pinned", "allocated_bytes", "read_memory", "synchronize"):
+        noted(cm.SimDevice, name)
+    return device
+
+
+def deep(x: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(x * 1.5).exp() - 1
+    return x
+
+
+def opened(device: Device) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + 16 * MIB, "8MiB", device, min_bytes=0)
+
+
+def gradient(device: Device, x: Tensor) -> Tensor:
+    with device.compute():
+        return torch.autograd.grad(deep(x).sum(), x)[0]
+
+
+def test_the_simulator_captures_nothing(sim: cm.SimDevice) -> None:
+    assert isinstance(sim, Device)
+    assert sim.capturing() is False
+
+
+def test_the_notes_see_what_is_asked(captures: Captures) -> None:
+    captures.is_capturing = True
+    captures.read_memory()
+    captures.current_stream().record().query()
+    assert captures.asked == ["SimDevice.read_memory", "SimStream.record", "SimEvent.query"]
+
+
+def test_what_is_saved_in_a_capture_stays_and_nothing_is_asked(captures: Captures) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = gradient(captures, x)
+    session = opened(captures)
+    with session, session.step():
+        captures.is_capturing = True
+        (got,) = torch.autograd.grad(deep(x).sum(), x)
+        captures.is_capturing = False
+        assert captures.asked == []
+    assert torch.equal(got, expected)
+    report = session.report()
+    assert set(report.kept_by_reason) == {"capturing"}
+    assert report.bytes_swapped_out == 0
+
+
+def test_a_step_inside_a_capture_asks_nothing(captures: Captures) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    session = opened(captures)
+    with session:
+        captures.is_capturing = True
+        with session.step():
+            torch.autograd.grad(deep(x).sum(), x)
+        captures.is_capturing = False
+    assert captures.asked == []
+
+
+def test_a_capture_in_the_middle_of_a_step(captures: Captures) -> None:
+    """Copies of what was saved before are pending: they go on when the capture is over."""
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = gradient(captures, x)
+    session = opened(captures)
+    with session:
+        for _ in range(2):  # the second step has learned an order, and prefetches
+            with session.step():
+                before = deep(x).sum()
+                captures.is_capturing = True
+                (inside,) = torch.autograd.grad(deep(x).sum(), x)
+                captures.is_capturing = False
+                after = deep(x).sum()
+                assert torch.equal(inside, expected)
+                assert all(torch.equal(torch.autograd.grad(out, x)[0], expected) for out in (after, before))
+                del before, after
+    assert captures.asked == []
+    assert session.report().bytes_swapped_in > 0
+    assert session.pool.stats().num_live == 0
+
+
+def test_a_graph_dropped_in_a_capture_gives_its_blocks_back_after_it(captures: Captures) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    session = opened(captures)
+    with session, session.step():
+        out = deep(x)
+        assert session.pool.stats().num_live > 0
+        captures.is_capturing = True
+        del out
+        captures.is_capturing = False
+        assert captures.asked == []
+        deep(x).sum().backward()
+    assert session.pool.stats().num_live == 0
+
+
+def test_a_backward_captured_without_its_forward_is_refused_and_can_be_done_after(captures: Captures) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = gradient(captures, x)
+    session = opened(captures)
+    with session, session.step():
+        out = deep(x).sum()
+        captures.is_capturing = True
+        with pytest.raises(RuntimeError, match="capture both together"):
+            torch.autograd.grad(out, x, retain_graph=True)
+        captures.is_capturing = False
+        assert captures.asked == []
+        assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+        del out
+    assert session.pool.stats().num_live == 0
+
+
+def test_a_write_to_what_was_saved_in_a_capture_raises_as_in_eager(captures: Captures) -> None:
+    x = torch.randn(8, requires_grad=True)
+    manager = cm.save_on_cpu(pool=cm.PinnedPool("1MiB", device=captures), min_bytes=0)
+    with captures.compute(), manager:
+        captures.is_capturing = True
+        y = x * 2
+        out = y.sin()
+        y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+def test_capturing_is_torchs_answer() -> None:
+    device = cm.CudaDevice()
+    assert isinstance(device, Device)
+    assert device.capturing() is False
+    graph = torch.cuda.CUDAGraph()
+    seen = []
+    with torch.cuda.graph(graph):
+        torch.zeros(8, device=device.torch_device).add_(1)
+        seen.append(device.capturing())
+    assert seen == [True]
+    assert device.capturing() is False
+
+
+def trained_by_replays(
+    device: Device, swapping: Callable[[], cm.SwapSession | None]
+) -> tuple[list[Tensor], cm.SwapSession | None]:
+    """Warm up, capture forward and backward once, replay them on new batches; every loss and the last weights.
+
+    After torch's own recipe: warm-up on a side stream, gradients and the batch at fixed addresses.
+    """
+    torch.manual_seed(4)
+    where = device.torch_device
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 64)).to(where)
+    batches = [torch.randn(32, 64, device=where) for _ in range(4)]
+    batch = torch.empty_like(batches[0])
+    losses: list[Tensor] = []
+    session = swapping()
+    with session or nullcontext():
+        side = torch.cuda.Stream(where)
+        side.wait_stream(torch.cuda.current_stream(where))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                with session.step() if session else nullcontext():
+                    batch.copy_(batches[0])
+                    model.zero_grad(set_to_none=True)
+                    (model(batch) - batch).square().mean().backward()
+        torch.cuda.current_stream(where).wait_stream(side)
+        model.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with session.step() if session else nullcontext():
+            with torch.cuda.graph(graph):
+                loss = (model(batch) - batch).square().mean()
+                loss.backward()
+            for new in batches:
+                batch.copy_(new)
+                graph.replay()
+                losses.append(loss.detach().clone())
+                with torch.no_grad():
+                    for p in model.parameters():
+                        assert p.grad is not None
+                        p.sub_(p.grad, alpha=0.1)
+        with session.step() if session else nullcontext():  # and eagerly again
+            model.zero_grad(set_to_none=True)
+            last = (model(batch) - batch).square().mean()
+            last.backward()
+            losses.append(last.detach())
+            del last
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    torch.cuda.synchronize(where)
+    return [*losses, *gradients, *(p.detach() for p in model.parameters())], session
+
+
+@pytest.mark.gpu
+def test_a_captured_step_replays_bit_identically_inside_a_session() -> None:
+    device = cm.CudaDevice()
+    expected, _ = trained_by_replays(device, lambda: None)
+    got, session = trained_by_replays(device, lambda: opened(device))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert session is not None
+    report = session.report()
+    assert report.kept_by_reason["capturing"] > 0
+    assert report.bytes_swapped_in > 0  # in the steps that were not captured
+    assert session.pool.stats().num_live == 0

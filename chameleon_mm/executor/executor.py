@@ -150,8 +150,8 @@ class Executor:
         saved = handle.claim.saved
         if self._forked:
             raise RuntimeError(
-                f"a saved tensor of {saved.nbytes} bytes: expected a use in the process that saved it ({self._pid}), got one in "
-                f"a forked child ({os.getpid()}), where its device cannot be used; run backward in the parent"
+                f"a saved tensor of {saved.nbytes} bytes: expected a use in the process that saved it ({self._pid}), got one "
+                f"in a forked child ({os.getpid()}), where its device cannot be used; run backward in the parent"
             )
         if self.device.capturing():
             raise RuntimeError(

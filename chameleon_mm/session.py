@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
@@ -24,7 +24,7 @@ from torch import nn
 
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
@@ -66,7 +66,8 @@ class SwapSession:
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity,
     and half of the host memory available. `device` is a `Device`, "cuda", "cuda:1", "sim", "sim:a100", or None for CUDA
     where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB), by the way that
-    `thresholds` says for their size (None: packed together below 128 KiB, each alone from there on). `model`, where
+    `thresholds` says for their size (None: packed together below 128 KiB, each alone from there on), and in the shorter form of
+    `codecs`, lossless ones by name, where they hold what there is (none unless named; ("all",) names them all). `model`, where
     given, names the parameters and buffers that never move, and whose bytes the budget is checked against first. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
@@ -84,6 +85,7 @@ class SwapSession:
         *,
         model: nn.Module | None = None,
         thresholds: Thresholds | None = None,
+        codecs: Sequence[str] = (),
         verify: bool = False,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
@@ -100,6 +102,7 @@ class SwapSession:
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
             thresholds=thresholds,
+            codecs=codecs_by_name(codecs),
             verify=verify,
         )
         # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.

@@ -84,6 +84,12 @@ class HeldStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer unpacks nothing")
 
+    def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        raise AssertionError("a transfer encodes nothing")
+
+    def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
+        raise AssertionError("a transfer decodes nothing")
+
     def record(self, *, timed: bool = False) -> HeldEvent:
         return HeldEvent(self, timed=timed)
 
@@ -602,6 +608,12 @@ class CountingStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         raise AssertionError("a transfer unpacks nothing")
 
+    def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        raise AssertionError("a transfer encodes nothing")
+
+    def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
+        raise AssertionError("a transfer decodes nothing")
+
     def record(self, *, timed: bool = False) -> SeenEvent:
         event = SeenEvent(self.inner.record(timed=timed))
         if self._copied:
@@ -715,6 +727,7 @@ class PausingStream:
         self.name = inner.name
         self.alloc, self.free, self.record, self.wait = inner.alloc, inner.free, inner.record, inner.wait
         self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
+        self.encode, self.decode = inner.encode, inner.decode
         self._inner = inner
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:

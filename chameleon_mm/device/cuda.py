@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,13 @@ from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Device, Event, MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 
+if TYPE_CHECKING:
+    from chameleon_mm.kernels.codec import Codec
+
 _log = logging.getLogger(__name__)
+
+CODEC_PROGRAMS = 132
+"""Programs of a codec's kernel: as many as an H200 has SMs, for the kernel stands in compute's own way. Not measured."""
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
@@ -154,6 +160,14 @@ class CudaStream:
                 return
         for destination, offset in zip(destinations, offsets, strict=True):
             self.copy(destination, src[offset : offset + destination.numel()])
+
+    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        with self._as_current():
+            codec.encode(src, dst, status, num_programs=CODEC_PROGRAMS)
+
+    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
+        with self._as_current():
+            codec.decode(src, dst, num_programs=CODEC_PROGRAMS)
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         runtime = self._device.cupy_runtime

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from chameleon_mm.kernels.codec import Codec
 
 
 @runtime_checkable
@@ -92,6 +95,19 @@ class Stream(Protocol):
 
         The inverse of `pack`, under the same conditions; destinations share no bytes with anything.
         """
+        ...
+
+    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        """Enqueue one kernel that writes `src`, (n,) uint8, in `codec`'s shorter form to `dst`, (codec.encoded_bytes(n),)
+        uint8, and to `status`, (1,) int32, 0 where `dst` stands for `src` exactly.
+
+        All in device memory, 16-byte aligned, sharing no byte. In this stream's order, as an operator's work: the caller keeps
+        the buffers as for `copy`. For compute streams. Raises `ValueError` before anything is enqueued.
+        """
+        ...
+
+    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
+        """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as there."""
         ...
 
     def record(self, *, timed: bool = False) -> Event:

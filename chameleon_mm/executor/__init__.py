@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from chameleon_mm.executor.classify import ProtectedStorages
+from chameleon_mm.executor.encoding import codecs_by_name
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
 from chameleon_mm.executor.meter import CopySpan, Totals
 
-__all__ = ["CopySpan", "Executor", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals"]
+__all__ = ["CopySpan", "Executor", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals", "codecs_by_name"]

@@ -15,9 +15,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,19 @@ from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
+from chameleon_mm.executor.encoding import CODEC_ALIGN_BYTES, Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools, claim_key
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy import CodecRule, DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.transfer import Path, Thresholds, Transfer
 from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from chameleon_mm.kernels.codec import Codec
 
 _log = logging.getLogger(__name__)
 
@@ -79,12 +83,15 @@ class Executor:
         limits: Limits,
         protected: ProtectedStorages,
         thresholds: Thresholds | None = None,
+        codecs: Sequence[Codec] = (),
         verify: bool = False,
     ) -> None:
         self.device = device
         self.meter = Meter()
         self._rule = rule
         self._thresholds = thresholds or Thresholds()
+        self._codecs = codecs
+        self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._protected = protected
         self._transfer = Transfer(device)
         self._streams = ComputeStreams()
@@ -351,6 +358,12 @@ class Executor:
             self._guard.reclaim.add(saved)
 
     def _swap_out(self, saved: SavedStorage) -> None:
+        encoding = self._encoding_for(saved)
+        if encoding is not None:
+            with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
+                saved.swap_out_encoded(encoding, self._compute())
+                self._guard.took(encoding.nbytes)
+                return
         try:
             saved.swap_out()
         except HostMemoryExhausted:
@@ -358,6 +371,21 @@ class Executor:
                 raise
             saved.swap_out(pageable=True)
             self.meter.totals.pageable_swap_outs += 1
+
+    def _encoding_for(self, saved: SavedStorage) -> Encoding | None:
+        """In which shorter form it should cross, if the rule asks for one."""
+        if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
+            return None
+        if saved.device.data_ptr() % CODEC_ALIGN_BYTES:
+            return None
+        dtype, totals = str(saved.dtype), self.meter.totals
+        candidates = {codec.name: codec for codec in self._codecs if codec.applies_to(saved.dtype)}
+        name = self._codec_rule.choose(
+            candidates,
+            encoded={name: totals.encoded[name, dtype] for name in candidates},
+            refused={name: totals.refused_by_codec[name, dtype] for name in candidates},
+        )
+        return None if name is None else Encoding(candidates[name], saved.nbytes, saved.dtype)
 
     def _pack_small(self) -> None:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
@@ -457,7 +485,7 @@ class Executor:
             if elsewhere is not None:
                 self.meter.totals.uses_on_device += 1
                 return elsewhere
-            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), keep=saved)
+            self._allocate(saved.arrival_bytes, lambda: saved.swap_in(compute), keep=saved)
             self.meter.totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         self.meter.totals.uses_on_device += 1
@@ -509,11 +537,11 @@ class Executor:
                 coming = coming.carrier
             if coming is None or coming.place is not Place.ON_HOST or coming.first() is not None:
                 continue
-            if not self._guard.room_for(coming.nbytes):
+            if not self._guard.room_for(coming.arrival_bytes):
                 return
             try:
                 coming.swap_in(compute)
             except (torch.OutOfMemoryError, TransferFailed):
                 return  # nobody needs it yet
-            self._guard.took(coming.nbytes)
+            self._guard.took(coming.arrival_bytes)
             self.meter.totals.prefetches += 1

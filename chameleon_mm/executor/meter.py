@@ -56,6 +56,9 @@ class Totals:
     copy_us: float = 0.0
     timed_steps: int = 0
     kept_by_reason: Counter[str] = field(default_factory=Counter)
+    encoded: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By codec and dtype: storages that crossed in its form; `refused_by_codec`: those that it found not to be of its kind."""
+    refused_by_codec: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
     def hidden_fraction(self) -> float | None:
@@ -96,6 +99,10 @@ class Meter:
         before = compute.record(timed=True)
         compute.wait(event)
         self._waits.append((before, compute.record(timed=True)))
+
+    def encoded(self, codec: str, dtype: str, *, exact: bool) -> None:
+        """A codec's status came back with its bytes."""
+        (self.totals.encoded if exact else self.totals.refused_by_codec)[codec, dtype] += 1
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
         if direction == "out":

@@ -13,6 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.errors import SimError, TransferFailed
+from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
+from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import VersionProbe, flat_bytes
 from chameleon_mm.executor.meter import Meter
@@ -106,6 +108,13 @@ class SavedStorage:
         self._read: Event | None = None
         """After the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
+        self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
+        """Of all its elements, where the first view of it covers it; else None."""
+        self._encoding: Encoding | None = None
+        """The shorter form in which its bytes cross; None: as they are."""
+        self._encoded: Tensor | None = None
+        """Its bytes in that form, on the device, on their way out or back; `_encoded_home` allocated it."""
+        self._encoded_home = home
         self.carrier: Carrier | None = None
         """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
@@ -140,18 +149,54 @@ class SavedStorage:
         """
         assert self.place is Place.RESIDENT and self.device is not None
         block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes)
+        self._send(block, flat_bytes(self.device))
+
+    def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
+        """As `swap_out`, in a shorter form: a kernel on `current`, which is the current stream, then the copy of its result.
+
+        Raises `torch.OutOfMemoryError` too.
+        """
+        assert self.place is Place.RESIDENT and self.device is not None
+        block = self._tools.pool.allocate(encoding.nbytes)
+        try:
+            encoded = current.alloc(encoding.nbytes)
+            self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+            encoding.encode(self.device, encoded, current)
+            self._tools.streams.meet(self._home)  # ... and home, after which the copy comes, follows what was written here
+        except BaseException:
+            block.release()
+            raise
+        self._encoding, self._encoded, self._encoded_home = encoding, encoded, current
+        try:
+            self._send(block, encoded)
+        except BaseException:
+            self._encoding = self._encoded = None
+            raise
+
+    @property
+    def crossing_bytes(self) -> int:
+        """What crosses the link."""
+        return self.nbytes if self._encoding is None else self._encoding.nbytes
+
+    @property
+    def arrival_bytes(self) -> int:
+        """Device memory that a swap-in takes."""
+        return self.nbytes if self._encoding is None else self.nbytes + self._encoding.nbytes
+
+    def _send(self, block: PinnedBlock, source: Tensor) -> None:
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         ready = self._home.record()
         after = [ready, *block.pending_events]
         if self._seal is not None:
+            assert self.device is not None
             self._tools.streams.meet(self._home)  # the checksum is taken on the current stream, which need not be home
             self._seal.close(flat_bytes(self.device))
-        out = self._tools.transfer.swap_out(block.buffer, flat_bytes(self.device), after, timed=self._tools.meter.timed)
+        out = self._tools.transfer.swap_out(block.buffer, source, after, timed=self._tools.meter.timed)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
-        self._tools.meter.moved(self._out, "out", self.nbytes)
+        self._tools.meter.moved(self._out, "out", self.crossing_bytes)
         self.place = Place.LEAVING
 
     # --- in a carrier
@@ -192,9 +237,30 @@ class SavedStorage:
             return False
         if self._out.done is None or not self._out.done.query():
             return False
+        if not self._stands_for_it():
+            return False
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
         self._drop_device()
         return True
+
+    def _stands_for_it(self) -> bool:
+        """Whether what is on the host now stands for the storage; else its bytes go out as they are, if they still can.
+
+        The copy must be complete: the status word came with it, and the host reads it.
+        """
+        encoding, block = self._encoding, self._block
+        if encoding is None or block is None:  # no block: nobody wants it any more
+            return True
+        exact = encoding.is_exact(block.buffer)
+        self._tools.meter.encoded(encoding.codec.name, str(encoding.dtype), exact=exact)
+        if exact:
+            return True
+        self._tools.meter.totals.bytes_swapped_out += self.crossing_bytes  # `_stay` takes off what did cross
+        self._stay()
+        if self.worth_a_copy:
+            with suppress(HostMemoryExhausted, TransferFailed):
+                self.swap_out()
+        return False
 
     def reclaim(self) -> None:
         assert self._out is not None
@@ -206,6 +272,12 @@ class SavedStorage:
             _log.warning("%d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
             self._stay()
             return
+        if self._encoding is not None:
+            done.synchronize()  # only the host can read whether the encoded bytes stand for the storage
+            if not self._stands_for_it():
+                if self.place is Place.LEAVING:
+                    self.reclaim()  # as it is, this time
+                return
         self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
         self._drop_device()
 
@@ -218,14 +290,21 @@ class SavedStorage:
         return True
 
     def _stay(self) -> None:
-        self._tools.meter.totals.bytes_swapped_out -= self.nbytes
+        self._tools.meter.totals.bytes_swapped_out -= self.crossing_bytes
         self._release_block()
-        self._out = None
+        self._drop_encoded()
+        self._out = self._encoding = None
         self.place = Place.RESIDENT
+
+    def _drop_encoded(self) -> None:
+        if self._encoded is not None:
+            self._encoded_home.free(self._encoded)
+            self._encoded = None
 
     def _drop_device(self) -> None:
         assert self.device is not None
         self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._drop_encoded()
         self._home.free(flat_bytes(self.device))
         self.device = None
         self._tools.meter.totals.bytes_reclaimed += self.nbytes
@@ -242,14 +321,17 @@ class SavedStorage:
         done_out = self._out.done
         assert done_out is not None, "HBM was dropped before its copy was handed over"
         destination = compute.alloc(self.nbytes)
+        crossing = destination if self._encoding is None else compute.alloc(self._encoding.nbytes)
         # Note [Swap-in]: the block came from compute's pool, whose earlier owner may still be running there; and the host
         # copy must be whole before it is read.
         after = [compute.record(), done_out]
-        back = self._tools.transfer.swap_in(destination, self._block.buffer, after, timed=self._tools.meter.timed)
+        back = self._tools.transfer.swap_in(crossing, self._block.buffer, after, timed=self._tools.meter.timed)
         if back.failed:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self._in = back
-        self._tools.meter.moved(self._in, "in", self.nbytes)
+        self._tools.meter.moved(self._in, "in", self.crossing_bytes)
+        if self._encoding is not None:
+            self._encoded, self._encoded_home = crossing, compute
         self.device = destination.untyped_storage()
         self.latest = weakref.ref(self.device)
         self._home = compute
@@ -270,6 +352,9 @@ class SavedStorage:
             if not arrived.query():
                 self._tools.meter.wait(compute, arrived)  # Note [Swap-in]: use after the bytes are there
             self._arrived_on = compute
+        if self._encoding is not None and self._encoded is not None:
+            self._encoding.decode(self._encoded, self.device, compute)
+            self._drop_encoded()
         if self._seal is not None and self.place is Place.ARRIVING:
             self._seal.check(flat_bytes(self.device))
         self.place = Place.RESTORED
@@ -280,6 +365,7 @@ class SavedStorage:
         assert self.place in (Place.ARRIVING, Place.RESTORED) and self.device is not None
         if self.place is Place.ARRIVING:
             self._settle_arrival()
+        self._drop_encoded()
         self._home.free(flat_bytes(self.device))
         self.device = None
         self.place = Place.ON_HOST
@@ -337,7 +423,7 @@ class SavedStorage:
             self._in = None
             return
         if self._tools.transfer.cancel_in(self._in):
-            self._tools.meter.totals.bytes_swapped_in -= self.nbytes
+            self._tools.meter.totals.bytes_swapped_in -= self.crossing_bytes
             self._in = None
             return
         arrived = self._read = self._tools.transfer.issue_in(self._in)
@@ -372,7 +458,7 @@ class SavedStorage:
         if self.carrier is not None:
             self.carrier.leave(self)
         self._release_block()
-        self.device = None
+        self.device = self._encoded = None
         self.place = Place.RETIRED
 
     def _release_block(self) -> None:

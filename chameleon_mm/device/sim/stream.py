@@ -19,6 +19,7 @@ from chameleon_mm.device.sim.shadow import Access, Clock
 
 if TYPE_CHECKING:
     from chameleon_mm.device.sim.machine import Machine
+    from chameleon_mm.kernels.codec import Codec
 
 
 class SimEvent:
@@ -102,6 +103,17 @@ class SimStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """As `Stream.unpack`, priced and checked as `pack` is."""
         self._machine.unpack(self, destinations, src, offsets)
+
+    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        """As `Stream.encode`, by the codec's torch reference, for one launch and the bytes' way through device memory. Raises
+        `ValueError` also for host memory and on a stream of copies, `SimRaceError`."""
+        self._machine.run_codec(
+            self, f"encode {codec.name}", lambda: codec.encode_reference(src, dst, status), [src], [dst, status]
+        )
+
+    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
+        """As `Stream.decode`, priced and checked as `encode` is."""
+        self._machine.run_codec(self, f"decode {codec.name}", lambda: codec.decode_reference(src, dst), [src], [dst])
 
     def record(self, *, timed: bool = False) -> SimEvent:
         """As `Stream.record`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,10 @@ class SwapReport:
     """Small views that were kept without the rest of their storage."""
     carriers: int
     """Packs of small storages that travelled together."""
+    encoded_by_codec: dict[str, int]
+    """Storages that crossed in a lossless codec's shorter form, by codec."""
+    refused_by_codec: dict[str, int]
+    """Storages that a codec was tried on and that were not of its kind: they crossed as they are."""
     pageable_swap_outs: int
     """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int
@@ -128,6 +132,8 @@ class SwapReport:
             fallbacks=totals.fallbacks,
             gathers=totals.gathers,
             carriers=totals.carriers,
+            encoded_by_codec=_by_codec(totals.encoded),
+            refused_by_codec=_by_codec(totals.refused_by_codec),
             pageable_swap_outs=totals.pageable_swap_outs,
             oom_retries=totals.oom_retries,
             spans=spans,
@@ -136,7 +142,7 @@ class SwapReport:
     def to_dict(self) -> dict[str, Any]:
         """Every figure but the copy spans, ready for JSON."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
-        return {**figures, "kept_by_reason": dict(self.kept_by_reason)}
+        return {**figures, **{name: dict(value) for name, value in figures.items() if isinstance(value, dict)}}
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
@@ -144,6 +150,11 @@ class SwapReport:
         host = format_size(self.peak_host_bytes)
         held = "held" if self.peak_hbm_bytes <= self.hbm_budget_bytes else "PASSED"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
+        tried = sorted({*self.encoded_by_codec, *self.refused_by_codec})
+        codecs = ", ".join(
+            f"{name} {self.encoded_by_codec.get(name, 0)} encoded, {self.refused_by_codec.get(name, 0)} as they were"
+            for name in tried
+        )
         return [
             ("device", self.device),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
@@ -157,6 +168,7 @@ class SwapReport:
             ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.carriers}"),
+            *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
         ]  # fmt: skip
 
@@ -223,6 +235,14 @@ class SwapReport:
             f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'
             f"<p>{label}; the pointer over a bar shows its size and time.{older}</p>"
         )
+
+
+def _by_codec(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Added up over dtypes."""
+    summed: dict[str, int] = {}
+    for (codec, _), count in sorted(counts.items()):
+        summed[codec] = summed.get(codec, 0) + count
+    return summed
 
 
 def _measured(value: float | None, show: Callable[[float], str]) -> str:

@@ -54,6 +54,8 @@ def made_up(**changed: object) -> cm.SwapReport:
         fallbacks=0,
         gathers=0,
         carriers=0,
+        encoded_by_codec={},
+        refused_by_codec={},
         pageable_swap_outs=0,
         oom_retries=0,
         spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),

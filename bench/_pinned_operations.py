@@ -1,6 +1,7 @@
 """How long one block takes: a block released and another allocated in its place, with many others live.
 
 fill the peer with `live` blocks of 4 KiB to 256 KiB; then, over and over: release a random one, allocate another size
+our pool twice: released without an event, and as a copy does it, after an event and for a stream
 microseconds for such a pair: CPU time of the thread over a thousand pairs / 1000, the collector off, peers interleaved
 
 CPU time, as nobody here waits for anything: what else runs on the machine then counts for less.
@@ -35,6 +36,10 @@ _PAIRS = 1000
 PEERS = {
     "free_list": ("FreeList us", "FreeList.free + FreeList.allocate"),
     "pool": ("PinnedPool us", "PinnedBlock.release + PinnedPool.allocate"),
+    "pool_event": (
+        "with event us",
+        "PinnedBlock.release(after=event) + PinnedPool.allocate(nbytes, stream), the event complete by then and asked at once",
+    ),
     "list": ("list us", "best fit over one sorted Python list: free + allocate"),
     "cupy": ("CuPy us", "PinnedMemory.free + PinnedMemoryPool.malloc, nothing pinned by it"),
     "torch": ("torch.empty us", "drop the tensor + torch.empty(nbytes, dtype=torch.uint8), not pinned"),
@@ -49,6 +54,21 @@ class Peer:
 
     allocate: Callable[[int], Any]
     release: Callable[[Any], object] | None
+
+
+class Instant:
+    """A stream, and an event on it that is complete: what the pool itself takes, without the device's part."""
+
+    name = "instant"
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """It is complete."""
+
+    def wait(self, event: object) -> None:
+        """Nothing to order."""
 
 
 class Churn:
@@ -94,11 +114,13 @@ def measure(device: Device, live: Sequence[int] = LIVE, *, repeats: int = 9) -> 
 def _row(live: int, repeats: int) -> dict[str, Cell]:
     missing: dict[str, Cell] = {}
     with ExitStack() as stack:
-        pool = stack.enter_context(PinnedPool(_ADDRESSES, AddressesOnly()))
+        pool, copied_into = (stack.enter_context(PinnedPool(_ADDRESSES, AddressesOnly())) for _ in range(2))
+        instant: Any = Instant()
         free_list, plain = FreeList(_ADDRESSES), ListBestFit(_ADDRESSES)
         peers = {
             "free_list": Peer(free_list.allocate, free_list.free),
             "pool": Peer(pool.allocate, lambda block: block.release()),
+            "pool_event": Peer(lambda nbytes: copied_into.allocate(nbytes, instant), lambda block: block.release(instant)),
             "list": Peer(plain.allocate, plain.free),
             "torch": Peer(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), None),
         }

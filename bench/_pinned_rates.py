@@ -33,6 +33,7 @@ _THREADS = (1, 2, 4, 8)
 _COPY_SIZES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 _COPIES_BYTES = 512 * MIB
 _MAX_COPIES = 32
+_NO_GPU = "measured on a CUDA GPU alone; none took part in this run"
 
 PINNING_COLUMNS = (
     Column(key="populate", title="populate GB/s", formula="bytes / time until every page is there, zeroed / 1e9"),
@@ -61,7 +62,7 @@ def pinning(device: Device, nbytes: int, *, repeats: int = 3) -> Results:
         "ours, as the pool does": partial(_own, device), "cudaHostAlloc": host_alloc, "torch pin_memory": torch_pinned,
     }  # fmt: skip
     # In one run, interleaved: the claim is a ratio between them.
-    why_not = dict.fromkeys(others if device.simulated else (), _no_gpu(device))
+    why_not = dict.fromkeys(others if device.simulated else (), _NO_GPU)
     if not device.simulated and not has_cupy():
         why_not["cudaHostAlloc"] = "called through CuPy, which is not installed here"
     ways = {name: partial(_total_s, partial(way, nbytes)) for name, way in others.items() if name not in why_not}
@@ -83,7 +84,7 @@ def copies(device: Device, sizes: Sequence[int] = _COPY_SIZES, *, repeats: int =
     for size in sizes:
         params = {"bytes": size}
         if device.simulated:
-            cells: dict[str, Cell] = dict.fromkeys((c.key for c in COPY_COLUMNS), Waived(_no_gpu(device)))
+            cells: dict[str, Cell] = dict.fromkeys((c.key for c in COPY_COLUMNS), Waived(_NO_GPU))
         else:
             cells = _copies_of(device, size, repeats)
         results.add(f"D2H {format_size(size)}", params, cells)
@@ -134,7 +135,7 @@ def _by_phase(device: Device, way: Callable[[], Pinned], nbytes: int, repeats: i
         return dict.fromkeys((column.key for column in PINNING_COLUMNS), Waived(str(error)))
     populate = _gbps([populate for populate, _ in taken], nbytes)
     if device.simulated:
-        return {"populate": populate, "lock": Waived(_no_gpu(device)), "total": Waived(_no_gpu(device))}
+        return {"populate": populate, "lock": Waived(_NO_GPU), "total": Waived(_NO_GPU)}
     return {
         "populate": populate,
         "lock": _gbps([lock for _, lock in taken], nbytes),
@@ -180,10 +181,6 @@ def _madvise(*, small_pages: bool) -> Callable[[int, int, int], int]:
 
 def _gbps(seconds: Sequence[float], nbytes: int) -> Figure:
     return Figure.of([nbytes / s / 1e9 for s in seconds], "GB/s", simulated=False)
-
-
-def _no_gpu(device: Device) -> str:
-    return f"measured on a CUDA GPU alone; this run is on a {device.name}"
 
 
 def _usable_cpus() -> int:

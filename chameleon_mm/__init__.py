@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
+    BlockCorruptedError,
+    BlockInUseError,
     BlockReleasedError,
     ChameleonError,
     DeviceUnavailable,
     HostMemoryExhausted,
     InfeasibleBudget,
+    PoolStateError,
     SessionClosedError,
     SimLifetimeError,
     SimRaceError,
@@ -35,6 +38,8 @@ from chameleon_mm.session import SwapSession
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockCorruptedError",
+    "BlockInUseError",
     "BlockReleasedError",
     "ChameleonError",
     "CudaDevice",
@@ -43,6 +48,7 @@ __all__ = [
     "InfeasibleBudget",
     "PinnedBlock",
     "PinnedPool",
+    "PoolStateError",
     "SessionClosedError",
     "SimDevice",
     "SimLifetimeError",

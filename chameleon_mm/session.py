@@ -63,13 +63,14 @@ _NEXT = {
 class SwapSession:
     """Keeps a training loop's activations within an HBM budget by swapping them to pinned host memory. Bit-identical.
 
-    `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity,
-    and half of the host memory available. `device` is a `Device`, "cuda", "cuda:1", "sim", "sim:a100", or None for CUDA
-    where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move (None: 1 MiB), by the way that
-    `thresholds` says for their size (None: packed together below 128 KiB, each alone from there on), and in the shorter form of
-    `codecs`, lossless ones by name, where they hold what there is (none unless named; ("all",) names them all). `model`, where
-    given, names the parameters and buffers that never move, and whose bytes the budget is checked against first. `verify`
-    checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
+    `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
+    half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
+    "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move
+    (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB, each alone from there
+    on), and in the shorter form of `codecs`, lossless ones by name, where they hold what there is (none unless named; ("all",)
+    names them all). `model`, where given, names the parameters and buffers that never move, and whose bytes the budget is
+    checked against first. `verify` checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor,
+    operator and step; slow.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `ValueError` for malformed sizes or an unknown device, and

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import io
 import json
+import platform
 import random
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -275,10 +276,11 @@ def test_a_run_writes_every_part_and_every_bound(tmp_path: Path) -> None:
     assert code == 0
     assert written["schema"] == "chameleon_mm.bench.pinned/1"
     assert {"device", "simulated", "commit", "versions"} <= set(written)
+    assert (written["device"], written["simulated"]) == (pinned.processor_name(), False), "no figure is the simulator's"
     assert list(written["tables"]) == list(pinned.PARTS)
     rows = {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in written["tables"].items()}
     assert set(rows["operations"]) == {"4 live", "32 live"}
-    assert all("median" in rows["operations"]["4 live"][key] for key in ("free_list", "pool", "list", "torch"))
+    assert all("median" in rows["operations"]["4 live"][key] for key in ("free_list", "pool", "pool_event", "list", "torch"))
     assert set(rows["waste"]) == {f"resnet, {name}" for name in _pinned_waste.OURS | _pinned_waste.PEERS}
     assert "CUDA GPU alone" in rows["waste"]["resnet, torch's host allocator"]["reserved_gib"]["waived"]
     assert "median" in rows["pinning"]["4 KiB pages, 1 thread"]["populate"]
@@ -286,10 +288,17 @@ def test_a_run_writes_every_part_and_every_bound(tmp_path: Path) -> None:
     held = {bound["name"]: bound["held"] for bound in written["bounds"]}
     assert held["resnet, replay: reserved / peak live"] is True
     assert held["pinning"] is None
-    assert len(held) == len(written["bounds"]) == 4 + 4 + 2 + 2
+    assert len(held) == len(written["bounds"]) == 6 + 4 + 2 + 2
     for shown in (text, markdown.read_text(encoding="utf-8")):
         assert "resnet, best fit: reserved / peak live" in shown
         assert "copies" in shown
+
+
+def test_a_processor_is_called_what_the_kernel_calls_it(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    assert pinned.processor_name(info) == platform.machine()
+    info.write_text("processor\t: 0\nmodel name\t: A B-1 @ 2 GHz\nprocessor\t: 1\nmodel name\t: another\n", encoding="utf-8")
+    assert pinned.processor_name(info) == "A B-1 @ 2 GHz"
 
 
 @pytest.mark.parametrize("part", pinned.PARTS)
@@ -333,13 +342,16 @@ def operations(sim: SimDevice, small: dict[str, float], large: dict[str, float])
 
 
 def test_times_are_judged_at_the_smallest_number_of_live_blocks_and_their_growth_beyond(sim: SimDevice) -> None:
-    table = operations(sim, {"free_list": 1.6, "pool": 4.0}, {"free_list": 3.2, "pool": 16.0})
+    small = {"free_list": 1.6, "pool": 4.0, "pool_event": 5.1}
+    table = operations(sim, small, {"free_list": 3.2, "pool": 16.0, "pool_event": 5.1})
     verdicts = {bound.name: (bound.found, bound.held) for bound in pinned.operation_bounds(table)}
     assert verdicts == {
         "FreeList, release and allocate, 10 live": (1.6, False),
         "FreeList, 1000 live over 10 live": (2.0, True),
         "PinnedPool, release and allocate, 10 live": (4.0, True),
         "PinnedPool, 1000 live over 10 live": (4.0, False),
+        "PinnedPool with an event, release and allocate, 10 live": (5.1, False),
+        "PinnedPool with an event, 1000 live over 10 live": (1.0, True),
     }
 
 

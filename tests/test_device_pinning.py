@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from torch import Tensor
 
 from chameleon_mm.device.cuda import CudaDevice, _driver_attribute, _pinning_calls
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES, PageLocker, PinningCalls, populated_pages
+from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
+from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.units import MIB
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -63,6 +65,11 @@ class FakeDriver:
 
     def clear_error(self) -> None:
         self.pending_error = False
+
+    def launch(self) -> None:
+        """A kernel of somebody who pinned nothing: it raises what a refused call left behind."""
+        if self.pending_error:
+            raise RuntimeError("launch: out of memory (2)")
 
     def calls(self, *, can_register: bool = True) -> PinningCalls:
         return PinningCalls(
@@ -148,6 +155,58 @@ def test_a_refused_registration_falls_back_and_leaves_no_error_behind() -> None:
     assert not driver.pending_error
     locker.unpin(memory)
     assert driver.log[2:] == ["host_free"]
+
+
+class Locking(SimDevice):
+    """A simulated GPU whose pinned memory goes through a driver."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        super().__init__()
+        self._locker = PageLocker(driver.calls())
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        return self._locker.pin(nbytes)
+
+    def free_pinned(self, memory: Tensor) -> None:
+        self._locker.unpin(memory)
+
+
+@pytest.mark.parametrize("way", ["allocate", "pageable", "wait", "reserve"])
+def test_after_a_pool_could_not_pin_the_next_kernel_launch_works(way: str) -> None:
+    driver = FakeDriver("register", "host_alloc")
+    on_full: Any = way if way in {"pageable", "wait"} else "raise"
+    with PinnedPool("1MiB", Locking(driver), on_full=on_full, max_wait_s=0.01) as pool:
+        if way == "pageable":
+            assert pool.allocate(100).pageable
+        else:
+            with pytest.raises(HostMemoryExhausted, match=r"register: out of memory \(2\); then host_alloc: out of memory"):
+                (pool.reserve if way == "reserve" else pool.allocate)(100)
+        driver.launch()
+        driver.refuses = ()
+        block = pool.allocate(100)
+        assert (block.pageable, len(driver.registered)) == (False, 1)
+        block.release()
+        with pytest.raises(RuntimeError, match="launch"):  # the driver of this test does tell
+            driver.refuses = ("register",)
+            with suppress(RuntimeError):
+                driver.register(0, 1)
+            driver.launch()
+
+
+def test_pages_stay_mapped_where_an_interrupt_came_right_after_the_driver_took_them(no_gc: None) -> None:
+    driver = FakeDriver()
+    register = driver.register
+
+    def register_and_interrupt(address: int, nbytes: int) -> None:
+        register(address, nbytes)
+        raise KeyboardInterrupt
+
+    driver.register = register_and_interrupt  # type: ignore[method-assign]  # one call of this one driver
+    with pytest.raises(KeyboardInterrupt):
+        PageLocker(driver.calls()).pin(4096)
+    gc.collect()  # the frames of the error that pytest kept
+    (address,) = driver.registered
+    assert _is_mapped(address), "the driver holds these pages: their addresses must not come back"
 
 
 def test_refused_pages_are_gone_before_the_fallback_asks_for_as_many(no_gc: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from chameleon_mm.device import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pinned import PinnedPool, available_host_bytes
-from chameleon_mm.pinned.host_memory import auto_limit_bytes
+from chameleon_mm.pinned import PinnedPool, auto_limit_bytes, available_host_bytes
+from chameleon_mm.pinned.available import FRESH_S, AvailableMemory
 from chameleon_mm.units import GIB, KIB
 
 UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
@@ -310,7 +310,8 @@ def test_auto_is_zero_where_nothing_says_what_is_left() -> None:
 def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A virtual machine that starts small and is given memory as it uses it; a limit that was given stays."""
     available = [8 << 20]
-    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: available[0])
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: available[0])
+    monkeypatch.setattr("chameleon_mm.pinned.available.FRESH_S", 0)
     device = SimDevice()
     with PinnedPool(None, device=device) as left_open, PinnedPool("4MiB", device=device) as given:
         assert left_open.limit_bytes == given.limit_bytes == 4 << 20
@@ -319,3 +320,50 @@ def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.M
         assert left_open.limit_bytes == 32 << 20
         with pytest.raises(HostMemoryExhausted):
             given.allocate(16 << 20)
+
+
+# --- asked often
+
+
+class Clock:
+    """Time as the test says, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_what_is_available_is_read_again_after_a_while_or_when_much_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings, clock = iter([16_000, 32_000, 48_000, 64_000]), Clock()
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: next(readings))
+    monkeypatch.setattr("chameleon_mm.pinned.available.time", clock)
+    memory = AvailableMemory()
+    assert [memory.read(), memory.read(taking=400), memory.read(taking=600)] == [16_000] * 3
+    assert memory.read(taking=1) == 32_000, "1/16 of the first answer was taken"
+    clock.now += FRESH_S / 2
+    assert memory.read() == 32_000
+    clock.now += FRESH_S
+    assert memory.read() == 48_000, "the answer was too old"
+    assert memory.read(taking=3001) == 64_000, "more than 1/16 at once"
+
+
+def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, readings, clock = [8 << 20], [], Clock()
+
+    def available() -> int:
+        readings.append(left[0])
+        return left[0]
+
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", available)
+    monkeypatch.setattr("chameleon_mm.pinned.available.time", clock)
+    with PinnedPool("auto", SimDevice(), on_full="pageable") as pool:
+        blocks = [pool.allocate(pool.limit_bytes)]
+        left[0] -= blocks[0].nbytes
+        clock.now += 2 * FRESH_S
+        readings.clear()
+        blocks += [pool.allocate(1 << 10) for _ in range(50)]
+        assert [block.pageable for block in blocks] == [False] + [True] * 50
+        assert len(readings) == 2, "once for the limit, once for pageable memory"
+        blocks.clear()

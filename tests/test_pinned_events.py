@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # the first dispatch mode imports it, and what that import leaves in cycles holds its callers
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event, Stream

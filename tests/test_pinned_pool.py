@@ -208,12 +208,23 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
         PinnedPool(**{"device": "sim", **arguments})
 
 
-def test_without_a_limit_half_of_the_available_memory_is_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: 10 * MIB + 1)
-    assert PinnedPool(None, "sim").limit_bytes == 5 * MIB
-    monkeypatch.setattr("chameleon_mm.pinned.pool.available_host_bytes", lambda: 0)
-    with pytest.raises(ValueError, match="could not be read"):
-        PinnedPool(None, "sim")
+@pytest.mark.parametrize("auto", ["auto", None])
+def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch, auto: str | None
+) -> None:
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 12 * MIB + 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert PinnedPool(auto, "sim").limit_bytes == 6 * MIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert PinnedPool(auto, "sim").limit_bytes == 3 * MIB // 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "none")
+    with pytest.raises(ValueError, match=r"^LOCAL_WORLD_SIZE: expected the number of processes"):
+        PinnedPool(auto, "sim")
+    assert PinnedPool("1MiB", "sim").limit_bytes == MIB, "a limit in bytes is nobody's share"
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 0)
+    with pytest.raises(ValueError, match=r'^max_bytes: expected the available host memory, which "auto" takes'):
+        PinnedPool(auto, "sim")
 
 
 @pytest.mark.parametrize("error", [HostMemoryExhausted, MemoryError])
@@ -340,11 +351,17 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
         leave(last)
         # Python 3.12 and later warn of other threads: they are NumPy's and torch's, and the child needs no lock of theirs.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        held = PinnedPool("1MiB", Loud())
+        held.allocate(100).release(after=Event())
+        # The child's copy of the lock is never given back. It asks for nothing that is behind it.
+        held._ledger.lock.acquire()
         child = os.fork()
         if child == 0:
-            del forked
+            held.close()
+            del forked, held
             gc.collect()
             os._exit(0)
+        held._ledger.lock.release()
         assert os.waitpid(child, 0)[1] == 0
         os.write(1, b"parent ")
         del normal
@@ -425,38 +442,6 @@ def test_the_collector_may_run_at_any_line(ledgered: Ledgered) -> None:
         assert pool.stats().num_live == 0
 
 
-def test_threads_allocate_and_release_each_others_blocks(ledgered: Ledgered) -> None:
-    pool = PinnedPool("4MiB", ledgered, "64KiB")
-    wrong: list[str] = []
-    handed: list[tuple[PinnedBlock, int]] = []
-
-    def work(seed: int) -> None:
-        for n in range(300):
-            value = (seed * 50 + n) % 256
-            block = pool.allocate(1 + (seed * 7919 + n * 104_729) % 20_000)
-            fill(block, value)
-            handed.append((block, value))
-            try:
-                other, expected = handed.pop(0)
-            except IndexError:  # the other threads were faster
-                continue
-            if not holds(other, expected):
-                wrong.append(f"a block of {other.nbytes} bytes lost its {expected}s")
-            other.release()
-
-    with pool:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        handed.clear()
-        stats = pool.stats()
-        assert (stats.num_live, stats.live_bytes, stats.requested_bytes) == (0, 0, 0)
-        assert pool.trim() == stats.reserved_bytes > 0
-
-
 def test_two_threads_releasing_one_block_return_it_once(pool: PinnedPool) -> None:
     for _ in range(50):
         block = pool.allocate(100)
@@ -509,34 +494,6 @@ def test_a_tensor_of_any_dtype_is_the_blocks_memory(device: Device, dtype: torch
         del pool_neighbour, block, view
 
 
-@pytest.mark.gpu
-def test_on_cuda_the_memory_is_pinned() -> None:
-    with PinnedPool("16MiB", "cuda") as pool:
-        assert pool.allocate(100).buffer.is_pinned()
-
-
-def test_numpy_and_torch_see_the_same_bytes(pool: PinnedPool) -> None:
-    block = pool.allocate(24)
-    block.numpy((2, 3), np.float32)[:] = [[0, 1, 2], [3, 4, 5]]
-    assert torch.equal(block.tensor((6,), torch.float32), torch.arange(6, dtype=torch.float32))
-    assert block.numpy((), "<f4").shape == ()
-
-
-@pytest.mark.parametrize("shape", [(26,), (5, 6), (1 << 40, 1 << 40), (-1,), (2, -3)])
-def test_a_shape_that_does_not_fit_is_refused(pool: PinnedPool, shape: tuple[int, ...]) -> None:
-    block = pool.allocate(100)
-    with pytest.raises(ValueError, match="tensor: expected"):
-        block.tensor(shape, torch.float32)
-    with pytest.raises(ValueError, match="numpy: expected"):
-        block.numpy(shape, np.float32)
-    assert block.tensor((25,), torch.float32).numel() == 25
-
-
-def test_an_array_of_python_objects_is_refused(pool: PinnedPool) -> None:
-    with pytest.raises(ValueError, match="Python objects"):
-        pool.allocate(100).numpy((1,), object)
-
-
 def test_a_block_born_in_inference_mode_can_be_written_and_saved_for_backward_outside_of_it(pool: PinnedPool) -> None:
     with torch.inference_mode():
         block = pool.allocate(16)
@@ -549,15 +506,6 @@ def test_a_block_born_in_inference_mode_can_be_written_and_saved_for_backward_ou
     assert torch.equal(weight.grad, torch.zeros(4))
 
 
-def test_the_simulator_takes_the_memory_for_host_memory(sim: SimDevice) -> None:
-    with PinnedPool("1MiB", sim) as pool, sim.compute():
-        before = sim.allocated_bytes()
-        block = pool.allocate(4096)
-        assert not sim.owns(block.tensor((1024,), torch.float32))
-        assert sim.allocated_bytes() == before
-        del block
-
-
 # --- everything at once, against an oracle
 
 
@@ -565,6 +513,8 @@ class PoolMachine(RuleBasedStateMachine):
     """Random programs over a small pool. Every block has its own byte pattern; every page knows which events it waits for."""
 
     LIMIT, CHUNK = 24 * PAGE, 8 * PAGE
+    steps = 0
+    started = False  # the invariants are checked once before the first step, too
 
     def __init__(self) -> None:
         super().__init__()
@@ -682,6 +632,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def stats_agree(self) -> None:
+        if self.started:
+            PoolMachine.steps += 1
+        self.started = True
         stats = self.pool.stats()
         pinned = [block.nbytes for block, _ in self.blocks if not block.pageable]
         assert (stats.num_live, stats.requested_bytes) == (len(self.blocks), sum(pinned))
@@ -704,10 +657,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert (self.device.chunks, self.pool.stats().pageable_bytes) == ({}, 0)
 
 
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-
-
-@pytest.mark.slow
-def test_the_machine_for_12_000_steps() -> None:
-    run_state_machine_as_test(PoolMachine, settings=settings(max_examples=240, stateful_step_count=50, deadline=None))
+def test_the_machine_for_30_000_steps() -> None:
+    """Steps are rules that ran and were followed by a check of the invariants, counted one by one where those are checked:
+    the settings alone would overstate them, for hypothesis ends many a program early."""
+    before = PoolMachine.steps
+    while PoolMachine.steps - before < 30_000:
+        run_state_machine_as_test(PoolMachine, settings=settings(max_examples=300, stateful_step_count=60, deadline=None))

@@ -285,7 +285,7 @@ def test_close_ends_a_reservation_and_gives_its_chunk_back(scripted: Scripted) -
     reservation = pool.reserve(10 * CHUNK, background=True)
     assert scripted.pinning.wait(20)
     closing = in_thread(pool.close)
-    while not pool._closed:  # it waits for the chunk: what it must not do is give up the lock's other users
+    while not pool._ledger.closed:  # it waits for the chunk: what it must not do is give up the lock's other users
         pass
     scripted.gate.set()
     closing.join(20)
@@ -430,12 +430,12 @@ def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripte
 
 def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, blocks = full(scripted, on_full="pageable")
-    monkeypatch.setattr("chameleon_mm.pinned.pageable.available_host_bytes", lambda: 5000)
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 5000)
     assert pool.allocate(5000).pageable
     for allocate in (pool.allocate, pool.allocate_pageable):
         with pytest.raises(HostMemoryExhausted, match=r"asked for 5001 bytes, but 4\.88 KiB of host memory are available"):
             allocate(5001)
-    monkeypatch.setattr("chameleon_mm.pinned.pageable.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 0)
     assert pool.allocate(5001).nbytes == 5001, "nothing says how much there is: the device decides"
     blocks.clear()
 
@@ -490,6 +490,32 @@ def test_waiting_ends_after_the_bound_with_an_error_that_says_so(scripted: Scrip
         pool.allocate(1)
     blocks.clear()
     assert pool.allocate(1).nbytes == 1
+
+
+class Clock:
+    """Time that passes only while somebody sleeps, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_wait_is_as_long_as_it_was_told_to_be_and_asks_for_another_chunk_ever_more_rarely(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("chameleon_mm.pinned.growth.time", clock)
+    with PinnedPool(LIMIT, scripted, CHUNK, on_full="wait", max_wait_s=30) as pool:
+        scripted.fail_at = set(range(1000))
+        with pytest.raises(HostMemoryExhausted, match=r"waited 30\.0 s for other threads.*max_wait_s=30"):
+            pool.allocate(1)
+        assert clock.now == pytest.approx(130, abs=1e-9)
+        assert 30 / 0.25 < scripted.pins < 30 / 0.25 + 10
 
 
 def test_what_can_never_fit_is_not_waited_for(scripted: Scripted) -> None:

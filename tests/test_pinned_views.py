@@ -164,6 +164,16 @@ def test_a_tensor_that_cannot_be_is_refused(pool: PinnedPool, shape: Any, dtype:
     assert pool.stats().num_live == 0
 
 
+@pytest.mark.parametrize("shape", [(26,), (5, 6), (1 << 40, 1 << 40), (-1,), (2, -3)])
+def test_a_shape_that_does_not_fit_is_refused(pool: PinnedPool, shape: tuple[int, ...]) -> None:
+    block = pool.allocate(100)
+    with pytest.raises(ValueError, match="tensor: expected"):
+        block.tensor(shape, torch.float32)
+    with pytest.raises(ValueError, match="numpy: expected"):
+        block.numpy(shape, np.float32)
+    assert block.tensor((25,), torch.float32).numel() == 25
+
+
 @pytest.mark.parametrize("dtype", [object, np.dtype([("a", object), ("b", "f4")])])
 def test_an_array_of_python_objects_is_refused(pool: PinnedPool, dtype: Any) -> None:
     with pytest.raises(ValueError, match="Python objects"):

@@ -612,7 +612,7 @@ def test_a_second_release_says_where_the_block_was_allocated_and_released(pool: 
 def test_foreign_and_repeated_tickets_are_refused_and_change_nothing(pool: PinnedPool) -> None:
     checked, other = CheckingAllocator(pool), CheckingAllocator(pool)
     block = checked.allocate(100)
-    for allocator, ticket in ((other, block._claim[0]), (checked, Ticket(99, 0))):
+    for allocator, ticket in ((other, block._claim[0]), (checked, (99, 0))):
         with pytest.raises(BlockReleasedError, match="ticket of a live block"):
             allocator.take_back(ticket, ())
     assert pool.stats().num_live == 1

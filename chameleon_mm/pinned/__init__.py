@@ -1,22 +1,70 @@
 """Pinned host memory: a pool of blocks over an integer free list.
 
-    pool = PinnedPool(max_bytes="8GiB")
+    pool = PinnedPool(max_bytes="8GiB")            # or "auto": this rank's share of what the machine leaves
     block = pool.allocate(nbytes, stream=d2h)      # d2h waits for the earlier user of the bytes, the host does not
     d2h.copy(block.buffer, hbm)
     block.release(after=d2h.record())
 
-Read free_list (which bytes), pending (until when), block (one block's life), chunks (how large), pool (all of it, and its
-limits), in that order; then reservation and pageable.
+| for | take |
+|---|---|
+| the pool, and what it gives | `PinnedPool`, `PinnedBlock`, `PageableBlock`, `Reservation`, `PoolStats` |
+| a step whose blocks are known | `plan_offsets` -> `OffsetPlan` -> `pool.replay` -> `ReplayPool`, `ReplayStats` |
+| an allocator of one's own, or around one | `Allocator`, `AllocatorWrapper` |
+| what goes through | `StatisticsAllocator` -> `AllocationStats` |
+| one user's share of a pool | `LimitedAllocator` |
+| a log of every call, done again elsewhere | `RecordingAllocator`, `replay_log` -> `LogReplay` |
+| bugs: writes beside a block, second releases | `CheckingAllocator` |
+| an allocator that is not thread-safe | `LockedAllocator` |
+| CuPy, or code in the shape of its pool | `pool.as_cupy_allocator()`, `PinnedMalloc` |
+| how much there is | `available_host_bytes`, `auto_limit_bytes` |
+| addresses alone | `FreeList` |
+
+Read free_list (which bytes), pending (until when), block (one block's life), chunks (how large), ledger (all of it, under one
+lock), growth (more of it) and pool (what users see), in that order; then reservation, pageable and the wrappers.
 """
 
 from __future__ import annotations
 
+from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper
 from chameleon_mm.pinned.block import PinnedBlock
+from chameleon_mm.pinned.checking import CheckingAllocator
 from chameleon_mm.pinned.free_list import FreeList
-from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
+from chameleon_mm.pinned.limiting import LimitedAllocator
+from chameleon_mm.pinned.locking import LockedAllocator
+from chameleon_mm.pinned.malloc import PinnedMalloc
 from chameleon_mm.pinned.pageable import PageableBlock
+from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
 from chameleon_mm.pinned.pool import PinnedPool
+from chameleon_mm.pinned.recording import RecordingAllocator
+from chameleon_mm.pinned.replay import ReplayPool, ReplayStats
+from chameleon_mm.pinned.replay_log import LogReplay, replay_log
 from chameleon_mm.pinned.reservation import Reservation
+from chameleon_mm.pinned.statistics import AllocationStats, StatisticsAllocator
 from chameleon_mm.pinned.stats import PoolStats
 
-__all__ = ["FreeList", "PageableBlock", "PinnedBlock", "PinnedPool", "PoolStats", "Reservation", "available_host_bytes"]
+__all__ = [
+    "AllocationStats",
+    "Allocator",
+    "AllocatorWrapper",
+    "CheckingAllocator",
+    "FreeList",
+    "LimitedAllocator",
+    "LockedAllocator",
+    "LogReplay",
+    "OffsetPlan",
+    "PageableBlock",
+    "PinnedBlock",
+    "PinnedMalloc",
+    "PinnedPool",
+    "PoolStats",
+    "RecordingAllocator",
+    "ReplayPool",
+    "ReplayStats",
+    "Reservation",
+    "StatisticsAllocator",
+    "auto_limit_bytes",
+    "available_host_bytes",
+    "plan_offsets",
+    "replay_log",
+]

@@ -105,7 +105,7 @@ class AllocatorWrapper:
 
     def _reclaim(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
         """The inner block of one that was released: with its events, still to be released."""
-        inner = self._lent.pop(ticket.serial)
+        inner = self._lent.pop(ticket[0])
         inner.set_pending(events)
         return inner
 

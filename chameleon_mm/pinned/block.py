@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +35,9 @@ _DLPACK_CPU = (1, 0)
 host memory it is ordinary memory, and torch asks the driver, not the capsule, whether it is pinned."""
 
 
-class Ticket(NamedTuple):
-    """A block's right to be returned, once."""
-
-    serial: int
-    offset: int | None  # None: a block of zero bytes, which has no address
+Ticket = tuple[int, int | None]
+"""A block's right to be returned, once: its serial number, and its offset, None for a block that has no address. Not a
+NamedTuple, which takes 0.4 us to make, a tenth of what a block may take in all."""
 
 
 class Owner(Protocol):
@@ -147,10 +145,12 @@ class PinnedBlock:
         Once for each stream that may be the first to touch the block. Raises `BlockReleasedError` after the release.
         """
         self._check_live("wait_on")
-        self._unmet = recorded(self._unmet)
-        for event in (*self._unmet, *self._met):
+        unmet = self._unmet = recorded(self._unmet)
+        for event in unmet:
             stream.wait(event)  # the earlier owner's last access -> this stream's first
-        self._met += self._unmet
+        for event in self._met:
+            stream.wait(event)  # the same, for one more stream
+        self._met += unmet
         self._unmet = ()
 
     def synchronize(self) -> None:
@@ -161,8 +161,12 @@ class PinnedBlock:
 
     def forget_complete(self) -> None:
         """Drop the pending events that are complete. The host does not wait."""
-        if self._unmet:
-            self._unmet = tuple(event for event in recorded(self._unmet) if not event.query())
+        unmet = self._unmet
+        if len(unmet) == 1:  # as a rule: a block in the place of one
+            if unmet[0].query():
+                self._unmet = ()
+        elif unmet:
+            self._unmet = tuple([event for event in recorded(unmet) if not event.query()])
 
     # --- the end
 
@@ -253,7 +257,7 @@ class LentBlock(PinnedBlock):
     __slots__ = ("_inner",)
 
     def __init__(self, inner: PinnedBlock, owner: Owner, serial: int, start: int, nbytes: int) -> None:
-        super().__init__(owner, Ticket(serial, start), inner._memory, inner._start + start, nbytes, inner._unmet)
+        super().__init__(owner, (serial, start), inner._memory, inner._start + start, nbytes, inner._unmet)
         self._met = inner._met
         self._inner = inner
 

@@ -134,7 +134,7 @@ class CheckingAllocator(AllocatorWrapper):
 
     def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """For blocks alone. Raises `BlockReleasedError` for a ticket that is not a live block's of this allocator."""
-        guarded = self._guarded.pop(ticket.serial, None)
+        guarded = self._guarded.pop(ticket[0], None)
         if guarded is None:
             raise BlockReleasedError(
                 f"take_back: expected the ticket of a live block of this allocator, got {ticket}: another allocator's, or one "

@@ -1,8 +1,8 @@
 """The chunks of one pool: regions of one free list, each with the memory behind it.
 
-    wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are merged into it, or waited for
-    memory = device.alloc_pinned(wanted)        # the pool's, outside of its lock
-    chunks.add(memory)
+    wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are detached for it
+    chunks.give_back()                          # what was detached goes back to the device, which may have to be waited for
+    chunks.pin(wanted); chunks.admit()          # another one comes
     chunk = chunks.of(offset)
 
 How large: as many whole requests as reach 1/16 of what is reserved already, between 16 MiB and the chunk size.
@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
+from collections import deque
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned.free_list import FreeList
@@ -37,9 +40,6 @@ so this bounds what growth wastes, and tens of GiB are still reached in some 80 
 (Llama, GPT-2 with lengths that vary, mixture of experts, ResNet-50; 10 to 28 GiB): reserved / peak live 1.03 to 1.04; chunks
 of 1 GiB throughout 1.03 to 1.05, and seven times as much as a pool of 130 MiB needs."""
 
-REGISTRATION_LIMIT_BYTES = 512 * GIB
-"""One registration of this size or more fails in the driver."""
-
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -55,7 +55,8 @@ class Chunk:
 
 
 class Chunks:
-    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it.
+    """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, but for
+    `pin` and `give_back`, which one thread at a time calls without that lock.
 
     `chunk_bytes` is the size of a chunk, None for one that grows with what is reserved up to 1 GiB.
     """
@@ -66,6 +67,9 @@ class Chunks:
         self._chunk_bytes = None if chunk_bytes is None else self.free_list.round_up(chunk_bytes)
         self._chunks: list[Chunk] = []  # by base: bases only grow
         self._bases: list[int] = []
+        self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
+        self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
+        self._peak_reserved_bytes = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -73,6 +77,16 @@ class Chunks:
     @property
     def reserved_bytes(self) -> int:
         return self.free_list.capacity
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most `reserved_bytes` has been."""
+        return self._peak_reserved_bytes
+
+    @property
+    def hold_memory(self) -> bool:
+        """Whether there is anything to give back."""
+        return bool(self._chunks or self._arrived or self._leaving)
 
     @property
     def largest_bytes(self) -> int:
@@ -88,11 +102,23 @@ class Chunks:
         left = limit - self.free_list.capacity
         return max(0, left - left % self.free_list.alignment)
 
-    def add(self, memory: Tensor) -> None:
-        """Take a new chunk in."""
+    def pin(self, nbytes: int) -> None:
+        """Get the memory of another chunk, for `admit` to take in. Slow. Raises what the device raises."""
+        # A chunk outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
+        with torch.inference_mode(mode=False):
+            # One call, and not an assignment: an interrupt between pinning and noting would lose what was pinned.
+            self._arrived.extend(map(self.device.alloc_pinned, (nbytes,)))
+
+    def admit(self) -> None:
+        """Take in what was pinned."""
+        while self._arrived:
+            self._add(self._arrived.popleft())
+
+    def _add(self, memory: Tensor) -> None:
         base = self.free_list.add_region(memory.numel())
         self._chunks.append(Chunk(base, memory))
         self._bases.append(base)
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.reserved_bytes)
         _log.debug(
             "pinned pool: reserved a chunk of %s, %s in all", format_size(memory.numel()), format_size(self.reserved_bytes)
         )
@@ -100,10 +126,11 @@ class Chunks:
     def make_room(self, nbytes: int, limit: int) -> int:
         """Bytes of the next chunk, which is to hold a request of `nbytes` that no free block does.
 
-        Unused chunks that the device is done with are given back for it, up to as much as it needs, and the new one is as large
-        as they were. Kept beside it, chunks too small for today's requests add up where lengths vary: in a model of a small
-        GPT with a large vocabulary to 2.2 times what is live, with this to 1.1 or 1.3, as the lengths come. It comes to an
-        end, for each time the chunks become fewer. The host waits for the device only where the limit leaves no room otherwise.
+        Unused chunks that the device is done with are detached for it, up to as much as it needs, and the new one is as large
+        as they were: call `give_back` before `pin`. Kept beside it, chunks too small for today's requests add up where lengths
+        vary: in a model of a small GPT with a large vocabulary to 2.2 times what is live, with this to 1.1 or 1.3, as the
+        lengths come. It comes to an end, for each time the chunks become fewer. Those that the device still uses, so that
+        `give_back` has to wait, are taken only where the limit leaves no room otherwise.
         Raises `HostMemoryExhausted`, and changes nothing, where even that is not enough.
         """
         size = self.free_list.round_up(nbytes)
@@ -122,7 +149,8 @@ class Chunks:
         for chunk in unused:
             if given >= size or (not idle[chunk.base] and self.room(limit) >= size):
                 break
-            given += self.give_back(chunk)
+            self.detach(chunk)
+            given += chunk.nbytes
         wanted = given if given >= size else self._next_bytes(size)
         return min(wanted, self.room(limit), REGISTRATION_LIMIT_BYTES - self.free_list.alignment)
 
@@ -130,20 +158,32 @@ class Chunks:
         """Chunks that hold no block."""
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
 
-    def give_back(self, chunk: Chunk) -> int:
-        """Give an unused chunk back to the device, once that is done with it (the host waits); returns its bytes."""
-        chunk.pending.synchronize()  # the last device access to the chunk -> its memory goes
-        self.device.free_pinned(chunk.memory)
-        nbytes = self.free_list.remove_region(chunk.base)
+    def detach(self, chunk: Chunk) -> None:
+        """An unused chunk is the pool's no more; `give_back` hands its memory to the device."""
+        self.free_list.remove_region(chunk.base)
         self._chunks.remove(chunk)
         self._bases.remove(chunk.base)
-        _log.debug("pinned pool: gave a chunk of %s back, %s left", format_size(nbytes), format_size(self.reserved_bytes))
-        return nbytes
+        self._leaving.append(chunk)
+
+    def give_back(self) -> None:
+        """Detached chunks go back to the device, once that is done with them (the host waits)."""
+        while self._leaving:
+            self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
+            chunk = self._leaving.popleft()  # before: freed twice would be worse than not at all, if an interrupt comes between
+            try:
+                self.device.free_pinned(chunk.memory)
+            except Exception:
+                self._leaving.appendleft(chunk)
+                raise
+            _log.debug(
+                "pinned pool: gave a chunk of %s back, %s left", format_size(chunk.nbytes), format_size(self.reserved_bytes)
+            )
 
     def abandon(self) -> None:
         """Give every chunk back, whatever it holds. All device work on them must be complete."""
-        while self._chunks:
-            self.device.free_pinned(self._chunks.pop().memory)
+        self.admit()
+        while self._chunks or self._leaving:
+            self.device.free_pinned((self._chunks or self._leaving).pop().memory)
 
     def _next_bytes(self, size: int) -> int:
         """The size of a chunk for requests of `size`, if nothing stands in its way."""

@@ -51,7 +51,8 @@ class FreeList:
     """
 
     __slots__ = (
-        "_alignment", "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_regions", "_shift", "_sizes",
+        "_alignment", "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_regions", "_shift",
+        "_sizes",
     )  # fmt: skip
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -65,6 +66,7 @@ class FreeList:
         self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
         self._capacity_units = 0
         self._free_units = 0
+        self._peak_units = 0  # the most that were live when something was last freed: what is live only falls there
         self._next_base = 0
         if capacity != 0:
             self.add_region(capacity)
@@ -87,6 +89,11 @@ class FreeList:
     def live_bytes(self) -> int:
         """Bytes of live blocks, each rounded up to the alignment."""
         return (self._capacity_units - self._free_units) << self._shift
+
+    @property
+    def peak_live_bytes(self) -> int:
+        """The most that `live_bytes` has been."""
+        return max(self._peak_units << self._shift, self.live_bytes)
 
     @property
     def largest_free(self) -> int:
@@ -151,6 +158,9 @@ class FreeList:
         span = self._live.pop(index(offset), None)
         if span is None:
             raise ValueError(f"free: expected the offset of a live block, got {offset}; free what allocate gave, once")
+        live = self._capacity_units - self._free_units
+        if live > self._peak_units:  # noqa: PLR1730 - calling max() takes longer than all of this
+            self._peak_units = live
         freed = units = span.units
         self._free_units += freed
         above, below = span.above, span.below

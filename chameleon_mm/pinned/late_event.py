@@ -43,7 +43,10 @@ class LateEvent:
 
 def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
     """`events`, the late ones replaced by those that they stand for: what a stream of the device can wait on."""
-    if not any(type(event) is LateEvent for event in events):
+    for event in events:  # not `any`, whose generator takes longer than all of the rest
+        if type(event) is LateEvent:
+            break
+    else:
         return events
     found: list[Event] = []
     for event in events:

@@ -11,15 +11,13 @@ before its last event is complete, so somebody else has to hold the memory until
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pinned.available import AvailableMemory
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
-from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import format_size
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -93,12 +91,9 @@ class PageableLedger:
         self._nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
         self._ending = kept
 
-    def synchronize(self) -> None:
-        """The host waits for the device, then the memory of released blocks is dropped."""
-        for _, events in self._ending:
-            for event in events:
-                event.synchronize()
-        self.sweep()
+    def ending(self) -> list[Event]:
+        """The events that the memory of released blocks is kept for. Once they are complete, `sweep` drops all of it."""
+        return [event for _, events in self._ending for event in events]
 
     def abandon(self) -> None:
         """Drop everything. All device work on it must be complete."""
@@ -108,32 +103,23 @@ class PageableLedger:
 
 
 class PageableSource:
-    """Ordinary memory from `device`, no more than the machine and its control groups leave. Thread-safe.
-
-    How much they leave takes a third of a millisecond to find out, so it is asked again only when 1/16 of the last answer has
-    been handed out since, or a second has passed.
-    """
+    """Ordinary memory from `device`, no more than the machine and its control groups leave. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._unasked_bytes = 0
-        self._ask_at = 0.0
+        self._memory = AvailableMemory()
 
     def allocate(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of `nbytes`. Raises `HostMemoryExhausted`.
 
         Where nothing says how much is left, the device alone decides.
         """
-        if nbytes > self._unasked_bytes or time.monotonic() >= self._ask_at:
-            available = available_host_bytes()
-            if 0 < available < nbytes:
-                raise HostMemoryExhausted(
-                    f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
-                    f"release blocks, ask for less, or give the process more memory"
-                )
-            self._unasked_bytes = available // 16
-            self._ask_at = time.monotonic() + 1
-        self._unasked_bytes -= nbytes
+        available = self._memory.read(taking=nbytes)
+        if 0 < available < nbytes:
+            raise HostMemoryExhausted(
+                f"pageable memory: asked for {nbytes} bytes, but {format_size(available)} of host memory are available; "
+                f"release blocks, ask for less, or give the process more memory"
+            )
         # It outlives the mode it is born in, and a tensor born under inference_mode cannot be written outside of it.
         with torch.inference_mode(mode=False):
             return self._device.alloc_pageable(nbytes)

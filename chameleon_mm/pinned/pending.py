@@ -10,8 +10,8 @@ event to whoever gets it next is from the stream-ordered free lists of RMM, the 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 
 from chameleon_mm.device.protocols import Event
 
@@ -21,67 +21,89 @@ costs each range a constant, for it comes again only once the number that were l
 
 
 class PendingRanges:
-    """Disjoint byte ranges of free memory, each with the events that its next use comes after. Not thread-safe."""
+    """Disjoint byte ranges of free memory, each with the events that its next use comes after. Not thread-safe.
 
-    __slots__ = ("_ranges", "_starts", "_sweep_at")
+    `starts`, sorted and not to be changed, is empty where nothing is pending: what a hot path can see without a call.
+    """
+
+    __slots__ = ("_ends", "_events", "_sweep_at", "starts")
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ranges: dict[int, tuple[int, tuple[Event, ...]]] = {}
+        # Three lists side by side, by address: most ranges are cut at one end, which is then one assignment.
+        self.starts: list[int] = []
+        self._ends: list[int] = []
+        self._events: list[tuple[Event, ...]] = []
         self._sweep_at = _SWEEP_AT
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def __iter__(self) -> Iterator[Event]:
-        for _, events in self._ranges.values():
+        for events in self._events:
             yield from events
 
     def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
         """Bytes [start, end), which no other range overlaps, may be in use until `events` are complete."""
-        insort(self._starts, start)
-        self._ranges[start] = (end, events)
-        if len(self._starts) > self._sweep_at:
+        starts = self.starts
+        at = bisect_left(starts, start)
+        starts.insert(at, start)
+        self._ends.insert(at, end)
+        self._events.insert(at, events)
+        if len(starts) > self._sweep_at:
             self.sweep()
-            self._sweep_at = max(_SWEEP_AT, 2 * len(self._starts))
+            self._sweep_at = max(_SWEEP_AT, 2 * len(starts))
 
     def take(self, start: int, end: int) -> tuple[Event, ...]:
         """The events that [start, end) waits for, each once; those bytes are pending no longer."""
-        starts = self._starts
-        if not starts:
+        starts, ends = self.starts, self._ends
+        first = bisect_right(starts, start)
+        if first and ends[first - 1] > start:
+            first -= 1
+        last = bisect_left(starts, end, first)
+        if first == last:
             return ()
-        last = bisect_left(starts, end)
-        if last and starts[last - 1] == start and self._ranges[start][0] == end and len(self._ranges[start][1]) == 1:
-            del starts[last - 1]  # what one block left behind, one block of its size takes: the most frequent case by far
-            return self._ranges.pop(start)[1]
-        first = max(0, bisect_right(starts, start) - 1)
-        found: dict[int, Event] = {}
-        kept: list[int] = []
-        for at in starts[first:last]:
-            stop, events = self._ranges[at]
-            if stop <= start:
-                kept.append(at)
-                continue
-            del self._ranges[at]
-            found.update((id(event), event) for event in events)
-            for left, right in ((at, min(stop, start)), (max(at, end), stop)):
-                if left < right:
-                    self._ranges[left] = (right, events)
-                    kept.append(left)
-        starts[first:last] = kept
-        return tuple(found.values())
+        held = self._events
+        if last - first == 1:
+            found = held[first]
+            stop = ends[first]
+            if starts[first] < start:
+                ends[first] = start
+                if stop > end:
+                    starts.insert(last, end)
+                    ends.insert(last, stop)
+                    held.insert(last, found)
+            elif stop > end:
+                starts[first] = end
+            else:
+                del starts[first], ends[first], held[first]
+            return found if len(found) == 1 else _each_once(found)
+        taken = held[first:last]
+        if starts[first] < start:
+            ends[first] = start
+            first += 1
+        if ends[last - 1] > end:
+            last -= 1
+            starts[last] = end
+        del starts[first:last], ends[first:last], held[first:last]
+        return _each_once(event for events in taken for event in events)
 
     def sweep(self) -> bool:
         """Drop the ranges whose events are all complete. Whether none is left. The host does not wait."""
-        for at in list(self._starts):
-            if all(event.query() for event in self._ranges[at][1]):
-                del self._ranges[at]
-        self._starts[:] = sorted(self._ranges)
-        return not self._starts
+        kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
+        self.starts[:] = [self.starts[at] for at in kept]
+        self._ends[:] = [self._ends[at] for at in kept]
+        self._events[:] = [self._events[at] for at in kept]
+        return not kept
 
     def synchronize(self) -> None:
         """The host waits until every range's events are complete; then nothing is pending."""
         for event in self:
             event.synchronize()
-        self._ranges.clear()
-        self._starts.clear()
+        self.starts.clear()
+        self._ends.clear()
+        self._events.clear()
+
+
+def _each_once(events: Iterable[Event]) -> tuple[Event, ...]:
+    """By identity: an event need not be hashable."""
+    return tuple({id(event): event for event in events}.values())

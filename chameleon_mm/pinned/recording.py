@@ -77,7 +77,7 @@ class RecordingAllocator(AllocatorWrapper):
 
     def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         inner = self._reclaim(ticket, events)
-        self._note("release", ticket.serial, inner.nbytes, None)
+        self._note("release", ticket[0], inner.nbytes, None)
         inner.release()
 
     def close(self) -> None:

@@ -126,7 +126,7 @@ class ReplayPool:
         # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
         if block.pending_events:
             block.forget_complete()
-            if stream is not None:
+            if stream is not None and block.pending_events:
                 block.wait_on(stream)
         return block
 
@@ -212,7 +212,7 @@ class ReplayPool:
         self._ends[start] = end
         self._serial += 1
         events = self._pending.take(start, end)
-        return PinnedBlock(self, Ticket(self._serial, start), self._memory, start, nbytes, events)
+        return PinnedBlock(self, (self._serial, start), self._memory, start, nbytes, events)
 
     def _match(self, nbytes: int) -> int | None:
         """The planned request that this one is: the expected one, else one that was skipped, else the nearest one ahead."""

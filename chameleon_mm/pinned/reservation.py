@@ -60,7 +60,10 @@ class Reservation:
         """
         ended = self._ended.wait(timeout)
         if ended and self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback holds this frame, which would hold the error: a cycle
         return ended
 
     def __repr__(self) -> str:
@@ -68,20 +71,27 @@ class Reservation:
         return f"<Reservation {state}: {self._reserved_bytes} of {self._total_bytes} bytes>"
 
     def carry_out(self, pin_next: PinNext) -> None:
-        """For pools alone: pin chunk after chunk. Raises nothing but what ends a thread; `wait` does."""
+        """For pools alone: pin chunk after chunk. Raises what ended it early."""
         try:
-            while self._reserved_bytes < self._total_bytes and not self._cancelled:
-                pinned = pin_next(self._total_bytes - self._reserved_bytes)
-                if pinned is None:
-                    return
-                self._reserved_bytes += pinned
-                if self._progress is not None:
-                    self._progress(self._reserved_bytes, self._total_bytes)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
-            _log.warning("pinned pool: reserved %d of %d bytes, then: %s", self._reserved_bytes, self._total_bytes, str(error))
-            self._error = error.with_traceback(None)  # which holds this frame, and so this object: a cycle
-        except BaseException as interrupt:
-            self._error = interrupt.with_traceback(None)
-            raise
+            self._pin_all(pin_next)
         finally:
             self._ended.set()
+
+    def carry_out_aside(self, pin_next: PinNext) -> None:
+        """As `carry_out`, on a thread of its own: `wait` raises what ended it early."""
+        try:
+            self._pin_all(pin_next)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
+            _log.warning("pinned pool: reserved %d of %d bytes, then: %s", self._reserved_bytes, self._total_bytes, str(error))
+            self._error = error.with_traceback(None)  # which holds this frame, and so this object: a cycle
+        finally:
+            self._ended.set()
+
+    def _pin_all(self, pin_next: PinNext) -> None:
+        while self._reserved_bytes < self._total_bytes and not self._cancelled:
+            pinned = pin_next(self._total_bytes - self._reserved_bytes)
+            if pinned is None:
+                return
+            self._reserved_bytes += pinned
+            if self._progress is not None:
+                self._progress(self._reserved_bytes, self._total_bytes)

@@ -1,0 +1,141 @@
+"""How a pool gets another chunk, and gives chunks back: one thread at a time, and never under the pool's lock.
+
+    with resizing:                                  # another thread pins: wait for its chunk, it may do
+        with ledger.lock: carve -> done             # ... or blocks came back meanwhile
+                          make_room                 # how large a chunk; unused ones leave for it
+        give back what leaves; pin; take it in      # slow, and the device may have to be waited for
+    again                                           # another thread may have been faster with what came
+
+Pinning runs at a few GB/s. Whoever finds a free block meanwhile goes on; `ledger.lock` is held for microseconds alone.
+
+An interrupt (`KeyboardInterrupt`, a signal handler that raises) may come between any two lines here. Nothing says "somebody is
+pinning" but the lock itself, which goes with the thread that leaves; and a chunk is at every moment in one of the lists of
+`Chunks`, from which the next call takes it in or gives it back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.pinned.block import Owner, PinnedBlock
+from chameleon_mm.pinned.ledger import Ledger
+from chameleon_mm.pinned.limit import MemoryLimit
+
+_POLL_S = 0.001
+"""How often a waiting `allocate` looks whether a block came back. It must look: a release may run in the middle of any line,
+also one that holds the lock which a notification would need."""
+
+_LONGEST_POLL_S = 0.25
+"""How rarely at last it asks for another chunk, which costs much where the device refuses again."""
+
+
+class Growth:
+    """Chunks for the pool whose books `ledger` are, within `limit`. Thread-safe."""
+
+    def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
+        self._ledger = ledger
+        self._chunks = ledger.chunks
+        self._limit = limit
+        self._resizing = threading.Lock()  # taken before `ledger.lock` where both are
+
+    def carve_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
+        """A block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is closed."""
+        ledger, chunks, limit = self._ledger, self._chunks, self._limit
+        while True:
+            with self._resizing:
+                with ledger.lock:
+                    ledger.check_open("allocate")
+                    ledger.drain()
+                    chunks.admit()
+                    block = ledger.carve(owner, nbytes)
+                if block is not None:
+                    return block
+                limit.grow(chunks.reserved_bytes)
+                with ledger.lock:
+                    wanted = chunks.make_room(nbytes, limit.nbytes)
+                self._pin(wanted)
+
+    def wait_for(self, owner: Owner, nbytes: int, reason: str, most_s: float) -> PinnedBlock:
+        """A block, as soon as others have released enough; `reason` is why there was none.
+
+        Raises `HostMemoryExhausted` after `most_s` seconds, and at once for what can never fit.
+        """
+        ledger = self._ledger
+        started = now = time.monotonic()
+        deadline, pause = started + most_s, _POLL_S
+        pin_again = started + pause
+        while now < deadline and self._chunks.free_list.round_up(nbytes) <= self._limit.nbytes:
+            time.sleep(min(_POLL_S, deadline - now))
+            now = time.monotonic()
+            with ledger.lock:
+                ledger.check_open("allocate")
+                ledger.drain()
+                block = ledger.carve(owner, nbytes)
+            if block is not None:
+                return block
+            if now >= pin_again:
+                try:
+                    return self.carve_or_pin(owner, nbytes)
+                except HostMemoryExhausted as refusal:
+                    reason = str(refusal)
+                pause = min(2 * pause, _LONGEST_POLL_S)
+                pin_again = time.monotonic() + pause
+        raise HostMemoryExhausted(
+            f"{reason} (waited {now - started:.1f} s for other threads to release blocks, of max_wait_s={most_s})"
+        )
+
+    def pin_ahead(self, most: int) -> int | None:
+        """One chunk of a reservation, of at most `most` bytes; None if the pool is closed. Raises `HostMemoryExhausted`."""
+        ledger, chunks = self._ledger, self._chunks
+        with self._resizing:
+            with ledger.lock:
+                if ledger.closed:
+                    return None
+                chunks.admit()
+            wanted = min(most, chunks.largest_bytes)
+            self.check_room(wanted, wanted)
+            self._pin(wanted)
+            return wanted
+
+    def check_room(self, asked: int, total: int) -> None:
+        """Raise `HostMemoryExhausted` if a reservation of `asked` bytes, in units `total`, would pass the limit."""
+        chunks, limit = self._chunks, self._limit
+        limit.grow(chunks.reserved_bytes)
+        room = chunks.room(limit.nbytes)
+        if total > room:
+            raise HostMemoryExhausted(
+                f"reserve: asked for {asked} bytes more, but the limit is {limit.nbytes} bytes and {chunks.reserved_bytes} "
+                f"are reserved; reserve at most {room}, or make the pool with a larger max_bytes"
+            )
+
+    def give_back_unused(self, *, wait: bool) -> int:
+        """Chunks without a block go back to the device; returns their bytes. `wait`: also those that the device still uses.
+
+        The chunk that another thread is pinning is waited for.
+        """
+        ledger, chunks = self._ledger, self._chunks
+        with self._resizing:
+            with ledger.lock:
+                ledger.drain()
+                chunks.admit()
+                leaving = [chunk for chunk in chunks.unused() if wait or chunk.pending.sweep()]
+                for chunk in leaving:
+                    chunks.detach(chunk)
+            chunks.give_back()
+        return sum(chunk.nbytes for chunk in leaving)
+
+    def _pin(self, nbytes: int) -> None:
+        """Another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
+        chunks = self._chunks
+        chunks.give_back()
+        try:
+            chunks.pin(nbytes)
+        except MemoryError as error:
+            raise HostMemoryExhausted(
+                f"pinned pool: asked the device for a chunk of {nbytes} bytes, got: {error}. {chunks.reserved_bytes} of at "
+                f"most {self._limit.nbytes} bytes are reserved"
+            ) from error
+        with self._ledger.lock:
+            chunks.admit()

@@ -14,9 +14,9 @@ from types import TracebackType
 
 import torch
 
-from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, ProtectedStorages
-from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB, parse_size
@@ -60,19 +60,11 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
     ) -> None:
         del pin_memory, device_type
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
-        if pool is None:
-            self.device = resolve_device(device)
-            pool = PinnedPool(max_bytes=None, device=self.device)
-        else:
-            self.device = pool.device if device is None else resolve_device(device)
-            if self.device is not pool.device:
-                raise ValueError(
-                    f"pool: expected one of {self.device.name}, got one of {pool.device.name}; pass device=pool.device"
-                )
-        self.pool = pool
+        self.pool = pool_for(device, pool)
+        self.device = self.pool.device
         self._executor = Executor(
             self.device,
-            pool,
+            self.pool,
             rule=rule,
             limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
             protected=ProtectedStorages(),

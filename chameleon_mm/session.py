@@ -22,10 +22,10 @@ from typing import Self
 import torch
 from torch import nn
 
-from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
 from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name
-from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
 from chameleon_mm.transfer import Thresholds
@@ -68,9 +68,9 @@ class SwapSession:
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move
     (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB, each alone from there
     on), and in the shorter form of `codecs`, lossless ones by name, where they hold what there is (none unless named; ("all",)
-    names them all). `model`, where given, names the parameters and buffers that never move, and whose bytes the budget is
-    checked against first. `verify` checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor,
-    operator and step; slow.
+    names them all). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the
+    parameters and buffers that never move, and whose bytes the budget is checked against first. `verify` checksums what goes
+    out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `ValueError` for malformed sizes or an unknown device, and
@@ -85,6 +85,7 @@ class SwapSession:
         min_bytes: int | str | None = None,
         *,
         model: nn.Module | None = None,
+        pool: PinnedPool | None = None,
         thresholds: Thresholds | None = None,
         codecs: Sequence[str] = (),
         verify: bool = False,
@@ -92,10 +93,12 @@ class SwapSession:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
-        self.device = resolve_device(device)
+        if pool is not None and host is not None:
+            raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
+        self.pool = pool_for(device, pool, max_bytes=host)
+        self.device = self.pool.device
         self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
         self._model = model
-        self.pool = PinnedPool(max_bytes=host, device=self.device)
         self._executor = Executor(
             self.device,
             self.pool,

@@ -192,6 +192,17 @@ def test_a_budget_of_nothing_is_infeasible(sim: cm.SimDevice) -> None:
 # --- None decides
 
 
+def test_a_pool_brings_its_device_and_its_limit(device: Device) -> None:
+    pool = cm.PinnedPool("2MiB", device=device)
+    session = cm.SwapSession(pool=pool)
+    assert session.pool is pool
+    assert session.device is device
+    with pytest.raises(ValueError, match="host_budget: expected none beside a pool"):
+        cm.SwapSession(host_budget="1MiB", pool=pool)
+    with pytest.raises(ValueError, match="pool: expected one of"):
+        cm.SwapSession(device=cm.SimDevice(), pool=pool)
+
+
 def test_none_decides(sim: cm.SimDevice) -> None:
     session = cm.SwapSession(device=sim)
     assert session.hbm_budget_bytes == sim.capacity * 9 // 10

@@ -130,11 +130,14 @@ def test_eight_threads_share_one_manager(device: Device) -> None:
     assert hooks.pool.stats().peak_live_bytes > 0
 
 
-def test_eight_sessions_on_one_device(device: Device) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one pool", "a pool each"])
+def test_eight_sessions_on_one_device(shared: bool, device: Device) -> None:
     expected = serial(device)
     problems = [Problem.number(seed, device) for seed in range(THREADS)]
     budget = device.allocated_bytes() + (64 << 20)
-    sessions = [cm.SwapSession(budget, "1MiB", device, min_bytes=0, model=problem.model) for problem in problems]
+    pool = cm.PinnedPool("8MiB", device=device) if shared else None
+    host = None if shared else "1MiB"
+    sessions = [cm.SwapSession(budget, host, device, min_bytes=0, model=problem.model, pool=pool) for problem in problems]
 
     def work(number: int) -> None:
         with sessions[number]:

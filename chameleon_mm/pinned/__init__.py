@@ -35,7 +35,7 @@ from chameleon_mm.pinned.locking import LockedAllocator
 from chameleon_mm.pinned.malloc import PinnedMalloc
 from chameleon_mm.pinned.pageable import PageableBlock
 from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
-from chameleon_mm.pinned.pool import PinnedPool
+from chameleon_mm.pinned.pool import PinnedPool, pool_for
 from chameleon_mm.pinned.recording import RecordingAllocator
 from chameleon_mm.pinned.replay import ReplayPool, ReplayStats
 from chameleon_mm.pinned.replay_log import LogReplay, replay_log
@@ -66,5 +66,6 @@ __all__ = [
     "auto_limit_bytes",
     "available_host_bytes",
     "plan_offsets",
+    "pool_for",
     "replay_log",
 ]

@@ -289,3 +289,16 @@ def _abandon(device: Device, ledger: Ledger, pid: int) -> None:
     """Give back what a pool still held when the last reference to it, and to its blocks, went."""
     if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
         ledger.abandon(device)
+
+
+def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
+    """`pool`, or a new one of `max_bytes` on `device`, as `PinnedPool` takes both. With a pool, a device of None is the pool's.
+
+    Raises `ValueError` for a pool of another device.
+    """
+    if pool is None:
+        return PinnedPool(max_bytes=max_bytes, device=device)
+    wanted = pool.device if device is None else resolve_device(device)
+    if wanted is not pool.device:
+        raise ValueError(f"pool: expected one of {wanted.name}, got one of {pool.device.name}; pass device=pool.device")
+    return pool

@@ -17,7 +17,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
 from chameleon_mm.executor import executor as executor_module
 from chameleon_mm.executor.meter import Meter
-from chameleon_mm.transfer import Transfer
+from chameleon_mm.transfer import Thresholds, Transfer
 from chameleon_mm.units import KIB
 
 pytestmark = [
@@ -61,6 +61,8 @@ SITES: dict[str, tuple[type, str]] = {
     "free": (SimStream, "free"),
     "pack": (SimStream, "pack"),
     "unpack": (SimStream, "unpack"),
+    "encode": (SimStream, "encode"),
+    "decode": (SimStream, "decode"),
 }
 """Every call that the swap path makes of a device. Events are recorded after copies: those fail with the copy under way."""
 
@@ -84,16 +86,24 @@ SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.1, d2h_gbps=0.1, duple
 """So slow that small storages wait for each other, and travel together."""
 
 
+THRESHOLDS = {"plain": None, "packed": None, "encoded": Thresholds.direct()}
+"""By mode: each storage for itself; several together, over a slow link; in a codec's shorter form."""
+
+
 class Trainer:
     """A small step that swaps out, reclaims, prefetches and swaps in on demand, with a graph that is dropped besides."""
 
-    def __init__(self, *, packs: bool) -> None:
-        self.device = cm.SimDevice(SLOW_LINK if packs else "h200", hbm_bytes="1GiB")
+    def __init__(self, mode: str) -> None:
+        self.device = cm.SimDevice(SLOW_LINK if mode == "packed" else "h200", hbm_bytes="1GiB")
         with self.device.compute():
             torch.manual_seed(0)
-            self.x = torch.randn(32, 33, requires_grad=True)
+            dtype = torch.bfloat16 if mode == "encoded" else torch.float32
+            self.x = torch.randn(32, 33, dtype=dtype, requires_grad=True)
             budget = self.device.allocated_bytes() + 64 * 1024
-        self.session = cm.SwapSession(hbm_budget=budget, host_budget="1MiB", device=self.device, min_bytes=0)
+        codecs = ("all",) if mode == "encoded" else ()
+        self.session = cm.SwapSession(
+            hbm_budget=budget, host_budget="1MiB", device=self.device, min_bytes=0, thresholds=THRESHOLDS[mode], codecs=codecs
+        )
         self.expected = self._gradient()
 
     def _gradient(self) -> Tensor:
@@ -112,10 +122,10 @@ class Trainer:
             return torch.equal(self._gradient(), self.expected)
 
 
-def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, *, packs: bool) -> bool:
+def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, mode: str) -> bool:
     """One run with the N-th call failing. Returns whether there was an N-th call."""
     monkeypatch.setattr(executor_module, "CARRIER_BYTES", 8 * KIB)
-    trainer = Trainer(packs=packs)
+    trainer = Trainer(mode)
     with faults_at(site, monkeypatch) as faults, trainer.session:
         faults.fail_at, faults.error = fail_at, error
         for _ in range(2):
@@ -133,13 +143,22 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
     return reached
 
 
+ONLY_IN = {"pack": "packed", "unpack": "packed", "encode": "encoded", "decode": "encoded"}
+QUICK = {"allocation", "copy", *ONLY_IN}
+"""Sites of the two modes besides the plain one that are quick to go through."""
+CASES = [
+    pytest.param(site, mode, marks=() if mode == "plain" or site in QUICK else pytest.mark.slow)
+    for site in SITES
+    for mode in THRESHOLDS
+    if ONLY_IN.get(site, mode) == mode
+]
+
+
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
-@pytest.mark.parametrize(
-    ("site", "packs"), [(site, packs) for site in SITES for packs in (False, True) if packs or site not in ("pack", "unpack")]
-)
-def test_every_single_fault(site: str, packs: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("site", "mode"), CASES)
+def test_every_single_fault(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     injected = 0
-    while attempt(site, error, monkeypatch, injected + 1, packs=packs):
+    while attempt(site, error, monkeypatch, injected + 1, mode):
         injected += 1
     assert injected > 0, "the site was never reached: nothing was tested"
 

@@ -8,8 +8,10 @@ The map holds paths, not modules: the command line lists the themes without impo
 from __future__ import annotations
 
 THEMES: dict[str, str] = {
+    "codec": "chameleon_mm.bench.codec",
     "copy": "chameleon_mm.bench.copy",
     "overlap": "chameleon_mm.bench.overlap",
+    "pack": "chameleon_mm.bench.pack",
     "pinned": "chameleon_mm.bench.pinned",
     "training": "chameleon_mm.bench.training",
 }

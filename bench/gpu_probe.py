@@ -23,15 +23,17 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.bench import gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning, pinned
+from chameleon_mm.bench import codec, gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning, pack, pinned
 from chameleon_mm.bench._environment import environment
-from chameleon_mm.device import resolve_device
+from chameleon_mm.device import Device, resolve_device
 
 Item = Callable[[], dict[str, Any]]
 
 ITEMS: Mapping[str, Item] = {
     "copies_by_engine": gpu_probe_copies.by_engine,
     "copies_by_kernel": gpu_probe_copies.by_kernel,
+    "pack": lambda: _pack(resolve_device("cuda")),
+    "codec": lambda: codec.measure(resolve_device("cuda")).to_dict(),
     "pinning": gpu_probe_pinning.rates,
     "pools": lambda: pinned.measure(resolve_device("cuda")).to_dict(),
     "pinning_beside_gemm": gpu_probe_pinning.beside_gemm,
@@ -40,8 +42,8 @@ ITEMS: Mapping[str, Item] = {
     "oom_retry": gpu_probe_memory.oom_retry,
     "host_pointers": gpu_probe_pinning.host_pointers,
 }
-"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pools` is the theme
-`pinned`, whole: in this record, as the files that one run may leave are taken."""
+"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pack`, `codec` and
+`pools` are the themes `pack`, `codec` and `pinned`, whole: in this record, as the files that one run may leave are taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print_json(data=answers)
     console.print(headline(answers), markup=False)
     return 1 if any("error" in answer for answer in answers.values()) else 0
+
+
+def _pack(device: Device) -> dict[str, Any]:
+    return pack.measure(device, pack.cases(device)).to_dict()
 
 
 def ask(

@@ -49,8 +49,8 @@ PARTS = (
     Part(
         theme="probe",
         command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_probe", "--json", "{json}", "--seconds", "{seconds}"),
-        cap_s=160,
-        least_s=95,
+        cap_s=220,
+        least_s=120,
     ),
 )
 """What runs, in this order. The first says which device there is: without its record nothing else starts."""

@@ -12,19 +12,16 @@ Times of the host are measured on any machine, and waste is counted; the rest ne
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from chameleon_mm.bench import _pinned_operations, _pinned_rates, _pinned_waste
-from chameleon_mm.bench._measure import Figure, Results, Waived, add_output_arguments, environment
+from chameleon_mm.bench._measure import Results, Waived, add_output_arguments, environment
 from chameleon_mm.bench._pinned_traces import trace_names
+from chameleon_mm.bench._report import Bound, Report, median_of, over
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import GIB, MIB, parse_size
@@ -34,90 +31,6 @@ PARTS = ("operations", "waste", "pinning", "copies")
 MAX_FREE_LIST_US, MAX_POOL_US, MAX_GROWTH = 1.5, 5.0, 3.0
 MAX_REPLAY_RATIO, MAX_BEST_FIT_RATIO, MAX_LOCKED_RATIO = 1.05, 1.10, 1.02
 MIN_PINNING_GBPS, MIN_PINNING_RATIO, MAX_COPY_LOSS = 8.0, 3.0, 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """A promise of the pool, and what this run found."""
-
-    name: str
-    limit: float
-    at_most: bool
-    """False: at least."""
-    unit: str
-    found: float | Waived
-    counted: bool
-    """Whether it follows from the code alone, so that missing it is a fault and no accident of the machine."""
-
-    @property
-    def held(self) -> bool | None:
-        """None: not measured here."""
-        if isinstance(self.found, Waived):
-            return None
-        return self.found <= self.limit if self.at_most else self.found >= self.limit
-
-    def to_dict(self) -> dict[str, Any]:
-        found = self.found.to_dict() if isinstance(self.found, Waived) else self.found
-        return {
-            "name": self.name, "limit": self.limit, "at_most": self.at_most, "unit": self.unit,
-            "found": found, "held": self.held, "counted": self.counted,
-        }  # fmt: skip
-
-    def __str__(self) -> str:
-        if isinstance(self.found, Waived):
-            return f"WAIVED    {self.name}: {self.found.reason}"
-        verdict = "held    " if self.held else "NOT HELD"
-        relation = "at most" if self.at_most else "at least"
-        return f"{verdict}  {self.name}: {self.found:.4g} {self.unit}".rstrip() + f", {relation} {self.limit:g}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The tables by part, and the bounds that they decide."""
-
-    header: Mapping[str, Any]
-    tables: Mapping[str, Results]
-    bounds: Sequence[Bound]
-
-    def to_dict(self) -> dict[str, Any]:
-        tables = {
-            part: {key: table.to_dict()[key] for key in ("columns", "rows", "notes")} for part, table in self.tables.items()
-        }
-        return {
-            **self.header,
-            "headline": self.headline,
-            "tables": tables,
-            "bounds": [bound.to_dict() for bound in self.bounds],
-        }
-
-    @property
-    def headline(self) -> str:
-        missed = [bound.name for bound in self.bounds if bound.held is False]
-        held = sum(bound.held is True for bound in self.bounds)
-        text = f"{held} of {len(self.bounds)} bounds held, {len(self.bounds) - held - len(missed)} waived"
-        return text + (f"; NOT held: {', '.join(missed)}" if missed else "")
-
-    @property
-    def failed(self) -> bool:
-        """Whether a bound was missed that no machine can excuse."""
-        return any(bound.held is False and bound.counted for bound in self.bounds)
-
-    def show(self, console: Console) -> None:
-        for part, table in self.tables.items():
-            cells = [cell for row in table.rows for cell in row.cells.values()]
-            if any(isinstance(cell, Figure) for cell in cells):
-                table.show(console)
-            else:
-                reasons = dict.fromkeys(cell.reason for cell in cells if isinstance(cell, Waived))
-                console.print(Text(f"{part}: WAIVED, {'; '.join(reasons)}"))
-            console.print()
-        console.print(Text("bounds", style="bold"))
-        for bound in self.bounds:
-            console.print(Text(str(bound), style="red" if bound.held is False else ""))
-
-    def markdown(self) -> str:
-        parts = [f"### {part}\n\n{table.markdown()}" for part, table in self.tables.items()]
-        return "\n".join([*parts, "### bounds\n", *(f"- {bound}" for bound in self.bounds)]) + "\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,11 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError("--pin: expected at least one byte, got 0")
     with console.status("measuring ..."):
         report = measure(device, parts, traces=traces, live=live, nbytes=nbytes, repeats=args.repeats)
-    report.show(console)
-    for path, text in ((args.json, json.dumps(report.to_dict(), indent=1) + "\n"), (args.markdown, report.markdown())):
-        if path:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text, encoding="utf-8")
+    report.deliver(args, console)
     return int(report.failed)
 
 
@@ -210,11 +119,11 @@ def operation_bounds(table: Results) -> list[Bound]:
         ("pool_event", "PinnedPool with an event", MAX_POOL_US),
     )
     for key, what, limit in ours:
-        first = _median(rows[0].cells[key])
+        first = median_of(rows[0].cells[key])
         bounds.append(_bound(f"{what}, release and allocate, {rows[0].name}", limit, "us", first))
         for row in rows[1:]:
-            later = _median(row.cells[key])
-            growth = later if isinstance(later, Waived) else _over(later, first)
+            later = median_of(row.cells[key])
+            growth = later if isinstance(later, Waived) else over(later, first)
             bounds.append(_bound(f"{what}, {row.name} over {rows[0].name}", MAX_GROWTH, "x", growth))
     return bounds
 
@@ -235,17 +144,17 @@ def waste_bounds(ours: Mapping[tuple[str, str], _pinned_waste.Waste]) -> list[Bo
 
 def pinning_bounds(table: Results) -> list[Bound]:
     cells = {row.name: row.cells for row in table.rows}
-    ours, theirs = (_median(cells[name]["total"]) for name in ("ours, as the pool does", "torch pin_memory"))
+    ours, theirs = (median_of(cells[name]["total"]) for name in ("ours, as the pool does", "torch pin_memory"))
     return [
         _bound("pinning", MIN_PINNING_GBPS, "GB/s", ours, at_most=False),
-        _bound("pinning over torch's", MIN_PINNING_RATIO, "x", _over(ours, theirs), at_most=False),
+        _bound("pinning over torch's", MIN_PINNING_RATIO, "x", over(ours, theirs), at_most=False),
     ]
 
 
 def copy_bounds(table: Results) -> list[Bound]:
     """Judged on the largest copy: the small ones are mostly the call."""
     largest = max(table.rows, key=lambda row: int(row.params["bytes"]))
-    ratio, pending = (_median(largest.cells[key]) for key in ("ratio", "pending"))
+    ratio, pending = (median_of(largest.cells[key]) for key in ("ratio", "pending"))
     return [
         _bound(f"{largest.name} into a block over a torch pinned tensor", 1 - MAX_COPY_LOSS, "x", ratio, at_most=False),
         _bound(f"{largest.name}: the call returns before the copy ends", 1.0, "", pending, at_most=False),
@@ -254,16 +163,6 @@ def copy_bounds(table: Results) -> list[Bound]:
 
 def _bound(name: str, limit: float, unit: str, found: float | Waived, *, at_most: bool = True, counted: bool = False) -> Bound:
     return Bound(name=name, limit=limit, unit=unit, found=found, at_most=at_most, counted=counted)
-
-
-def _median(cell: Figure | Waived) -> float | Waived:
-    return cell.median if isinstance(cell, Figure) else cell
-
-
-def _over(a: float | Waived, b: float | Waived) -> float | Waived:
-    if isinstance(a, Waived):
-        return a
-    return b if isinstance(b, Waived) else a / b
 
 
 def _names(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:

@@ -57,8 +57,10 @@ Says what this machine offers: versions, GPU, link, pinned memory, limits, and t
 A part that is missing is a finding, not an error.
 """
 _BENCH = {
+    "codec": "lossless codecs on what a model really saves: share that is exact, ratio, and rates of the kernels",
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
-    "overlap": "compute beside copies: how much each slows the other, and the share of copy time hidden",
+    "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
+    "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
     "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }

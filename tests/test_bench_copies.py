@@ -13,11 +13,14 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench import copy, overlap
+from chameleon_mm.bench._overlap_latency import Reload, percentile
+from chameleon_mm.bench._overlap_packing import PROGRAMS, WAYS
+from chameleon_mm.bench._overlap_work import Sample, Sizes
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB
 
-SMALL = overlap.Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
+SMALL = Sizes(gemm=640, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=MIB, target_us=100)
 
 
 def run(module: ModuleType, *arguments: str) -> int:
@@ -108,14 +111,68 @@ def test_overlap_covers_both_loops_and_all_ways(sim: SimDevice) -> None:
 
 
 def test_a_device_that_overlaps_nothing_hides_nothing() -> None:
-    sample = overlap.Sample
     rounds = {
-        "compute": [sample(100.0, 100.0)], "copies": [sample(50.0, 0.0)],
-        "serial": [sample(150.0, 100.0)], "together": [sample(150.0, 125.0)],
+        "compute": [Sample(100.0, 100.0)], "copies": [Sample(50.0, 0.0)],
+        "serial": [Sample(150.0, 100.0)], "together": [Sample(150.0, 125.0)],
     }  # fmt: skip
     cells = overlap.derive(SimDevice(), rounds)
     hidden, slowdown = cells["simulated_hidden"].to_dict(), cells["simulated_slowdown"].to_dict()
     assert (hidden["median"], slowdown["median"]) == (0.0, 1.25)
+
+
+# --- a link that never pauses, pack kernels, and urgent copies
+
+
+@pytest.fixture(scope="module")
+def tables() -> dict[str, Any]:
+    """Every table of one small run."""
+    reload = Reload(nbytes=128 * MIB, block_bytes=64 * MIB, urgent_bytes=64 * KIB, every_us=100)
+    report = overlap.measure_all(SimDevice(), SMALL, repeats=1, reload=reload).to_dict()
+    assert all(bound["held"] is None for bound in report["bounds"])
+    assert report["simulated"] is True
+    return {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in report["tables"].items()}
+
+
+def test_every_table_has_its_rows(tables: dict[str, Any]) -> None:
+    assert {part: list(rows) for part, rows in tables.items()} == {
+        "hidden": [f"{work}, {ways}" for work in ("gemm", "mul") for ways in WAYS],
+        "saturated": [f"gemm, {ways}" for ways in WAYS],
+        "packing": ["gemm, packing"],
+        "urgent": ["Transfer", "one stream", "own stream"],
+    }
+    for table in tables.values():
+        for cells in table.values():
+            assert all(("waived" in cell) == (not key.startswith("simulated_")) for key, cell in cells.items())
+
+
+def test_a_simulated_link_that_never_pauses_costs_the_host_alone(tables: dict[str, Any]) -> None:
+    for cells in tables["saturated"].values():
+        assert 1.0 <= cells["simulated_slowdown"]["median"] < 1.25
+        assert 0.9 < cells["simulated_kept"]["median"] <= 1.0
+        assert cells["simulated_gbps"]["median"] > 30
+
+
+def test_an_urgent_copy_waits_for_two_pieces_and_not_for_the_reload(tables: dict[str, Any]) -> None:
+    spec = SimDevice().spec
+    two_pieces_us, reload_us = (nbytes / (spec.h2d_gbps * 1e3) for nbytes in (2 * 32 * MIB, 128 * MIB))
+    ours, one, own = (tables["urgent"][name] for name in ("Transfer", "one stream", "own stream"))
+    assert ours["simulated_most"]["median"] < 1.05 * two_pieces_us
+    assert one["simulated_most"]["median"] > 0.9 * reload_us
+    assert own == one  # an engine is one queue, whichever stream a copy came from
+    for cells in (ours, one, own):
+        assert cells["simulated_median"]["median"] <= cells["simulated_p99"]["median"] <= cells["simulated_most"]["median"]
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (1.0, 100.0)])
+def test_a_percentile_is_one_of_the_values(share: float, value: float) -> None:
+    assert percentile([float(i) for i in range(100, 0, -1)], share) == value
+
+
+@pytest.mark.gpu
+def test_real_packing_is_measured_for_each_number_of_programs() -> None:
+    report = overlap.measure_all(resolve_device("cuda"), SMALL, repeats=1)
+    assert [row.name for row in report.tables["packing"].rows] == [f"gemm, {n} programs" for n in PROGRAMS]
+    assert all(bound.held is not None for bound in report.bounds)
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from chameleon_mm.bench._pinned_allocators import AddressesOnly, ListBestFit, Si
 from chameleon_mm.bench._pinned_models import GPT, GPTShape, MoE, MoEShape
 from chameleon_mm.bench._pinned_record import Recorder, record, routing
 from chameleon_mm.bench._pinned_traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
+from chameleon_mm.bench._report import Bound, Report
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pinned import PinnedPool
@@ -356,14 +357,14 @@ def test_times_are_judged_at_the_smallest_number_of_live_blocks_and_their_growth
 
 
 def test_a_missed_time_is_told_and_a_missed_count_fails() -> None:
-    slow = pinned.Bound(name="slow", limit=1.0, at_most=True, unit="us", found=2.0, counted=False)
-    wasteful = pinned.Bound(name="wasteful", limit=1.0, at_most=True, unit="", found=1.5, counted=True)
-    waived = pinned.Bound(name="rate", limit=8.0, at_most=False, unit="GB/s", found=Waived("no GPU"), counted=False)
-    fast = pinned.Bound(name="fast", limit=8.0, at_most=False, unit="GB/s", found=9.0, counted=False)
+    slow = Bound(name="slow", limit=1.0, at_most=True, unit="us", found=2.0, counted=False)
+    wasteful = Bound(name="wasteful", limit=1.0, at_most=True, unit="", found=1.5, counted=True)
+    waived = Bound(name="rate", limit=8.0, at_most=False, unit="GB/s", found=Waived("no GPU"), counted=False)
+    fast = Bound(name="fast", limit=8.0, at_most=False, unit="GB/s", found=9.0, counted=False)
     assert [bound.held for bound in (slow, wasteful, waived, fast)] == [False, False, None, True]
-    told = pinned.Report(header={}, tables={}, bounds=[slow, waived, fast])
+    told = Report(header={}, tables={}, bounds=[slow, waived, fast])
     assert (told.failed, told.headline) == (False, "1 of 3 bounds held, 1 waived; NOT held: slow")
-    assert pinned.Report(header={}, tables={}, bounds=[wasteful]).failed
+    assert Report(header={}, tables={}, bounds=[wasteful]).failed
     assert [str(bound) for bound in (slow, waived, fast)] == [
         "NOT HELD  slow: 2 us, at most 1",
         "WAIVED    rate: no GPU",

@@ -1,0 +1,182 @@
+"""The two sides of an overlap: operators on the compute stream, and traffic on streams of its own.
+
+    traffic = Copier(device, buffers, chunk_bytes)        # or Packs, of _overlap_packing.py
+    beside = Beside(traffic, operator, count, ("h2d",), units)
+    interleave(beside.peers())          # compute alone | traffic alone | serial: compute, then traffic | together
+
+Traffic comes in units, a copy or a launch, which are spread over the operators: all first would leave compute waiting for the
+host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.bench._buffers import Buffers
+from chameleon_mm.bench._measure import timed_us
+from chameleon_mm.device.protocols import Device, Event, Stream
+
+_RING = 4  # chunks of pinned memory that copies rotate among, so that no single one sits in the processor's cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large the work is."""
+
+    gemm: int
+    """Side of the square matrices."""
+    stream_elements: int
+    """Elements of each of the three tensors of the memory-bound loop."""
+    dtype: torch.dtype
+    chunk_bytes: int
+    """Size of one copy."""
+    target_us: float
+    """How long the compute alone should take: the number of operators follows."""
+
+
+class Sample(NamedTuple):
+    """One run: until everything was done, until the compute was, and until what ran beside it was."""
+
+    total_us: float
+    compute_us: float
+    traffic_us: float = 0.0
+
+
+class Traffic(ABC):
+    """What runs beside compute: units on named streams of its own."""
+
+    def __init__(self, device: Device, streams: dict[str, Stream]) -> None:
+        self.device = device
+        self.streams = streams
+
+    @abstractmethod
+    def issue_one(self, name: str, turn: int) -> None:
+        """Enqueue a unit, the `turn`-th, on stream `name`."""
+
+    def issue(self, names: Sequence[str], turn: int) -> None:
+        """A unit on each of the streams `names`."""
+        for name in names:
+            self.issue_one(name, turn)
+
+    def start(self, names: Sequence[str], after: Event) -> None:
+        """Let no unit begin before `after`."""
+        for name in names:
+            self.streams[name].wait(after)
+
+    def finish(self, names: Sequence[str], start: Event, compute_end: Event) -> Sample:
+        """Wait for everything; times from `start`."""
+        ends = [self.streams[name].record(timed=True) for name in names]
+        for end in (*ends, compute_end):
+            end.synchronize()
+        compute_us = compute_end.elapsed_us(start)
+        traffic_us = max([end.elapsed_us(start) for end in ends], default=0.0)
+        return Sample(max(compute_us, traffic_us), compute_us, traffic_us)
+
+    def run(self, names: Sequence[str], units: int) -> Sample:
+        """Units alone."""
+        start = self.device.current_stream().record(timed=True)
+        self.start(names, start)
+        for turn in range(units):
+            self.issue(names, turn)
+        return self.finish(names, start, start)
+
+    def run_us(self, names: Sequence[str], units: int) -> float:
+        """Time until the last of the units alone is done."""
+        return self.run(names, units).total_us
+
+
+class Copier(Traffic):
+    """Copies each way, from and to a ring of pinned memory."""
+
+    def __init__(self, device: Device, buffers: Buffers, chunk_bytes: int) -> None:
+        super().__init__(device, {name: device.new_stream(name) for name in ("h2d", "d2h")})
+        self._hbm = {name: buffers.on_device(chunk_bytes) for name in self.streams}
+        self._ring = {name: buffers.pinned(chunk_bytes * _RING).split(chunk_bytes) for name in self.streams}
+
+    def issue_one(self, name: str, turn: int) -> None:
+        hbm, host = self._hbm[name], self._ring[name][turn % _RING]
+        dst, src = (hbm, host) if name == "h2d" else (host, hbm)
+        self.streams[name].copy(dst, src)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The same compute and the same traffic, alone, in turn and together."""
+
+    traffic: Traffic
+    operator: Callable[[], None]
+    count: int
+    names: tuple[str, ...]
+    units: int
+
+    def peers(self) -> dict[str, Callable[[], Sample]]:
+        return {"compute": self.compute, "copies": self.alone, "serial": self.serial, "together": self.together}
+
+    def compute(self) -> Sample:
+        elapsed = compute_us(self.traffic.device, self.operator, self.count)
+        return Sample(elapsed, elapsed)
+
+    def alone(self) -> Sample:
+        return self.traffic.run(self.names, self.units)
+
+    def serial(self) -> Sample:
+        stream = self.traffic.device.current_stream()
+        start = stream.record(timed=True)
+        for _ in range(self.count):
+            self.operator()
+        computed = stream.record(timed=True)
+        self.traffic.start(self.names, computed)  # not before the compute is done: that is what serial means
+        for turn in range(self.units):
+            self.traffic.issue(self.names, turn)
+        return self.traffic.finish(self.names, start, computed)
+
+    def together(self) -> Sample:
+        stream = self.traffic.device.current_stream()
+        start = stream.record(timed=True)
+        self.traffic.start(self.names, start)
+        turn = 0
+        for done in range(self.count):
+            while turn * self.count <= done * self.units and turn < self.units:
+                self.traffic.issue(self.names, turn)
+                turn += 1
+            self.operator()
+        computed = stream.record(timed=True)
+        for rest in range(turn, self.units):
+            self.traffic.issue(self.names, rest)
+        return self.traffic.finish(self.names, start, computed)
+
+
+def operators(device: Device, sizes: Sizes) -> dict[str, Callable[[], None]]:
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device.torch_device, dtype=sizes.dtype)
+
+    a, b, c = (random(sizes.gemm, sizes.gemm) for _ in range(3))
+    x, y, z = (random(sizes.stream_elements) for _ in range(3))
+
+    def gemm() -> None:
+        torch.mm(a, b, out=c)
+
+    def multiply() -> None:
+        torch.mul(x, y, out=z)
+
+    return {"gemm": gemm, "mul": multiply}
+
+
+def compute_us(device: Device, operator: Callable[[], None], count: int) -> float:
+    def work() -> None:
+        for _ in range(count):
+            operator()
+
+    return timed_us(device.current_stream(), work)
+
+
+def count_for(run_us: Callable[[int], float], target_us: float) -> int:
+    """How many repetitions take about `target_us`, by the time that four of them take once they are warm."""
+    run_us(4)
+    return max(4, round(4 * target_us / run_us(4)))

@@ -1,0 +1,257 @@
+"""Every way to bring many tensors from the device to pinned memory, under one clock.
+
+    with Buffers(device) as buffers:
+        work = Work.of(device, buffers, nbytes, count, layout)      # random bytes, and where each tensor goes
+        for name, way in Ways(device, work).by_name().items():
+            sample = measured(device, work, way)                    # GB/s, host us per tensor
+
+    start = compute.record(); the way; compute waits for it; end = compute.record()       # the same two events for all
+
+Ways that are torch's own run on the current stream, which a GPU's pinned memory makes asynchronous too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.bench._buffers import Buffers
+from chameleon_mm.bench._measure import Waived
+from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
+from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.executor.executor import CARRIER_BYTES
+from chameleon_mm.executor.gather import Part
+from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
+
+Layout = Literal["contiguous", "strided"]
+
+RUN_BYTES = 128
+"""Of a strided tensor's row. Every fourth such run of its storage is its own: the executor gathers the bytes of such views."""
+
+_RUN_OF = 4
+
+COPY_PROGRAMS = 64
+"""Programs of the copy kernel that writes one block to pinned memory: enough to fill the link, half of a large GPU's SMs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Tensors of `nbytes` each on the device, and flat pinned memory for each of them."""
+
+    nbytes: int
+    tensors: list[Tensor]
+    """(nbytes,) uint8, or (nbytes / 128, 128) uint8 of strides (512, 1)."""
+    layout: Layout
+    host: Tensor
+    """(count * nbytes,) uint8, pinned: tensor i goes to byte i * nbytes."""
+    staging: Tensor
+    """As large, on the device."""
+
+    @classmethod
+    def of(cls, device: Device, buffers: Buffers, nbytes: int, count: int, layout: Layout) -> Work:
+        """Memory from `buffers`. `nbytes` is a multiple of 512, so that packed tensors lie side by side."""
+        if layout == "contiguous":
+            tensors = list(buffers.on_device(nbytes * count).split(nbytes))
+        else:
+            whole = buffers.on_device(nbytes * count * _RUN_OF)
+            rows = nbytes // RUN_BYTES
+            with device.compute():
+                tensors = [part.view(rows, _RUN_OF * RUN_BYTES)[:, :RUN_BYTES] for part in whole.split(nbytes * _RUN_OF)]
+        return cls(
+            nbytes=nbytes, tensors=tensors, layout=layout,
+            host=buffers.pinned(nbytes * count), staging=buffers.on_device(nbytes * count),
+        )  # fmt: skip
+
+    @property
+    def places(self) -> list[Tensor]:
+        """Where each tensor goes, (nbytes,) uint8."""
+        return list(self.host.split(self.nbytes))
+
+    @property
+    def expected(self) -> Tensor:
+        """What `host` must hold afterwards, in memory of its own."""
+        return torch.cat([t.reshape(-1) for t in self.tensors]).cpu()
+
+
+class Sample(NamedTuple):
+    """One run of a way."""
+
+    gbps: float
+    """1e9 bytes a second, from when the first could begin until the last has arrived."""
+    host_us: float
+    """Host time per tensor, until all was handed over; what is spent waiting for the link to take more is left out."""
+
+
+Way = Callable[[Event], float]
+"""Enqueues all copies, none before the event, and orders the current stream after them. Returns what it took the host in us."""
+
+
+def measured(device: Device, work: Work, way: Way) -> Sample:
+    """Run `way` once. The device is idle before and after."""
+    device.synchronize()
+    compute = device.current_stream()
+    start = compute.record(timed=True)
+    host_us = way(start)
+    end = compute.record(timed=True)
+    device.synchronize()
+    count = len(work.tensors)
+    return Sample(work.nbytes * count / (end.elapsed_us(start) * 1e3), host_us / count)
+
+
+def is_exact(device: Device, work: Work, way: Way, expected: Tensor) -> bool:
+    """Whether `way` brings `work.expected` across: a rate of a wrong copy is no rate."""
+    work.host.zero_()
+    measured(device, work, way)
+    return torch.equal(work.host, expected)
+
+
+NAMES: Mapping[str, tuple[str, str]] = {
+    "ours": (
+        "ours",
+        "as the executor: what Thresholds() says for the size (strided: gathered one by one first), through Transfer's queue",
+    ),
+    "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
+    "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
+    "foreach": ("foreach", "torch._foreach_copy_"),
+    "cat": ("cat", "torch.cat into device memory, one copy"),
+    "batch": ("batch", "Stream.copy_batch: cudaMemcpyBatchAsync where the driver and CUDA's bindings have it, else copies"),
+    "zero": ("zero-copy", "a kernel that writes to pinned memory itself: pack, or copy_bytes for one block"),
+}
+"""Way -> title of its column, and what it does."""
+
+
+class Ways:
+    """All of `NAMES` for one work, with the streams and tables that each keeps from one run to the next."""
+
+    def __init__(self, device: Device, work: Work) -> None:
+        self._device, self._work = device, work
+        self._compute, self._d2h = device.current_stream(), device.new_stream("d2h")
+        self._transfer = Transfer(device)
+        self._offsets = packed_offsets([work.nbytes] * len(work.tensors)).offsets
+
+    def by_name(self) -> dict[str, Way | Waived]:
+        """Each way, or why it cannot be."""
+        table: dict[str, Way | Waived] = {
+            "ours": self._ours, "pack": self._pack, "loop": self._loop, "foreach": self._foreach,
+            "cat": self._cat, "batch": self._batch, "zero": self._zero_copy,
+        }  # fmt: skip
+        one, strided = len(self._work.tensors) == 1, self._work.layout == "strided"
+        if strided:
+            table["batch"] = Waived("a batch takes flat buffers")
+        if one:
+            table |= dict.fromkeys(("pack", "cat"), Waived("one block: there is nothing to pack"))
+        if self._device.simulated:
+            beside = Waived("torch's own copies, and kernels by themselves, do not use the simulated link")
+            table |= dict.fromkeys(("foreach", "cat", "zero"), beside)
+            if strided:
+                table |= dict.fromkeys(("pack", "loop"), Waived("the simulator's streams take flat buffers"))
+        return table
+
+    def _ours(self, start: Event) -> float:
+        work, began_us = self._work, self._device.host_us
+        sources = work.tensors
+        with self._device.compute():
+            if work.layout == "strided":
+                # What the executor does with small views: their bytes alone, in memory of their own.
+                parts = [(part, t) for t in sources if (part := Part.of(t)) is not None]
+                sources = [flat_bytes(part.pack(t.untyped_storage())) for part, t in parts]
+            moves = self._carried(sources) if Thresholds().path(work.nbytes) is Path.PACK else self._alone(sources)
+        host_us = self._device.host_us - began_us
+        begun = 0
+        while begun < len(moves):
+            began_us, before = self._device.host_us, (begun, moves[begun].next_byte)
+            self._transfer.pump()
+            while begun < len(moves) and moves[begun].done is not None:
+                begun += 1
+            if begun == len(moves) or (begun, moves[begun].next_byte) != before:
+                host_us += self._device.host_us - began_us  # it handed something over; else it only found the link busy
+        if (done := moves[-1].done) is not None:
+            self._compute.wait(done)  # the lane is a FIFO: the end of the last is the end of all
+        return host_us
+
+    def _carried(self, sources: Sequence[Tensor]) -> list[Move]:
+        """As the executor's carriers: as many as fit one, packed by a kernel, in one move."""
+        work, moves, size = self._work, [], CARRIER_BYTES // self._work.nbytes
+        for first in range(0, len(sources), size):
+            group = sources[first : first + size]
+            offsets, total = packed_offsets([t.numel() for t in group])
+            packed = work.staging[first * work.nbytes :][:total]
+            self._compute.pack(packed, group, offsets)
+            ready = self._compute.record()  # orders the copy after the kernel
+            moves.append(self._transfer.swap_out(work.host[first * work.nbytes :][:total], packed, [ready]))
+        return moves
+
+    def _alone(self, sources: Sequence[Tensor]) -> list[Move]:
+        ready = self._compute.record()  # orders the copies after what wrote their sources
+        return [self._transfer.swap_out(place, t, [ready]) for place, t in zip(self._work.places, sources, strict=True)]
+
+    def _pack(self, start: Event) -> float:
+        work, began_us = self._work, self._device.host_us
+        if work.layout == "contiguous":
+            self._compute.pack(work.staging, work.tensors, self._offsets)
+        else:
+            self._packing(work.staging)
+        self._d2h.wait(self._compute.record())  # orders the copy after the kernel
+        self._d2h.copy(work.host, work.staging)
+        self._compute.wait(self._d2h.record())
+        return self._device.host_us - began_us
+
+    def _loop(self, start: Event) -> float:
+        places, began_us = self._work.places, self._device.host_us
+        if self._device.simulated:
+            self._d2h.wait(start)
+            for place, t in zip(places, self._work.tensors, strict=True):
+                self._d2h.copy(place, t)
+            self._compute.wait(self._d2h.record())
+        else:
+            for place, t in zip(places, self._work.tensors, strict=True):
+                place.view(t.shape).copy_(t, non_blocking=True)
+        return self._device.host_us - began_us
+
+    def _foreach(self, start: Event) -> float:
+        places = [place.view(t.shape) for place, t in zip(self._work.places, self._work.tensors, strict=True)]
+        began_us = self._device.host_us
+        torch._foreach_copy_(places, self._work.tensors, non_blocking=True)
+        return self._device.host_us - began_us
+
+    def _cat(self, start: Event) -> float:
+        work, began_us = self._work, self._device.host_us
+        torch.cat(work.tensors, out=work.staging.view(-1, *work.tensors[0].shape[1:]))
+        work.host.copy_(work.staging, non_blocking=True)
+        return self._device.host_us - began_us
+
+    def _batch(self, start: Event) -> float:
+        pairs = list(zip(self._work.places, self._work.tensors, strict=True))
+        began_us = self._device.host_us
+        self._d2h.wait(start)
+        self._d2h.copy_batch(pairs)  # not on the current stream: the driver takes no batch on the legacy default one
+        self._compute.wait(self._d2h.record())
+        return self._device.host_us - began_us
+
+    def _zero_copy(self, start: Event) -> float:
+        work, began_us = self._work, self._device.host_us
+        if len(work.tensors) > 1:
+            self._packing(work.host)
+        else:
+            self._copying(work.host, work.tensors[0])
+        return self._device.host_us - began_us
+
+    @cached_property
+    def _packing(self) -> Callable[[Tensor], None]:
+        """The kernel by itself: for strided tensors and pinned memory, which `Stream.pack` does not take."""
+        from chameleon_mm.kernels.pack import PackTable, pack
+
+        tensors, table = self._work.tensors, PackTable(self._work.tensors)
+        return lambda out: pack(tensors, out, num_programs=PACK_PROGRAMS, table=table)
+
+    @cached_property
+    def _copying(self) -> Callable[[Tensor, Tensor], None]:
+        from chameleon_mm.kernels.copy import copy_bytes
+
+        return partial(copy_bytes, num_programs=COPY_PROGRAMS)

@@ -212,6 +212,20 @@ def test_small_moves_in_a_row_go_in_one_call_of_at_most_a_piece() -> None:
     assert sent[0][0].done is sent[2][0].done is not sent[3][0].done  # one event for each call
 
 
+@pytest.mark.parametrize(("batch_below_bytes", "calls"), [(0, [10, 10, 9]), (10, [10, 10, 9]), (11, [(10, 10, 9)])])
+def test_what_is_small_is_said_by_the_thresholds(batch_below_bytes: int, calls: list[object]) -> None:
+    streams = {name: HeldStream(name) for name in ("d2h", "h2d")}
+    device = cast(Device, Lanes(streams.__getitem__))
+    transfer = Transfer(device, piece_bytes=PIECE, batch_below_bytes=batch_below_bytes)
+    lane = Held(transfer, streams["d2h"], streams["h2d"])
+    lane.submit(2 * PIECE)  # both places are taken
+    for nbytes in (10, 10, 9):
+        lane.submit(nbytes)
+    for lane.out.ended in range(2, 6):
+        lane.transfer.pump()
+    assert lane.out.log_of("copy") == [PIECE, PIECE, *calls]
+
+
 def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
     lane = held()
     lane.submit(2 * PIECE)

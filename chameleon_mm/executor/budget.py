@@ -180,4 +180,3 @@ class BudgetGuard:
             saved.swap_out()
         if saved.place is Place.RESIDENT:
             saved.swap_out(pageable=True)
-            self._meter.totals.pageable_swap_outs += 1

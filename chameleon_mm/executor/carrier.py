@@ -1,6 +1,6 @@
 """Small saved storages that travel together: one kernel packs them side by side, one block and one copy each way carry them.
 
-    carrier = Carrier.of(members, compute, tools, epoch)     # packed on compute; the members' own memory goes at once
+    carrier = Carrier(members, compute, tools, epoch=...)    # packed on compute; the members' own memory goes at once
     carrier.swap_out() ...                                   # a saved storage like any other
     carrier.unpack_members(waiting, packed, compute)         # all members that are still wanted, by one kernel
     member retires -> carrier.leave(member)                  # its last member takes it along

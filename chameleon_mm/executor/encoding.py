@@ -19,13 +19,11 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.units import round_up
 
 if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
-
-CODEC_ALIGN_BYTES = 16
-"""What codecs ask of both their buffers."""
 
 _STATUS_BYTES = 4
 
@@ -39,8 +37,8 @@ class Encoding:
         self.codec = codec
         self.dtype = dtype
         self._encoded_bytes = codec.encoded_bytes(raw_bytes)
-        self._status_at = round_up(self._encoded_bytes, CODEC_ALIGN_BYTES)
-        self.nbytes = self._status_at + CODEC_ALIGN_BYTES
+        self._status_at = round_up(self._encoded_bytes, UNIT_BYTES)
+        self.nbytes = self._status_at + UNIT_BYTES
         """What crosses, and lies on the host."""
 
     def encode(self, raw: torch.UntypedStorage, buffer: Tensor, compute: Stream) -> None:

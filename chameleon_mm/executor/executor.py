@@ -28,12 +28,13 @@ from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
-from chameleon_mm.executor.encoding import CODEC_ALIGN_BYTES, Encoding
+from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools, claim_key
 from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.transfer import Path, Thresholds, Transfer
@@ -93,7 +94,7 @@ class Executor:
         self._codecs = codecs
         self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._protected = protected
-        self._transfer = Transfer(device)
+        self._transfer = Transfer(device, batch_below_bytes=self._thresholds.batch_below_bytes)
         self._streams = ComputeStreams()
         self._streams.note(device.current_stream())
         self._tools = Tools(pool, self._transfer, self.meter, verify, self._streams)
@@ -113,11 +114,13 @@ class Executor:
         self._dropped: deque[SavedStorage] = deque()
         self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
         self._claims: dict[Hashable, weakref.ref[Claim]] = {}
-        self._parts: dict[int, list[SavedStorage]] = {}
+        self._parts: dict[int, list[Part]] = {}
         """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
         self._live: dict[tuple[int, int], SavedStorage] = {}
         self._small: list[SavedStorage] = []
         """Too small to travel alone: waiting until there are enough of them for a carrier."""
+        self._small_bytes = 0
+        """Of all of them: kept, because every hook asks."""
         self._carriers: set[Carrier] = set()
         self._epoch = 0
         self._next_index = 0
@@ -197,10 +200,11 @@ class Executor:
 
     def begin_step(self, *, timed: bool) -> None:
         """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device."""
-        self._in_step = True
         if self._forked or self.device.capturing():
+            self._in_step = True
             return
         with self._entered():
+            self._in_step = True
             self._begin_epoch()
             self.meter.begin_step(self.device.current_stream(), timed=timed)
 
@@ -213,6 +217,7 @@ class Executor:
             self._advance(look=False)
             self._guard.reclaim.flush(lambda: False)
             self._small = [saved for saved in self._small if saved.place is Place.RESIDENT]
+            self._small_bytes = sum(saved.nbytes for saved in self._small)
             self._in_step = False
             self._learn(completed=completed)
             self.meter.end_step()
@@ -277,7 +282,7 @@ class Executor:
             if claim is not None and claim() is None:
                 del self._claims[saved.key]
             if saved.part is not None:
-                self._forget_part(saved)
+                self._forget_part(saved.storage_id, saved.part)
             carrier = saved.carrier
             try:
                 saved.retire()
@@ -318,7 +323,7 @@ class Executor:
 
     def _advance(self, *, look: bool) -> None:
         self._swap_out_finished()
-        if self._small and (sum(s.nbytes for s in self._small) >= CARRIER_BYTES or self._transfer.out_is_idle()):
+        if self._small and (self._small_bytes >= CARRIER_BYTES or self._transfer.out_is_idle()):
             self._pack_small()
         self._transfer.pump()
         self._guard.reclaim.sweep()
@@ -346,6 +351,7 @@ class Executor:
                 self._send_out(saved)
             else:  # also where STAY is advised: the rule was told to move it
                 self._small.append(saved)
+                self._small_bytes += saved.nbytes
 
     def _send_out(self, saved: SavedStorage) -> None:
         """Queue its copy out, and what follows it; where the host takes no more it stays."""
@@ -370,13 +376,12 @@ class Executor:
             if not self._guard.tight_and_unknown:
                 raise
             saved.swap_out(pageable=True)
-            self.meter.totals.pageable_swap_outs += 1
 
     def _encoding_for(self, saved: SavedStorage) -> Encoding | None:
         """In which shorter form it should cross, if the rule asks for one."""
         if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
             return None
-        if saved.device.data_ptr() % CODEC_ALIGN_BYTES:
+        if saved.device.data_ptr() % UNIT_BYTES:
             return None
         dtype, totals = str(saved.dtype), self.meter.totals
         candidates = {codec.name: codec for codec in self._codecs if codec.applies_to(saved.dtype)}
@@ -389,7 +394,7 @@ class Executor:
 
     def _pack_small(self) -> None:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
-        waiting, self._small = self._small, []
+        waiting, self._small, self._small_bytes = self._small, [], 0
         members = [saved for saved in waiting if saved.place is Place.RESIDENT and saved.worth_a_copy]
         if len(members) == 1:  # nothing to share a launch with
             self._send_out(members[0])
@@ -426,7 +431,7 @@ class Executor:
             part = Part.of(t)
             claim = None if part is None else self._claim_on(storage, part, t._version)
             others = self._parts.get(id(storage), ())
-            if not self._rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes_of_part for other in others)):
+            if not self._rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
                 part = None
         if claim is None:
             claim = self._new_claim(t, compute, part)
@@ -451,14 +456,14 @@ class Executor:
         claim = Claim(saved, self._on_claim_end)
         self._claims[saved.key] = weakref.ref(claim)
         if part is not None:
-            self._parts.setdefault(saved.storage_id, []).append(saved)
+            self._parts.setdefault(saved.storage_id, []).append(part)
         return claim
 
-    def _forget_part(self, saved: SavedStorage) -> None:
-        parts = self._parts[saved.storage_id]
-        parts.remove(saved)
+    def _forget_part(self, storage_id: int, part: Part) -> None:
+        parts = self._parts[storage_id]
+        parts.remove(part)
         if not parts:
-            del self._parts[saved.storage_id]
+            del self._parts[storage_id]
 
     def _bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """The storage, on the device, its bytes in place, ready for `compute`."""

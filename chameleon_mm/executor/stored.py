@@ -97,7 +97,6 @@ class SavedStorage:
         self.round = 0
         self._seal = Seal(t, epoch) if tools.verify else None
         self.storage_id = id(storage)
-        self.nbytes_of_part = 0 if part is None else part.nbytes
         self.key = claim_key(storage, part)
         """Under which the executor finds the claim on it."""
         self._saved_on = self._home = home
@@ -150,6 +149,7 @@ class SavedStorage:
         assert self.place is Place.RESIDENT and self.device is not None
         block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes)
         self._send(block, flat_bytes(self.device))
+        self._tools.meter.totals.pageable_swap_outs += pageable
 
     def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
         """As `swap_out`, in a shorter form: a kernel on `current`, which is the current stream, then the copy of its result.

@@ -23,7 +23,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned.free_list import FreeList
 from chameleon_mm.pinned.pending import PendingRanges
-from chameleon_mm.units import GIB, MIB, format_size
+from chameleon_mm.units import GIB, MIB, format_size, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Chunks:
             return max(self._chunk_bytes, size)
         target = min(max(self.reserved_bytes // GROWTH_SHARE, SMALLEST_CHUNK_BYTES), DEFAULT_CHUNK_BYTES)
         # Whole requests, since the next ones are likely to be of this size (layers repeat): nothing is left over at its end.
-        return -(-target // size) * size
+        return round_up(target, size)
 
     def _refusal(self, nbytes: int, size: int, limit: int) -> str:
         units = self.free_list

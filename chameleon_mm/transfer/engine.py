@@ -9,22 +9,41 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.transfer.lane import OUTSTANDING, PIECE_BYTES, Lane, Move
+from chameleon_mm.transfer.route import Thresholds
 
 
 class Transfer:
-    """Both lanes of one device. Thread-safe: forward and backward may run on different threads."""
+    """Both lanes of one device. Thread-safe: forward and backward may run on different threads.
 
-    def __init__(self, device: Device, *, piece_bytes: int = PIECE_BYTES, outstanding: int = OUTSTANDING) -> None:
+    Waiting moves of less than `batch_below_bytes` share one call.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        outstanding: int = OUTSTANDING,
+        batch_below_bytes: int = Thresholds().batch_below_bytes,
+    ) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
-        self._out = Lane(device.new_stream("d2h"), piece_bytes, outstanding, speculative=True, synchronize=device.synchronize)
-        self._in = Lane(device.new_stream("h2d"), piece_bytes, outstanding, speculative=False, synchronize=device.synchronize)
+        lane = partial(
+            Lane,
+            piece_bytes=piece_bytes,
+            outstanding=outstanding,
+            batch_below_bytes=batch_below_bytes,
+            synchronize=device.synchronize,
+        )
+        self._out = lane(device.new_stream("d2h"), speculative=True)
+        self._in = lane(device.new_stream("h2d"), speculative=False)
 
     # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
     # whoever uses it gets eager's error instead of the bytes.

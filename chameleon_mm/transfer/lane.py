@@ -32,10 +32,6 @@ OUTSTANDING = 2
 """Pieces in the engine's queue: one running, one to follow it without a gap."""
 
 
-BATCH_BELOW_BYTES = MIB
-"""Moves up to this size go with others of their kind in one call: one alone takes the driver longer than it takes the link."""
-
-
 class Piece(NamedTuple):
     """A part of a timed move, or several small ones, handed over: between its two events lie its copies and nothing else."""
 
@@ -80,12 +76,20 @@ class Lane:
     """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
 
     def __init__(
-        self, stream: Stream, piece_bytes: int, outstanding: int, *, speculative: bool, synchronize: Callable[[], None]
+        self,
+        stream: Stream,
+        piece_bytes: int,
+        outstanding: int,
+        *,
+        batch_below_bytes: int,
+        speculative: bool,
+        synchronize: Callable[[], None],
     ) -> None:
         self.stream = stream
         self._synchronize = synchronize
         self._speculative = speculative
         self._piece_bytes = piece_bytes
+        self._batch_below_bytes = batch_below_bytes
         self._limit = outstanding
         self._queue: deque[Move] = deque()
         self._running: deque[Event] = deque()
@@ -154,7 +158,7 @@ class Lane:
         together, room = [], self._piece_bytes
         for move in self._queue:
             room -= move.nbytes
-            if move.begun or move.nbytes > BATCH_BELOW_BYTES or room < 0:
+            if move.begun or move.nbytes >= self._batch_below_bytes or room < 0:
                 break
             together.append(move)
         return together

@@ -22,15 +22,10 @@ from torch import Tensor
 from chameleon_mm.device.sim.extent import Extent
 from chameleon_mm.device.sim.shadow import Access, Clock, Shadow, join
 from chameleon_mm.errors import SimRaceError
-from chameleon_mm.units import format_size
+from chameleon_mm.units import format_size, round_up
 
 ROUND_BYTES = 512
 """The caching allocator's rounding: what `memory_allocated` counts for a block."""
-
-
-def round_up(nbytes: int) -> int:
-    """Bytes counted for a block of `nbytes`."""
-    return (nbytes + ROUND_BYTES - 1) // ROUND_BYTES * ROUND_BYTES
 
 
 def plain_bytes(nbytes: int) -> Tensor:
@@ -136,7 +131,7 @@ class Ledger:
             if buffer.nbytes != nbytes and buffer.ref() is storage:
                 self._resized(buffer, nbytes)
             return buffer
-        charge = 0 if host else round_up(nbytes)
+        charge = 0 if host else round_up(nbytes, ROUND_BYTES)
         self.make_room(charge)
         key = id(storage)
         self._serial += 1
@@ -199,7 +194,7 @@ class Ledger:
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
         """A storage has another size than when it was last seen: its old block went back to its owner, it has a new one."""
-        charge = 0 if buffer.host else round_up(nbytes)
+        charge = 0 if buffer.host else round_up(nbytes, ROUND_BYTES)
         self.make_room(max(0, charge - buffer.charged_bytes))
         if not buffer.host and buffer.shadow.foreign_to(buffer.owner):
             self._check_reuse(buffer, self._clocks_of(buffer.owner))

@@ -1,17 +1,13 @@
-"""What moves and when, as pure arithmetic: no torch, no device.
+"""What moves where no plan says so, and how much device memory swapping may use.
 
 rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
 rule.gathers(facts, ...)              -> whether a small view goes without the rest of its storage
-headroom.need(position)               -> bytes to leave free until the next look at memory, from the previous step
-order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from itertools import islice
-from math import ceil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 
 from chameleon_mm.units import MIB
 
@@ -105,86 +101,3 @@ class Limits:
             nbytes = getattr(self, knob.name)
             if nbytes is not None and nbytes < 0:
                 raise ValueError(f"{knob.name}: expected 0 bytes or more, or None for no such limit, got {nbytes}")
-
-
-class Headroom:
-    """How far allocation climbs between two looks at memory, learned from the previous step.
-
-    Position k is the k-th look of a step. The growth of the allocation odometer from look k to look k+1 bounds the peak in
-    between: nothing that was allocated and freed again is missed. In the first step, after one that did not end, and beyond the
-    last look of the previous one there is no answer (None): the caller then keeps as much free as it can.
-
-    A climb beyond what was foreseen says that this step is larger, a longer batch say: all later answers of the step grow in
-    the same proportion. Where nothing at all was foreseen there is no proportion, and no answer for the rest of the step.
-    """
-
-    WINDOW = 2
-    """Neighbours on each side that count too, so that a sequence shifted by a look or two is still covered."""
-
-    def __init__(self) -> None:
-        self._known: list[int] = []
-        self._growing: list[int] = []
-        self._scale: float | None = 1.0
-        """How many times larger than the previous step this one is, as far as it went."""
-
-    def record(self, growth_bytes: int) -> None:
-        """The growth since the previous look of this step; at its end, since the last one."""
-        foreseen = self.need()
-        if foreseen is not None and self._scale is not None and growth_bytes > foreseen:
-            self._scale = self._scale * growth_bytes / foreseen if foreseen else None
-        self._growing.append(growth_bytes)
-
-    @property
-    def position(self) -> int:
-        """Which look of the step this is, from 0."""
-        return len(self._growing)
-
-    def need(self, ahead: int = 0) -> int | None:
-        """Bytes to leave free until the next look, or the most until any of the next `ahead` looks."""
-        position = self.position
-        if self._scale is None or position >= len(self._known):
-            return None
-        return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
-
-    def end_step(self) -> None:
-        """The step is over: the next one is expected to be like it."""
-        self._known, self._growing, self._scale = self._growing, [], 1.0
-
-    def forget(self) -> None:
-        """The step did not end as it began (an exception): learn nothing from it."""
-        self._growing = []
-        self.end_step()
-
-
-@dataclass(slots=True)
-class UseOrder:
-    """In which order backward asks for what forward saved: as the previous step did; the first time, last saved first."""
-
-    _learned: list[int] = field(default_factory=list)
-    _position: dict[int, int] = field(default_factory=dict)
-    _current: dict[int, None] = field(default_factory=dict)
-
-    def used(self, index: int) -> None:
-        """Storage number `index` of this step is used now."""
-        self._current.setdefault(index)
-
-    def upcoming(self, index: int, at_most: int) -> Iterator[int]:
-        """Numbers of the storages likely to be used after `index`, soonest first."""
-        place = self._position.get(index)
-        if place is None:
-            return iter(range(index - 1, max(-1, index - 1 - at_most), -1))
-        return islice(self._learned, place + 1, place + 1 + at_most)
-
-    def rank(self, index: int) -> int:
-        """Where `index` stands in the expected order: higher is later. Not seen before: sooner than what was."""
-        return self._position.get(index, -index)
-
-    def forget(self) -> None:
-        """The step did not end as it began: what it used teaches nothing."""
-        self._current = {}
-
-    def end_step(self) -> None:
-        """The step is over: the next one is expected to use what it saves in the same order."""
-        self._learned = list(self._current)
-        self._position = {index: place for place, index in enumerate(self._learned)}
-        self._current = {}

@@ -1,0 +1,80 @@
+"""What a step is to move, and at which of its hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
+
+At one hook, in this order:
+    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped
+    2. copies out whose `out_at` it is are queued, in the plan's order
+    3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it
+    4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class ActionKind(enum.Enum):
+    """What becomes of a candidate between its last use in forward and its first in backward."""
+
+    SWAP = "swap"
+    """It crosses the link as it is."""
+    ENCODE = "encode"
+    """It crosses in a codec's shorter form."""
+    RECOMPUTE = "recompute"
+    """It is dropped and made again. No executor of ours does it yet; plans of it are for comparison."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One candidate's way. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order."""
+
+    tensor: int
+    """Its number in the trace."""
+    nbytes: int
+    """How many of its bytes move: its last ones. The rest, if any, stays on the device, in memory of its own."""
+    out_at: int
+    """Hook at which its copy out is queued."""
+    reclaim_at: int
+    """Hook at which compute is made to wait for that copy, and its HBM goes back."""
+    in_at: int
+    """Hook at which its HBM is taken again and the copy back queued: `use_at` at the latest."""
+    use_at: int
+    """Hook of its first use."""
+    kind: ActionKind = ActionKind.SWAP
+    codec: str = ""
+    """Of ENCODE: which."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
+            raise ValueError(
+                f"action for tensor {self.tensor}: expected 0 <= out_at <= reclaim_at <= in_at <= use_at, got {self.out_at}, "
+                f"{self.reclaim_at}, {self.in_at}, {self.use_at}"
+            )
+        if self.nbytes < 1:
+            raise ValueError(f"action for tensor {self.tensor}: expected 1 byte or more to move, got {self.nbytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapPlan:
+    """The actions for one step, and what they are expected to come to. No actions: nothing moves."""
+
+    fingerprint: int
+    """Of the trace it was made for."""
+    num_hooks: int
+    """Of that trace."""
+    actions: tuple[Action, ...]
+    """In the order in which they are queued, each direction's own: by `out_at`, and by `in_at`."""
+    hbm_budget_bytes: int
+    peak_bytes: int
+    """Of device memory, as `simulate` has it."""
+    host_bytes: int
+    """Of pinned memory at the most."""
+    step_us: float
+    """As `simulate` has it."""
+    stall_us: float
+    """Of `step_us`: time in which compute waits for copies."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """One way."""
+        return sum(action.nbytes for action in self.actions)

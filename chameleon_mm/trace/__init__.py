@@ -1,0 +1,9 @@
+"""One training step as data: its operators, its tensors, and what autograd saved and used. No torch here."""
+
+from __future__ import annotations
+
+from chameleon_mm.trace.builder import TraceBuilder
+from chameleon_mm.trace.records import HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord
+from chameleon_mm.trace.trace import NEVER, Trace
+
+__all__ = ["NEVER", "HookRecord", "OpRecord", "StepPhase", "TensorKind", "TensorRecord", "Trace", "TraceBuilder"]

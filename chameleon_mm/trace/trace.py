@@ -1,0 +1,233 @@
+"""One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
+
+    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for
+    trace.op_us, trace.tensor_bytes, trace.hook_tick ...  the columns, for arithmetic
+
+Ticks number what happened, operators and hook calls together, from 0: two things on one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.trace.records import HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord
+
+NEVER = -2
+"""Of a tick or a hook: it did not happen."""
+
+Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+Float64s = NDArray[np.float64]
+UInt64s = NDArray[np.uint64]
+UInt8s = NDArray[np.uint8]
+Bools = NDArray[np.bool_]
+
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trace:
+    """One step. n operators, m storages, k hook calls, n + k ticks. Columns are read-only.
+
+    Raises `ValueError` for columns that contradict each other, timings that are not finite, and a trace that was cut short.
+    """
+
+    device: str
+    """Where it was recorded, as `Device.name` has it."""
+    simulated: bool
+    start_bytes: int
+    """Allocated on the device when the step began, storages that the step never touches included."""
+
+    op_names: tuple[str, ...]
+    """Distinct names; `op_name` points here."""
+    op_name: Int32s
+    op_content: UInt64s
+    op_phase: UInt8s
+    op_us: Float64s
+    op_tick: Int32s
+    read_offsets: Int64s
+    """(n + 1,): operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
+    read_tensors: Int32s
+    write_offsets: Int64s
+    write_tensors: Int32s
+
+    tensor_bytes: Int64s
+    tensor_kind: UInt8s
+    tensor_born: Int32s
+    tensor_released: Int32s
+    tensor_sendable: Int32s
+    tensor_dies: Int32s
+
+    hook_tick: Int32s
+    hook_use: Bools
+    hook_tensor: Int32s
+    hook_feature: UInt64s
+
+    fingerprint: int = 0
+    """Of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
+
+    ops: Sequence[OpRecord] = field(init=False, repr=False)
+    tensors: Sequence[TensorRecord] = field(init=False, repr=False)
+    hooks: Sequence[HookRecord] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check()
+        for column in _COLUMNS:
+            getattr(self, column).flags.writeable = False
+        object.__setattr__(self, "ops", _Records(len(self.op_us), self._op))
+        object.__setattr__(self, "tensors", _Records(len(self.tensor_bytes), self._tensor))
+        object.__setattr__(self, "hooks", _Records(len(self.hook_tick), self._hook))
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.op_us) + len(self.hook_tick)
+
+    @property
+    def duration_us(self) -> float:
+        """Of the step, nothing swapped."""
+        return float(self.op_us.sum())
+
+    def _op(self, i: int) -> OpRecord:
+        return OpRecord(
+            tick=int(self.op_tick[i]),
+            name=self.op_names[self.op_name[i]],
+            content=int(self.op_content[i]),
+            phase=StepPhase(int(self.op_phase[i])),
+            duration_us=float(self.op_us[i]),
+            reads=tuple(self.read_tensors[self.read_offsets[i] : self.read_offsets[i + 1]].tolist()),
+            writes=tuple(self.write_tensors[self.write_offsets[i] : self.write_offsets[i + 1]].tolist()),
+        )
+
+    def _tensor(self, j: int) -> TensorRecord:
+        return TensorRecord(
+            nbytes=int(self.tensor_bytes[j]),
+            kind=TensorKind(int(self.tensor_kind[j])),
+            born=int(self.tensor_born[j]),
+            released=int(self.tensor_released[j]),
+            sendable=int(self.tensor_sendable[j]),
+            dies=int(self.tensor_dies[j]),
+        )
+
+    def _hook(self, k: int) -> HookRecord:
+        return HookRecord(
+            tick=int(self.hook_tick[k]),
+            use=bool(self.hook_use[k]),
+            tensor=int(self.hook_tensor[k]),
+            feature=int(self.hook_feature[k]),
+        )
+
+    def _check(self) -> None:
+        n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)
+        cut = "was the trace cut short? Record the step again"
+        lengths = {"op": n, "tensor": m, "hook": k}
+        for column in _COLUMNS:
+            values, of = getattr(self, column), column.split("_")[0]
+            if of in lengths and len(values) != lengths[of]:
+                raise ValueError(f"trace: expected {lengths[of]} values in {column}, got {len(values)}; {cut}")
+        bad = ~np.isfinite(self.op_us) | (self.op_us < 0)
+        if bad.any():
+            at = int(np.argmax(bad))
+            raise ValueError(
+                f"trace: expected finite times of 0 us or more, got {self.op_us[at]} for operator {at}; record it again"
+            )
+        if not _are_the_ticks(n + k, self.op_tick, self.hook_tick):
+            raise ValueError(
+                f"trace: expected each tick from 0 to {n + k - 1} once and in order in op_tick and hook_tick; {cut}"
+            )
+        for name, offsets, tensors in (
+            ("read", self.read_offsets, self.read_tensors),
+            ("write", self.write_offsets, self.write_tensors),
+        ):
+            whole = len(offsets) == n + 1 and offsets[0] == 0 and offsets[-1] == len(tensors) and _rises(offsets)
+            if not whole or not _within(tensors, 0, m):
+                raise ValueError(
+                    f"trace: expected {name}_offsets to divide {name}_tensors among {n} operators, numbers below {m}; {cut}"
+                )
+        if (self.tensor_bytes < 0).any() or self.start_bytes < 0:
+            raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
+        lives = _within(self.tensor_born, -1, n + k + 1) and _within(self.tensor_dies, -1, n + k + 1)
+        if not lives or (self.tensor_dies < self.tensor_born).any():
+            raise ValueError(f"trace: expected every storage to be born, then to die, within {n + k} ticks; {cut}")
+        if not (_within(self.tensor_released, NEVER, n + k) and _within(self.tensor_sendable, NEVER, k)):
+            raise ValueError(
+                f"trace: expected tensor_released within {n + k} ticks and tensor_sendable within {k} hooks; {cut}"
+            )
+        if not _within(self.hook_tensor, -1, m):
+            raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
+
+
+_COLUMNS = (
+    "op_name",
+    "op_content",
+    "op_phase",
+    "op_us",
+    "op_tick",
+    "read_offsets",
+    "read_tensors",
+    "write_offsets",
+    "write_tensors",
+    "tensor_bytes",
+    "tensor_kind",
+    "tensor_born",
+    "tensor_released",
+    "tensor_sendable",
+    "tensor_dies",
+    "hook_tick",
+    "hook_use",
+    "hook_tensor",
+    "hook_feature",
+)
+
+
+def _are_the_ticks(count: int, *columns: Int32s) -> bool:
+    """Whether every tick below `count` is in one of `columns`, once and in order."""
+    seen = np.zeros(count, np.bool_)
+    for column in columns:
+        if not _within(column, 0, count) or not _rises(column):
+            return False
+        seen[column] = True
+    return bool(seen.all())
+
+
+def _rises(values: Int32s | Int64s) -> bool:
+    """Whether no value is below the one before."""
+    return not bool((values[1:] < values[:-1]).any())
+
+
+def _within(values: Int32s, low: int, high: int) -> bool:
+    """Whether all are from `low` to below `high`."""
+    return len(values) == 0 or bool(values.min() >= low and values.max() < high)
+
+
+class _Records(Sequence[_Record]):
+    """Records of one kind, each made when it is asked for."""
+
+    __slots__ = ("_length", "_make")
+
+    def __init__(self, length: int, make: Callable[[int], _Record]) -> None:
+        self._length = length
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> _Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[_Record]: ...
+
+    def __getitem__(self, index: int | slice) -> _Record | list[_Record]:
+        if isinstance(index, slice):
+            return [self._make(i) for i in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"expected an index within {self._length} records, got {index}")
+        return self._make(index % self._length)
+
+    def __iter__(self) -> Iterator[_Record]:
+        return (self._make(i) for i in range(self._length))

@@ -24,9 +24,9 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.executor.executor import CARRIER_BYTES
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.executor.swap_outs import CARRIER_BYTES
 from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
 
 Layout = Literal["contiguous", "strided"]

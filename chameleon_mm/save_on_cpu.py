@@ -18,7 +18,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, ProtectedStorages
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.units import MIB, parse_size
 
 LEAVING_BYTES = 256 * MIB
@@ -40,7 +40,8 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
     `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the
     device decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator).
     `min_bytes`: smaller storages stay on the device (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
-    `thresholds`: by which way a size travels (None: packed together below 128 KiB, each alone from there on).
+    `thresholds`: by which way a size travels (None: as `chameleon-mm doctor` measured and kept it for this device, else packed
+    together below 128 KiB and each alone from there on).
 
     May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
     entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
@@ -68,7 +69,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             rule=rule,
             limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
             protected=ProtectedStorages(),
-            thresholds=thresholds,
+            thresholds=thresholds or thresholds_for(self.device),
         )
         self._hooks = torch.autograd.graph.saved_tensors_hooks(
             # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.

@@ -28,7 +28,7 @@ from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
-from chameleon_mm.transfer import Thresholds
+from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.units import MIB, format_size, parse_size
 
 DEFAULT_BUDGET_SHARE = 0.9
@@ -66,9 +66,9 @@ class SwapSession:
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move
-    (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB, each alone from there
-    on), and in the shorter form of `codecs`, lossless ones by name, where they hold what there is (none unless named; ("all",)
-    names them all). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the
+    (None: 1 MiB), by the way that `thresholds` says for their size (None: as `chameleon-mm doctor` measured and kept it for
+    this device, else packed together below 128 KiB and each alone from there on), and in the shorter form of `codecs`, lossless
+    ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the
     parameters and buffers that never move, and whose bytes the budget is checked against first. `verify` checksums what goes
     out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
@@ -105,7 +105,7 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
-            thresholds=thresholds,
+            thresholds=thresholds or thresholds_for(self.device),
             codecs=codecs_by_name(codecs),
             verify=verify,
         )

@@ -18,8 +18,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor import executor as executor_module
+from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView, swap_outs
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.stored import Place
 from chameleon_mm.executor.streams import ComputeStreams
@@ -35,12 +34,14 @@ pytestmark = [
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.01, d2h_gbps=0.01, duplex_gbps=0.015)
 SMALL = 8 * KIB
+LARGEST = 12_000
+"""Of what travels packed."""
 CARRIER_BYTES = 64 * KIB
 
 
 @pytest.fixture(autouse=True)
 def _small_carriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "CARRIER_BYTES", CARRIER_BYTES)
+    monkeypatch.setattr(swap_outs, "CARRIER_BYTES", CARRIER_BYTES)
 
 
 @pytest.fixture
@@ -51,7 +52,9 @@ def slow() -> cm.SimDevice:
 class Swapping:
     """An executor over a slow link, with a large storage on its way out, so that small ones have something to wait for."""
 
-    def __init__(self, device: cm.SimDevice, *, limits: Limits | None = None, verify: bool = False) -> None:
+    def __init__(
+        self, device: cm.SimDevice, *, limits: Limits | None = None, verify: bool = False, staging_bytes: int = MIB
+    ) -> None:
         self.device = device
         self.pool = cm.PinnedPool("16MiB", device=device)
         self.executor = Executor(
@@ -60,7 +63,7 @@ class Swapping:
             rule=DefaultRule(min_bytes=1),
             limits=limits or Limits(ahead_bytes=0),
             protected=ProtectedStorages(),
-            thresholds=Thresholds(stay_below_bytes=1),
+            thresholds=Thresholds(stay_below_bytes=1, pack_below_bytes=LARGEST + 1, staging_bytes=staging_bytes),
             verify=verify,
         )
 
@@ -100,7 +103,7 @@ class Swapping:
         self.device.synchronize()
         self.next_op()
         assert self.executor.live_storages == 0
-        assert not self.executor._carriers
+        assert not self.executor._live.carriers
         assert self.pool.stats().num_live == 0
 
 
@@ -352,9 +355,27 @@ def test_without_the_streams_meeting_a_carrier_is_a_race(
 
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["save", "save", "save", "op", "use", "drop", "squeeze", "wait"]), st.integers(1, 12_000)),
+    st.tuples(st.sampled_from(["save", "save", "save", "op", "use", "drop", "squeeze", "wait"]), st.integers(1, LARGEST)),
     max_size=60,
 )
+
+
+def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str, number: int) -> None:
+    """One thing that happens to small storages."""
+    if what == "save":
+        t = torch.randint(0, 256, (number,), dtype=torch.uint8)
+        alive.append((swapping.save(t), t.clone()))
+    elif what == "op":
+        swapping.next_op()
+    elif what == "squeeze":
+        swapping.executor._guard.give_back_all(keep=None)
+    elif what == "wait":
+        swapping.device.synchronize()
+    elif alive and what == "use":
+        handle, expected = alive[number % len(alive)]
+        assert torch.equal(swapping.executor.use(handle), expected)
+    elif alive:
+        del alive[number % len(alive)]
 
 
 @settings(max_examples=40)
@@ -365,23 +386,67 @@ def test_any_life_of_small_storages_is_exact_and_leaves_nothing(actions: list[tu
         swapping = Swapping(device)
         alive: list[tuple[SwappedView, Tensor]] = []
         for what, number in actions:
-            if what == "save":
-                t = torch.randint(0, 256, (number,), dtype=torch.uint8)
-                alive.append((swapping.save(t), t.clone()))
-                del t
-            elif what == "op":
-                swapping.next_op()
-            elif what == "squeeze":
-                swapping.executor._guard.give_back_all(keep=None)
-            elif what == "wait":
-                device.synchronize()
-            elif alive and what == "use":
-                handle, expected = alive[number % len(alive)]
-                assert torch.equal(swapping.executor.use(handle), expected)
-            elif alive:
-                del alive[number % len(alive)]
+            live(swapping, alive, what, number)
         for handle, expected in alive:
             assert torch.equal(swapping.executor.use(handle), expected)
         handle = None  # type: ignore[assignment]  # the loop's last one
         alive.clear()
         swapping.assert_nothing_left()
+
+
+# --- staging is bounded
+
+
+def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow, staging_bytes=128 * KIB)
+        large = swapping.keep_the_link_busy()
+        first, expected = swapping.save_small(8)
+        second, also_expected = swapping.save_small(8)
+        carriers = [first[0].claim.saved.carrier, second[0].claim.saved.carrier]
+        assert [carrier.place for carrier in carriers if carrier is not None] == [Place.LEAVING, Place.LEAVING]
+        before = slow.current_stream().record()
+        third, at_last = swapping.save_small(8)  # 192 KiB in three carriers: one too many
+        assert [carrier.place for carrier in carriers if carrier is not None] == [Place.ON_HOST, Place.LEAVING]
+        after = slow.current_stream().record()
+        assert after.time_us - before.time_us > 64 * KIB / 10  # compute, not the host, waited for that copy: 10 bytes a us
+        swapping.assert_exact(first + second + third, expected + also_expected + at_last)
+        del first, second, third, large, carriers
+        swapping.assert_nothing_left()
+
+
+def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
+    with slow.compute():
+        swapping = Swapping(slow, staging_bytes=64 * KIB)
+        large = swapping.keep_the_link_busy()
+        first, expected = swapping.save_small(8)
+        second, also_expected = swapping.save_small(8)
+        outgoing = second[0].claim.saved.carrier
+        assert outgoing is not None
+        before = outgoing.device
+        assert torch.equal(swapping.executor.use(first[0]), expected[0])
+        assert (before is None, outgoing.device is None) == (False, True)
+        del before
+        swapping.assert_exact(first + second, expected + also_expected)
+        del first, second, large, outgoing
+        swapping.assert_nothing_left()
+
+
+@settings(max_examples=40)
+@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * CARRIER_BYTES))
+def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging_bytes: int) -> None:
+    device = cm.SimDevice(SLOW_LINK)
+    with device.compute():
+        swapping = Swapping(device, staging_bytes=staging_bytes, limits=Limits())
+        alive: list[tuple[SwappedView, Tensor]] = []
+        for what, number in actions:
+            live(swapping, alive, what, number)
+            staged = [carrier for carrier in swapping.executor._live.carriers if carrier.device is not None]
+            assert sum(carrier.nbytes for carrier in staged) <= staging_bytes
+        alive.clear()
+        swapping.assert_nothing_left()
+
+
+def test_staging_too_small_for_a_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"staging_bytes: expected room for two tensors of pack_below_bytes \(131072 each\)"):
+        Thresholds(staging_bytes=100 * KIB)

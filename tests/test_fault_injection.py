@@ -15,7 +15,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
-from chameleon_mm.executor import executor as executor_module
+from chameleon_mm.executor import swap_outs
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.transfer import Thresholds, Transfer
 from chameleon_mm.units import KIB
@@ -124,7 +124,7 @@ class Trainer:
 
 def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, mode: str) -> bool:
     """One run with the N-th call failing. Returns whether there was an N-th call."""
-    monkeypatch.setattr(executor_module, "CARRIER_BYTES", 8 * KIB)
+    monkeypatch.setattr(swap_outs, "CARRIER_BYTES", 8 * KIB)
     trainer = Trainer(mode)
     with faults_at(site, monkeypatch) as faults, trainer.session:
         faults.fail_at, faults.error = fail_at, error

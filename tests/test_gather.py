@@ -197,7 +197,7 @@ def test_many_views_end_in_one_copy_of_all(rows: int, alone: int, device: Device
     handles.clear()
     del handle
     assert swapper.live_storages == 0
-    assert not swapper._parts
+    assert not swapper._claims._parts
 
 
 def test_less_than_is_worth_a_copy_stays_packed(device: Device, pool: cm.PinnedPool) -> None:

@@ -13,6 +13,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import SavedStorage, Tools
+from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.transfer import Transfer
 
@@ -179,7 +180,7 @@ def test_a_flush_gives_back_no_more_than_it_must(sizes: list[int], wanted: int) 
 def leaving(device: Device, pool: cm.PinnedPool, nbytes: int) -> SavedStorage:
     """A storage whose copy out is queued, and which nobody else holds."""
     buffer = device.current_stream().alloc(nbytes)
-    tools = Tools(pool, Transfer(device), Meter())
+    tools = Tools(pool, Transfer(device), Meter(), ComputeStreams(device))
     saved = SavedStorage(buffer, device.current_stream(), tools, epoch=0, index=0)
     saved.swap_out()
     return saved

@@ -13,10 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from chameleon_mm import SwapSession, save_on_cpu
 from chameleon_mm.device import SPECS, CudaDevice, SimDevice
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.transfer import Calibration, CalibrationCache, CurvePoint, Path, Thresholds, calibrate, thresholds_of
+from chameleon_mm.transfer import (
+    Calibration,
+    CalibrationCache,
+    CurvePoint,
+    Path,
+    Thresholds,
+    calibrate,
+    thresholds_for,
+    thresholds_of,
+)
 from chameleon_mm.transfer.calibrate import SIZES_BYTES, busy_gbps
 from chameleon_mm.units import KIB, MIB
 
@@ -320,6 +330,22 @@ def test_by_default_it_is_in_the_user_s_cache_folder(monkeypatch: pytest.MonkeyP
 
 
 # ----------------------------------------------------------------------------------------------------------------- on a GPU
+
+
+def test_sessions_take_what_was_kept_for_their_device(
+    tmp_path: FilePath, measured: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    device = _Real()
+    assert thresholds_for(device) == Thresholds()  # nothing was measured, and nothing is
+    assert not list(tmp_path.rglob("*.json"))
+    mine = dataclasses.replace(measured, thresholds=Thresholds(pack_below_bytes=8 * KIB, batch_below_bytes=64 * KIB))
+    CalibrationCache().store(mine)
+    assert thresholds_for(device) == mine.thresholds
+    assert SwapSession("1GiB", device=device)._executor.thresholds == mine.thresholds
+    assert save_on_cpu(device=device)._executor.thresholds == mine.thresholds
+    given = Thresholds(pack_below_bytes=16 * KIB)
+    assert SwapSession("1GiB", device=device, thresholds=given)._executor.thresholds == given
 
 
 @pytest.mark.gpu

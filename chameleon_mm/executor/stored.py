@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,9 +61,9 @@ class Tools:
     pool: PinnedPool
     transfer: Transfer
     meter: Meter
+    streams: ComputeStreams
     verify: bool = False
     """Checksum what goes out against what comes back."""
-    streams: ComputeStreams = field(default_factory=ComputeStreams)
 
 
 class SavedStorage:

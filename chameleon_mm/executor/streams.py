@@ -1,6 +1,6 @@
 """Which compute streams there are, as far as hooks have seen.
 
-    streams.note(device.current_stream())      # at every save and use of what moves
+    compute = streams.current()                # at every save and use of what moves: the calling thread's
     streams.meet(home)                         # before a saved storage is dropped: everybody's work so far, then anybody's next
 
 A caching allocator gives a dropped block to the stream that allocated it, which need not be the one that saved it, and torch
@@ -10,19 +10,22 @@ owner under a copy, or under a kernel of another stream that still reads it. So 
 
 from __future__ import annotations
 
-from chameleon_mm.device import Stream
+from chameleon_mm.device import Device, Stream
 
 
 class ComputeStreams:
     """The streams on which tensors may have been allocated. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._seen: list[Stream] = []
 
-    def note(self, stream: Stream) -> None:
-        """Hooks run on `stream`."""
+    def current(self) -> Stream:
+        """The calling thread's, which is noted."""
+        stream = self._device.current_stream()
         if stream not in self._seen:
             self._seen.append(stream)
+        return stream
 
     def meet(self, home: Stream) -> None:
         """Order all streams after what each has been given so far. Costs nothing while `home` is the only one."""

@@ -7,7 +7,7 @@ any thread).
 from __future__ import annotations
 
 from chameleon_mm.transfer.calibrate import Calibration, CurvePoint, calibrate, thresholds_of
-from chameleon_mm.transfer.calibration_cache import CalibrationCache
+from chameleon_mm.transfer.calibration_cache import CalibrationCache, thresholds_for
 from chameleon_mm.transfer.engine import Transfer
 from chameleon_mm.transfer.lane import OUTSTANDING, PIECE_BYTES, Lane, Move, Piece
 from chameleon_mm.transfer.route import Path, Thresholds
@@ -25,5 +25,6 @@ __all__ = [
     "Thresholds",
     "Transfer",
     "calibrate",
+    "thresholds_for",
     "thresholds_of",
 ]

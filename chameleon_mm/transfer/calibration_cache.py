@@ -15,6 +15,7 @@ from pathlib import Path
 
 from chameleon_mm.device import Device
 from chameleon_mm.transfer.calibrate import Calibration, calibrate, installed_versions
+from chameleon_mm.transfer.route import Thresholds
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,13 @@ class CalibrationCache:
     def file(self, device: str, driver: str) -> Path:
         """Where the calibration of that device and driver is kept. Raises `RuntimeError` for a user without a home."""
         return self.path.expanduser() / f"calibration-{_slug(device)}-{_slug(driver)}.json"
+
+
+def thresholds_for(device: Device) -> Thresholds:
+    """Those that were measured of `device` on this machine and kept; where none were, the built-in ones. Measures nothing: a
+    machine is measured once, while it is idle, by `chameleon-mm doctor` or `CalibrationCache.get`."""
+    kept = CalibrationCache().load(device)
+    return Thresholds() if kept is None else kept.thresholds
 
 
 def _replace(file: Path, text: str) -> None:

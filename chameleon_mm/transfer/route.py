@@ -6,7 +6,7 @@ thresholds.path(nbytes) -> Path.STAY | PACK | BATCH | DIRECT         # by size, 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from chameleon_mm.units import KIB, MIB
 
@@ -26,7 +26,10 @@ class Path(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Where one path ends and the next begins, in bytes. Raises `ValueError` unless they are in order."""
+    """Where one path ends and the next begins, in bytes, and how much memory packing may take.
+
+    Raises `ValueError` for limits that are not in order, and for less staging than two packed tensors need.
+    """
 
     stay_below_bytes: int = 4 * KIB
     """A page: less is not worth a launch's share, and hardly any memory. Not measured: nothing that is measured tells it."""
@@ -39,15 +42,22 @@ class Thresholds:
     """From here on a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an H200.
     `calibrate` measures it."""
 
+    staging_bytes: int = 64 * MIB
+    """Device memory that packed tensors may take, on their way out and back together: sixteen packs of 4 MiB. Where it is used
+    up, compute is ordered after the oldest pack's copy, whose memory goes, before another is made."""
+
     def __post_init__(self) -> None:
         previous = 0
-        for knob in fields(self):
-            nbytes = getattr(self, knob.name)
+        for name in ("stay_below_bytes", "pack_below_bytes", "batch_below_bytes"):
+            nbytes = getattr(self, name)
             if nbytes < previous:
-                raise ValueError(
-                    f"{knob.name}: expected {previous} bytes or more, as the paths follow each other, got {nbytes}"
-                )
+                raise ValueError(f"{name}: expected {previous} bytes or more, as the paths follow each other, got {nbytes}")
             previous = nbytes
+        if self.staging_bytes < 2 * self.pack_below_bytes:
+            raise ValueError(
+                f"staging_bytes: expected room for two tensors of pack_below_bytes ({self.pack_below_bytes} each), got "
+                f"{self.staging_bytes}; raise it, or lower pack_below_bytes"
+            )
 
     @classmethod
     def direct(cls) -> Thresholds:

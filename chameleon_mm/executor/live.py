@@ -1,0 +1,53 @@
+"""The saved storages that some handle still claims, numbered within the step that saved them.
+
+live.add(saved); live.get(index); live.remove(saved)
+live.begin_epoch()                # a new step: saves are numbered from 0 again
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from chameleon_mm.executor.stored import SavedStorage
+
+if TYPE_CHECKING:
+    from chameleon_mm.executor.carrier import Carrier
+
+
+class LiveStorages:
+    """Not thread-safe: the executor holds its lock."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """The number of the step: of what is saved from now on."""
+        self.next_index = 0
+        """Of the next save in this step."""
+        self.of_epoch = 0
+        """How many storages of this step are live."""
+        self.carriers: set[Carrier] = set()
+        self._storages: dict[tuple[int, int], SavedStorage] = {}
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def add(self, saved: SavedStorage) -> None:
+        """`saved` was made for this step's next index."""
+        self._storages[saved.epoch, saved.index] = saved
+        self.next_index += 1
+        self.of_epoch += 1
+
+    def get(self, index: int) -> SavedStorage | None:
+        """The storage of that number in this step."""
+        return self._storages.get((self.epoch, index))
+
+    def remove(self, saved: SavedStorage) -> None:
+        self._storages.pop((saved.epoch, saved.index), None)
+        self.of_epoch -= saved.epoch == self.epoch
+
+    def all(self) -> list[SavedStorage]:
+        """Carriers too: what holds device memory."""
+        return [*self._storages.values(), *self.carriers]
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.next_index = self.of_epoch = 0

@@ -1,0 +1,63 @@
+"""The device memory in which small storages are packed, on their way out and on their way back: bounded.
+
+    for together in staging.loads(members): ...     # as many as fit one carrier, in their order
+    staging.make_room(nbytes)                       # compute waits for the oldest carrier's copy, and its memory goes
+
+A ring of fixed buffers would hold its memory for ever. These are the caching allocator's blocks: counted in the budget while
+they are there, anybody's afterwards. What a ring bounds is bounded the same: before another carrier is packed, compute is
+ordered after the copies of the oldest ones, and they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from chameleon_mm.device.packing import PACK_ALIGN_BYTES
+from chameleon_mm.executor.carrier import Carrier
+from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.units import round_up
+
+
+class Staging:
+    """Carriers that are on the device, at most `limit_bytes` of them together. Not thread-safe."""
+
+    def __init__(self, live: LiveStorages, *, limit_bytes: int) -> None:
+        self._live = live
+        self._limit_bytes = limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(carrier.nbytes for carrier in self._live.carriers if carrier.device is not None)
+
+    def loads(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
+        """`members` in their order, divided so that each load, packed, takes at most `at_most` bytes and the limit."""
+        most = min(at_most, self._limit_bytes)
+        load: list[SavedStorage] = []
+        end = 0
+        for member in members:
+            end = round_up(end, PACK_ALIGN_BYTES) + member.nbytes
+            if load and end > most:
+                yield load
+                load, end = [], member.nbytes
+            load.append(member)
+        if load:
+            yield load
+
+    def make_room(self, nbytes: int, *, keep: Carrier | None = None) -> bool:
+        """Give back carriers, oldest first and never `keep`, until `nbytes` more fit. Returns whether they do: not where the
+        device refused copies that were to free some."""
+        if self.fits(nbytes):
+            return True
+        for carrier in sorted(self._live.carriers, key=lambda carrier: (carrier.epoch, carrier.index)):
+            if carrier is not keep and carrier.place is Place.LEAVING:
+                carrier.reclaim()
+            elif carrier is not keep and carrier.place in (Place.ARRIVING, Place.RESTORED):
+                carrier.drop_restored()
+            if self.fits(nbytes):
+                return True
+        return False
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` more are within the limit."""
+        return self.used_bytes + nbytes <= self._limit_bytes

@@ -1,0 +1,173 @@
+"""Saved storages on their way out: after the op that saved them is over, each by the way that suits its size.
+
+outs.add(saved)           # RESIDENT: its op may still write it
+outs.send_finished()      # at every hook: gather a small view; alone | encoded | with others in a carrier
+outs.pack_small()         # now, whoever waits for more of its kind: the link is idle, or memory is short
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from chameleon_mm.device.packing import packed_offsets
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.carrier import Carrier
+from chameleon_mm.executor.encoding import Encoding
+from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.staging import Staging
+from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+from chameleon_mm.kernels.arguments import UNIT_BYTES
+from chameleon_mm.policy import CodecRule, DefaultRule
+from chameleon_mm.transfer import Path, Thresholds
+from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from chameleon_mm.kernels.codec import Codec
+
+_log = logging.getLogger(__name__)
+
+CARRIER_BYTES = 4 * MIB
+"""Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
+
+sequence_nr = torch._C._autograd._get_sequence_nr
+"""The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
+
+
+class SwapOuts:
+    """Not thread-safe: the executor holds its lock."""
+
+    def __init__(
+        self,
+        tools: Tools,
+        live: LiveStorages,
+        guard: BudgetGuard,
+        staging: Staging,
+        *,
+        rule: DefaultRule,
+        thresholds: Thresholds,
+        codecs: Sequence[Codec],
+    ) -> None:
+        self._tools = tools
+        self._live = live
+        self._guard = guard
+        self._rule = rule
+        self._thresholds = thresholds
+        self._codecs = codecs
+        self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
+        self._staging = staging
+        self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
+        self._small: list[SavedStorage] = []
+        """Too small to travel alone: waiting until there are enough of them for a carrier."""
+        self._small_bytes = 0
+        """Of all of them: kept, because every hook asks."""
+
+    def add(self, saved: SavedStorage) -> None:
+        """The calling thread saves it now, in an op that has not ended."""
+        self._fresh.append((saved, threading.get_ident(), sequence_nr()))
+
+    def send_finished(self) -> None:
+        """Queue the copies of saves whose op is over: an op may write what it saved until its end. Note [Swap-out]."""
+        if self._fresh:
+            for saved in self._finished():
+                if saved.place is Place.RESIDENT and saved.worth_a_copy:
+                    self._send(saved)
+        if self._small and (self._small_bytes >= CARRIER_BYTES or self._tools.transfer.out_is_idle()):
+            self.pack_small()
+
+    def forget_small(self) -> None:
+        """The step is over: those that went another way wait no more."""
+        self._small = [saved for saved in self._small if saved.place is Place.RESIDENT]
+        self._small_bytes = sum(saved.nbytes for saved in self._small)
+
+    def pack_small(self) -> None:
+        """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
+        waiting, self._small, self._small_bytes = self._small, [], 0
+        members = [saved for saved in waiting if saved.place is Place.RESIDENT and saved.worth_a_copy]
+        for together in self._staging.loads(members, at_most=2 * CARRIER_BYTES):
+            if len(together) == 1:  # nothing to share a launch with
+                self.send_alone(together[0])
+            elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
+                self._pack(together)  # else they stay, one by one within reach of the budget's guard
+
+    def send_alone(self, saved: SavedStorage) -> None:
+        """Queue its copy out, and what follows it; where the host takes no more it stays."""
+        try:
+            self._swap_out(saved)
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            _log.info("kept on the device: %s", str(refusal))
+            self._tools.meter.totals.fallbacks += 1
+        else:
+            self._guard.reclaim.add(saved)
+
+    def _finished(self) -> list[SavedStorage]:
+        """Those whose op is over, as the calling thread can tell of its own."""
+        thread, now = threading.get_ident(), sequence_nr()
+        waiting = [entry for entry in self._fresh if entry[1] != thread or entry[2] >= now]
+        over = [saved for saved, on_thread, number in self._fresh if on_thread == thread and number < now]
+        self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
+        for saved in over:
+            saved.op_is_over = True
+        return over
+
+    def _send(self, saved: SavedStorage) -> None:
+        if saved.part is not None:
+            self._gather(saved)
+        if saved.nbytes < self._rule.min_bytes:
+            return
+        if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
+            self.send_alone(saved)
+        else:  # also where STAY is advised: the rule was told to move it
+            self._small.append(saved)
+            self._small_bytes += saved.nbytes
+
+    def _swap_out(self, saved: SavedStorage) -> None:
+        encoding = self._encoding_for(saved)
+        if encoding is not None:
+            with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
+                saved.swap_out_encoded(encoding, self._tools.streams.current())
+                self._guard.took(encoding.nbytes)
+                return
+        try:
+            saved.swap_out()
+        except HostMemoryExhausted:
+            if not self._guard.tight_and_unknown:
+                raise
+            saved.swap_out(pageable=True)
+
+    def _encoding_for(self, saved: SavedStorage) -> Encoding | None:
+        """In which shorter form it should cross, if the rule asks for one."""
+        if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
+            return None
+        if saved.device.data_ptr() % UNIT_BYTES:
+            return None
+        dtype, totals = str(saved.dtype), self._tools.meter.totals
+        candidates = {codec.name: codec for codec in self._codecs if codec.applies_to(saved.dtype)}
+        name = self._codec_rule.choose(
+            candidates,
+            encoded={name: totals.encoded[name, dtype] for name in candidates},
+            refused={name: totals.refused_by_codec[name, dtype] for name in candidates},
+        )
+        return None if name is None else Encoding(candidates[name], saved.nbytes, saved.dtype)
+
+    def _pack(self, members: Sequence[SavedStorage]) -> None:
+        with suppress(torch.OutOfMemoryError):  # then they stay
+            carrier = Carrier(members, self._tools.streams.current(), self._tools, epoch=self._live.epoch)
+            self._guard.took(carrier.nbytes)
+            self._live.carriers.add(carrier)
+            self._tools.meter.totals.carriers += 1
+            self.send_alone(carrier)
+
+    def _gather(self, saved: SavedStorage) -> None:
+        """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
+        with suppress(torch.OutOfMemoryError):
+            saved.gather(self._tools.streams.current())
+            self._tools.meter.totals.gathers += 1
+            self._guard.took(saved.nbytes)

@@ -45,7 +45,7 @@ format: $(STAMP) ## Format the sources, and fix what lint can fix
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-gpu: ## Tests and benches on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
+gpu: ## Tests, memory checks and benches on a CUDA machine, at most 8 minutes; JSON into OUT (bench/results)
 	@$(PYTHON) -m chameleon_mm.bench.gpu_suite --out "$${OUT:-bench/results}"
 
 gpu-smoke: ## Its first minute: versions, one swapped step, one copy each way

@@ -13,10 +13,11 @@ from html import escape
 
 from chameleon_mm.units import format_size
 
-_WIDTH, _HEIGHT = 640, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 130, 40, 44
+_WIDTH, _HEIGHT = 760, 400
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 124, 56, 60
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777")  # told apart by the colour-blind too
 _STEPS = (1, 2, 5)
+_GREY = "#555"
 
 
 def rates_svg(title: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> str:
@@ -28,33 +29,45 @@ def rates_svg(title: str, curves: Mapping[str, Sequence[tuple[int, float]]]) -> 
     step = _step(max(rate for _, rate in points))
     top = step * math.ceil(max(rate for _, rate in points) / step)
     span = math.log(sizes[-1] / sizes[0]) or 1.0
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x(nbytes: int) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * math.log(nbytes / sizes[0]) / span
+        return _LEFT + (right - _LEFT) * math.log(nbytes / sizes[0]) / span
 
     def y(rate: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * rate / top
+        return bottom - (bottom - _TOP) * rate / top
 
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="20" font-size="14">{escape(title)}</text>',
+        f'<text x="{_LEFT - 48}" y="22" font-size="15">{escape(title)}</text>',
+        f'<text x="{_LEFT - 48}" y="{_TOP - 14}" fill="{_GREY}">GB/s</text>',
+        f'<text x="{(_LEFT + right) / 2}" y="{_HEIGHT - 14}" text-anchor="middle" fill="{_GREY}">size of one tensor</text>',
     ]
     for i in range(round(top / step) + 1):
         at = y(i * step)
-        lines.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
-        lines.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{i * step:g}</text>')
-    lines.append(f'<text x="{_LEFT - 40}" y="{_TOP - 6}">GB/s</text>')
+        lines.append(f'<line x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{i * step:g}</text>')
     for nbytes in sizes:
-        text = format_size(nbytes).replace(".00", "").replace(".0", "")
-        lines.append(f'<text x="{x(nbytes):.1f}" y="{_HEIGHT - _BOTTOM + 18}" text-anchor="middle">{text}</text>')
+        at, text = x(nbytes), format_size(nbytes).replace(".00", "").replace(".0", "")
+        lines.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 5}" stroke="{_GREY}"/>')
+        lines.append(f'<text x="{at:.1f}" y="{bottom + 20}" text-anchor="middle">{text}</text>')
     for i, (name, curve) in enumerate(curves.items()):
-        colour, row = _COLOURS[i % len(_COLOURS)], _TOP + 10 + 18 * i
+        colour, row = _COLOURS[i % len(_COLOURS)], _TOP + 8 + 22 * i
+        # Lines that lie on one another stay visible: each later one is thinner, its points smaller.
+        width = max(1.5, 4.5 - i)
         path = " ".join(f"{x(nbytes):.1f},{y(rate):.1f}" for nbytes, rate in sorted(curve))
-        # Lines that lie on one another stay visible: each later one is thinner.
-        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{max(1.5, 5 - i)}"/>')
-        lines.append(f'<rect x="{_WIDTH - _RIGHT + 12}" y="{row - 8}" width="14" height="4" fill="{colour}"/>')
-        lines.append(f'<text x="{_WIDTH - _RIGHT + 32}" y="{row}">{escape(name)}</text>')
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>')
+        circles = (
+            f'<circle cx="{x(nbytes):.1f}" cy="{y(rate):.1f}" r="{width + 1.5}" fill="{colour}"/>' for nbytes, rate in curve
+        )
+        lines += circles
+        key = right + 16
+        lines.append(
+            f'<line x1="{key}" x2="{key + 22}" y1="{row - 4}" y2="{row - 4}" stroke="{colour}" stroke-width="{width}"/>'
+        )
+        lines.append(f'<circle cx="{key + 11}" cy="{row - 4}" r="{width + 1.5}" fill="{colour}"/>')
+        lines.append(f'<text x="{key + 30}" y="{row}">{escape(name)}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -4,7 +4,7 @@ for work in (matrix products, a memory-bound loop), for ways in (H2D, D2H, both)
     interleave: compute alone | copies alone | serial: compute, then copies | together: both from the same start
     slowdown = compute beside copies / compute alone
     hidden   = (serial - together) / copies alone          # the serial run of the same work, not a constant
-then: matrix products beside copies that never pause, and beside pack kernels        # see _overlap_packing.py
+then: matrix products beside copies that never pause, pack kernels, and both at once  # see _overlap_packing.py
       an urgent copy beside a large reload                                           # see _overlap_latency.py
 
 chameleon-mm bench overlap --json overlap.json
@@ -23,7 +23,7 @@ from chameleon_mm.bench import _overlap_latency
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Cell, Column, Results, add_output_arguments, environment, interleave
 from chameleon_mm.bench._overlap_latency import GPU_RELOAD, SIM_RELOAD, Reload
-from chameleon_mm.bench._overlap_packing import WAYS, beside_its_kind, bounds, packing, saturated
+from chameleon_mm.bench._overlap_packing import WAYS, beside_its_kind, bounds, packed, packing, saturated
 from chameleon_mm.bench._overlap_work import Beside, Copier, Sample, Sizes, compute_us, count_for, operators
 from chameleon_mm.bench._report import Report
 from chameleon_mm.device import resolve_device
@@ -66,17 +66,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def measure_all(device: Device, sizes: Sizes, *, repeats: int = 7, reload: Reload | None = None) -> Report:
-    """Every table, and the bounds on the saturated link."""
+    """Every table, and the bounds on the saturated link, packed copies included."""
     repeats = _repeats(device, repeats)
     tables = {"hidden": measure(device, sizes, repeats=repeats)}
     with Buffers(device) as buffers, device.compute():
         tables["saturated"] = saturated(device, buffers, sizes, repeats=repeats)
     with Buffers(device) as buffers, device.compute():
         tables["packing"] = packing(device, buffers, sizes, repeats=repeats)
+    with Buffers(device) as buffers, device.compute():
+        tables["packed"] = packed(device, buffers, sizes, repeats=repeats)
     with Buffers(device) as buffers:
         reload = reload or (SIM_RELOAD if device.simulated else GPU_RELOAD)
         tables["urgent"] = _overlap_latency.measure(device, buffers, reload, repeats=repeats)
-    return Report(header=environment("overlap", device), tables=tables, bounds=bounds(device, tables["saturated"]))
+    return Report(
+        header=environment("overlap", device), tables=tables, bounds=bounds(device, tables["saturated"], tables["packed"])
+    )
 
 
 def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Results:

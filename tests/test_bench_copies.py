@@ -138,6 +138,7 @@ def test_every_table_has_its_rows(tables: dict[str, Any]) -> None:
         "hidden": [f"{work}, {ways}" for work in ("gemm", "mul") for ways in WAYS],
         "saturated": [f"gemm, {ways}" for ways in WAYS],
         "packing": ["gemm, packing"],
+        "packed": ["gemm, packed D2H"],
         "urgent": ["Transfer", "one stream", "own stream"],
     }
     for table in tables.values():
@@ -150,6 +151,13 @@ def test_a_simulated_link_that_never_pauses_costs_the_host_alone(tables: dict[st
         assert 1.0 <= cells["simulated_slowdown"]["median"] < 1.25
         assert 0.9 < cells["simulated_kept"]["median"] <= 1.0
         assert cells["simulated_gbps"]["median"] > 30
+
+
+def test_packed_copies_are_held_against_plain_ones(tables: dict[str, Any]) -> None:
+    (cells,) = tables["packed"].values()
+    assert 0.3 < cells["simulated_kept"]["median"] <= 1.0  # at these sizes the host's time to pack is what limits
+    assert cells["simulated_slowdown"]["median"] >= 1.0
+    assert cells["simulated_gbps"] == tables["saturated"]["gemm, D2H"]["simulated_gbps"]
 
 
 def test_an_urgent_copy_waits_for_two_pieces_and_not_for_the_reload(tables: dict[str, Any]) -> None:

@@ -119,6 +119,32 @@ def test_a_suite_keeps_going_and_keeps_everything(tmp_path: Path) -> None:
     assert "2 failed" in text
 
 
+def test_memory_checks_are_kept_in_the_suites_own_record(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    found = RECORD | {"headline": "memcheck: no memory errors", "cases": 612}
+    assert run_suite([part("smoke", ""), part("memcheck", "", record=found)], out)[0] == 0
+    assert suite_record(out)["memcheck"] == found
+    assert sorted(path.name for path in out.iterdir()) == sorted(result_name(t, "Fake GPU") for t in ("smoke", "suite"))
+
+
+def test_a_memory_error_fails_the_suite_and_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    found = RECORD | {"headline": "memcheck: 3 memory errors"}
+    code, text = run_suite([part("smoke", ""), part("memcheck", "sys.exit(1)", record=found)], out)
+    assert code == 1
+    assert "memcheck: 3 memory errors" in text
+    assert suite_record(out)["memcheck"] == found
+
+
+def test_a_waived_part_says_so_and_passes(tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    found = RECORD | {"waived": "no such tool", "headline": "WAIVED: no such tool"}
+    code, text = run_suite([part("smoke", ""), part("memcheck", "", record=found)], out)
+    assert code == 0
+    row = next(line for line in text.splitlines() if "memcheck" in line and "WAIVED" in line)
+    assert "waived" in row and "no such tool" in row
+
+
 def test_a_suite_that_passes(tmp_path: Path) -> None:
     out = tmp_path / "results"
     assert run_suite([part("smoke", ""), part("copy", "")], out)[0] == 0
@@ -164,10 +190,13 @@ def test_time_is_kept_for_later_parts() -> None:
 
 
 def test_the_real_parts_fit_the_files_and_the_time() -> None:
-    assert len({made.theme for made in gpu_suite.PARTS}) == len(gpu_suite.PARTS) < gpu_suite.MAX_FILES
+    themes = {made.theme for made in gpu_suite.PARTS}
+    assert len(themes) == len(gpu_suite.PARTS)
+    assert len(themes - gpu_suite.IN_SUITE) < gpu_suite.MAX_FILES
+    assert themes >= gpu_suite.IN_SUITE
     assert gpu_suite.PARTS[0] is gpu_suite.SMOKE
     assert sum(made.least_s for made in gpu_suite.PARTS) <= 8 * 60
-    with pytest.raises(ValueError, match="at most 7 parts"):
+    with pytest.raises(ValueError, match="at most 7 parts with files"):
         gpu_suite.run_suite([gpu_suite.SMOKE] * 8, Path(), 1, ROOT, Console(quiet=True))
 
 

@@ -1,0 +1,159 @@
+"""The program that compute-sanitizer watches: all of its cases are right, and one that goes wrong is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from chameleon_mm.bench import _sanitized_kernels
+from chameleon_mm.bench._sanitized_kernels import Case, batches, cases, check, counts, values
+from chameleon_mm.bench._sanitized_memory import Memory
+from chameleon_mm.kernels import copy, pack, unpack
+from chameleon_mm.kernels.codec import Codec
+from chameleon_mm.kernels.codecs import CODECS
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def test_every_case_is_right_under_the_interpreter(tmp_path: Path) -> None:
+    target = tmp_path / "kernels.json"
+    command = [sys.executable, "-m", "chameleon_mm.bench._sanitized_kernels", "--place", "cpu", "--json", str(target)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(target.read_text(encoding="utf-8")) == {"cases": len(list(cases(CPU))), "wrong": []}
+
+
+def test_each_kernel_has_cases_at_either_end_of_an_allocation() -> None:
+    names = [case.name for case in cases(CPU)]
+    assert len(set(names)) == len(names)
+    for kind in ("copy", "pack", *(codec.name for codec in CODECS)):
+        for edge in ("at the front", "at the end"):
+            assert any(name.startswith(f"{kind}, ") and edge in name for name in names)
+    assert "copy, 17 bytes, (3, 3) off a boundary, at the end, 3 programs" in names
+    assert {0, 1, 15, 16, 17, 1023, 1024, 1025} <= set(counts(next(codec for codec in CODECS if codec.name == "pack12")))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_part_lies_at_an_edge_with_canaries_on_the_other_side(at_end: bool, shift: int) -> None:
+    memory = Memory.random(100, CPU, at_end=at_end, shift=shift)
+    assert (memory.part.data_ptr() - memory.whole.data_ptr()) % 16 == shift
+    ends = (memory.begin == shift, memory.begin + 100 == memory.whole.numel())
+    assert ends == (not at_end, at_end)
+    assert memory.whole.numel() == 164 + shift
+    assert memory.is_intact() and memory.canaries_live() and memory.holds(memory.expected())
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_touched_byte_is_noticed(at_end: bool) -> None:
+    memory = Memory.random(100, CPU, at_end=at_end)
+    beside = memory.begin - 1 if at_end else memory.begin + 100
+    memory.whole[beside] += 1
+    assert not memory.canaries_live() and not memory.holds(memory.expected()) and not memory.is_intact()
+    memory.whole[beside] -= 1
+    memory.part[-1] += 1
+    assert memory.canaries_live()
+    assert not memory.holds(memory.expected()) and not memory.is_intact()
+
+
+def plain_copy(dst: Tensor, src: Tensor, *, num_programs: int) -> None:
+    dst.copy_(src)
+
+
+def copy_and_write_beside(dst: Tensor, src: Tensor, *, num_programs: int) -> None:
+    dst.copy_(src)
+    torch.as_strided(dst, (1,), (1,), dst.storage_offset() + dst.numel()).add_(1)
+
+
+def copy_too_little(dst: Tensor, src: Tensor, *, num_programs: int) -> None:
+    dst[:-1].copy_(src[:-1])
+
+
+def move(dst: Tensor, src: Tensor, *, num_programs: int) -> None:
+    dst.copy_(src)
+    src.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "right"), [(plain_copy, True), (copy_and_write_beside, False), (copy_too_little, False), (move, False)]
+)
+def test_a_copy_that_is_wrong_is_noticed(stand_in: Callable[..., None], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy, "copy_bytes", stand_in)
+    case = next(case for case in cases(CPU) if case.name.startswith("copy, 17 bytes") and "at the front" in case.name)
+    assert case.is_right() is right
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "overlapping"])
+@pytest.mark.parametrize("broken", ["", "pack", "unpack"])
+def test_a_packing_that_is_wrong_is_noticed(kind: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(tensors: list[Tensor], out: Tensor, *, num_programs: int) -> None:
+        pack.pack_reference(tensors, out)
+        out[-1] += broken == "pack"
+
+    def unpacked(buffer: Tensor, tensors: list[Tensor], *, num_programs: int) -> None:
+        unpack.unpack_reference(buffer, tensors)
+        if broken == "unpack":
+            last = next(t for t in reversed(tensors) if t.numel())
+            Tensor.view(torch.as_strided(last, (1,), (1,)), torch.uint8)[0] += 1
+
+    monkeypatch.setattr(pack, "pack", packed)
+    monkeypatch.setattr(unpack, "unpack", unpacked)
+    case = next(case for case in cases(CPU) if case.name.startswith(f"pack, {kind}"))
+    goes_both_ways = kind != "overlapping"  # nothing is unpacked where elements share bytes
+    assert case.is_right() is (not broken or (broken == "unpack" and not goes_both_ways))
+
+
+def test_layouts_share_bytes_where_their_name_says_so() -> None:
+    for kind, layouts in batches((0, 17, 100)).items():
+        assert {_sanitized_kernels._overlaps(layout) for layout in layouts} == {kind == "overlapping"}
+
+
+class ByReference:
+    """A codec whose kernels are its references, one of them broken."""
+
+    def __init__(self, codec: Codec, broken: str) -> None:
+        self._codec, self._broken = codec, broken
+        self.name, self.applies_to, self.encoded_bytes = codec.name, codec.applies_to, codec.encoded_bytes
+        self.encode_reference, self.decode_reference = codec.encode_reference, codec.decode_reference
+
+    def encode(self, src: Tensor, dst: Tensor, status: Tensor, *, num_programs: int) -> None:
+        self._codec.encode_reference(src, dst, status)
+        if self._broken == "encode":
+            dst[-1] ^= 1
+        elif self._broken == "status":
+            status.fill_(1)
+        elif self._broken == "source":
+            src[0] ^= 1
+
+    def decode(self, src: Tensor, dst: Tensor, *, num_programs: int) -> None:
+        self._codec.decode_reference(src, dst)
+        if self._broken == "decode":
+            dst[-1] ^= 1
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("broken", ["", "encode", "status", "source", "decode"])
+def test_a_codec_that_is_wrong_is_noticed(codec: Codec, broken: str) -> None:
+    run = partial(_sanitized_kernels._coded, CPU, ByReference(codec, broken))
+    assert run(2000, True, False, 1) is (not broken)
+    assert values(codec, 9).numel() % 9 == 0
+
+
+def test_what_a_case_raises_is_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> bool:
+        raise ZeroDivisionError("no such kernel")
+
+    made = [Case("first", lambda: True), Case("broken", broken), Case("wrong", lambda: False), Case("last", lambda: True)]
+    monkeypatch.setattr(_sanitized_kernels, "cases", lambda place: iter(made))
+    assert check(CPU) == {"cases": 4, "wrong": ["broken: ZeroDivisionError: no such kernel", "wrong"]}

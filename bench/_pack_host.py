@@ -3,8 +3,12 @@
 for each number of tensors in a batch: interleave, CPU time of the thread per tensor
     same      PackTable.refresh, nothing moved
     moved     ... every tensor at another address
-    all       places in the staging buffer; then Packer.pack but for the kernel: table looked up, refreshed, buffer checked
+    all       places in the staging buffer; then CudaStream.pack: batch recognised, table found and renewed, everything checked
+    back      CudaStream.unpack into those tensors
     build     a new PackTable: once per kind of batch
+
+The stream's device is played by this processor: what CUDA itself would be asked is left out, which is the current stream and
+device, the table's upload and the launch.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,11 +25,12 @@ from torch import Tensor
 
 from chameleon_mm.bench._measure import Column, Figure, Results, interleave
 from chameleon_mm.bench.pinned import processor_name
-from chameleon_mm.device.packing import Packer, PackKernels, PackTables, packed_offsets
+from chameleon_mm.device.cuda import CudaStream
+from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import KIB
 
-COUNTS = (16, 64, 256, 1024)
+COUNTS = (16, 64, 256, 1024, 4096)
 """Tensors in a batch: 4 MiB of them, a carrier's load, are 32 of 128 KiB and 1024 of 4 KiB."""
 
 _TENSOR_BYTES = 4 * KIB
@@ -35,7 +41,8 @@ _COLUMNS = tuple(
     for key, what in {
         "same": "PackTable.refresh, no address changed",
         "moved": "PackTable.refresh, every address changed",
-        "all": "packed_offsets, and Packer.pack but for upload and launch, every address changed",
+        "all": "packed_offsets, and CudaStream.pack but for what CUDA does, every address changed",
+        "back": "CudaStream.unpack but for what CUDA does, every address changed",
         "build": "PackTable(tensors), once per kind of batch",
     }.items()
 )
@@ -62,23 +69,20 @@ def _works(count: int) -> dict[str, Callable[[], float]]:
     staging = _aligned(packed_offsets(sizes).total_bytes)
     still, moving = PackTable(batches[0]), PackTable(batches[1])
     still.refresh(batches[0])
-    packer, tables = Packer(load=_without_launch), PackTables()
-    turns = {name: cycle(batches) for name in ("moved", "all")}
-
-    def all_of_it() -> None:
-        assert packer.pack(tables, staging, next(turns["all"]), packed_offsets(sizes).offsets), "a batch was refused"
-
+    stream, places = _stream(), packed_offsets(sizes).offsets
+    turns = {name: cycle(batches) for name in ("moved", "all", "back")}
     works: dict[str, Callable[[], object]] = {
         "same": lambda: still.refresh(batches[0]),
         "moved": lambda: moving.refresh(next(turns["moved"])),
-        "all": all_of_it,
+        "all": lambda: stream.pack(staging, next(turns["all"]), packed_offsets(sizes).offsets),
+        "back": lambda: stream.unpack(next(turns["back"]), staging, places),
         "build": lambda: PackTable(batches[0]),
     }
     return {name: _per_tensor(work, count) for name, work in works.items()}
 
 
 def _batch(count: int) -> list[Tensor]:
-    return list(torch.zeros(count * _TENSOR_BYTES, dtype=torch.uint8).split(_TENSOR_BYTES))
+    return [torch.zeros(_TENSOR_BYTES, dtype=torch.uint8) for _ in range(count)]
 
 
 def _aligned(nbytes: int) -> Tensor:
@@ -102,15 +106,38 @@ def _per_tensor(work: Callable[[], object], count: int) -> Callable[[], float]:
     return sample_us
 
 
+def _stream() -> CudaStream:
+    """A stream whose device is this processor, which launches nothing."""
+    raw: Any = SimpleNamespace(cuda_stream=0, stream_id=0)
+    device: Any = SimpleNamespace(
+        torch_device=torch.device("cpu"), packer=Packer(load=_without_launch), is_current=lambda: True
+    )  # fmt: skip
+    stream = CudaStream(device, raw, "compute")
+    device.current_stream = lambda: stream
+    return stream
+
+
+class _Launches:
+    """A kernel in Triton's place: takes a grid, then arguments, and does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self._launch
+
+    def _launch(self, *args: object, **options: object) -> None: ...
+
+
 def _without_launch() -> PackKernels:
-    """What the packer takes for kernels: everything up to the launch."""
+    """What the packer takes for kernels: all that they do up to the launch."""
     from chameleon_mm.kernels.pack import PackTable
+    from chameleon_mm.kernels.pack_walk import launch
 
-    def prepared(tensors: Sequence[Tensor], staging: Tensor, *, num_programs: int, table: Any) -> None:
-        table.refresh(tensors)
-        table.check_staging("pack", staging)
+    kernel = _Launches()
 
-    def other_way(staging: Tensor, tensors: Sequence[Tensor], *, num_programs: int, table: Any) -> None:
-        prepared(tensors, staging, num_programs=num_programs, table=table)
+    def pack(table: PackTable, staging: Tensor, *, num_programs: int) -> None:
+        launch(kernel, "pack", table, staging, num_programs)
 
-    return PackKernels(table=PackTable, pack=prepared, unpack=other_way)
+    def unpack(staging: Tensor, table: PackTable, *, num_programs: int) -> None:
+        table.check_destinations("unpack")
+        launch(kernel, "unpack", table, staging, num_programs)
+
+    return PackKernels(table=PackTable, pack=pack, unpack=unpack)

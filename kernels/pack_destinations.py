@@ -1,7 +1,7 @@
 """Whether tensors that are written at once share a byte.
 
-    no tensor overlaps itself, and none begins before the one below it ends      apart: one sort of the addresses
-    else, per cluster of tensors whose ranges of memory meet                     every run of bytes against the next one
+    are_apart(...)      none begins before the one below it ends: one sort of the addresses, for tensors without overlaps
+    check_apart(...)    per cluster of tensors whose ranges of memory meet: every run of bytes against the next one
 
 So two halves of one fused matrix, interleaved row by row, are told from two that share a column.
 """
@@ -19,6 +19,16 @@ MAX_CHECKED_RUNS = 1 << 24
 """Destinations that interleave in more runs than this are refused unchecked: sorting 16 Mi of them takes seconds."""
 
 _Words = NDArray[np.int64]
+
+
+def are_apart(addresses: _Words, end_bytes: _Words) -> bool:
+    """Whether ranges of `end_bytes` from `addresses` on surely share no byte. An empty one inside another is not told apart."""
+    if len(addresses) < 2:
+        return True
+    order = addresses.argsort()
+    begins = addresses[order]
+    gaps = begins[1:] - begins[:-1] - end_bytes[order[:-1]]
+    return bool(gaps[gaps.argmin()] >= 0)
 
 
 def check_apart(what: str, addresses: _Words, layouts: Sequence[MemoryLayout]) -> None:

@@ -5,6 +5,7 @@
 
     table = PackTable(tensors)              # once per batch layout: Python per distinct layout, numpy for the rest
     table.refresh(tensors)                  # other tensors of the same layouts: new addresses, no more
+    table.move(addresses)                   # ... whose layouts the caller has looked at, and whose addresses it has
     table.place(words_on_device)            # where a caller put table.words by a copy of its own
 
 A tensor has one row, two where its size is odd, none where it is empty. Every tensor's place is a multiple of 128 bytes: a
@@ -14,27 +15,24 @@ line, so that a warp's 512 bytes are whole lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from chameleon_mm.kernels.arguments import UNIT_BYTES, check_aligned, check_flat
 from chameleon_mm.kernels.memory_layout import MemoryLayout
-from chameleon_mm.kernels.pack_destinations import check_apart
-
-PLACE_BYTES = 128
-"""Every tensor's place in the staging buffer is a multiple of it: a cache line of every GPU since Volta."""
+from chameleon_mm.kernels.pack_destinations import are_apart, check_apart
+from chameleon_mm.kernels.pack_guard import LayoutGuard
+from chameleon_mm.kernels.pack_rows import ADDRESS, TableRows, Words
 
 BLOCK_BYTES = 16384
 """Bytes of an item: four 16-byte accesses in flight for each of 256 threads."""
 
-_ADDRESS, _PLACE, _FIRST_ITEM, _FIXED_WORDS = 0, 1, 5, 6
 
-_Words = NDArray[np.int64]
+_Shape = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes of an element, sizes, strides
 
 
 class PackedLayout(NamedTuple):
@@ -63,7 +61,7 @@ class PackTable:
 
     device: torch.device
     """Of the tensors."""
-    offsets: _Words
+    offsets: Words
     """Of each tensor in the staging buffer, bytes."""
     total_bytes: int
     """What the staging buffer must hold."""
@@ -73,23 +71,26 @@ class PackTable:
     num_rows: int
     row_words: int
 
-    _words: _Words
-    _rows: _Words  # (num_rows, row_words), a view of the words
+    _words: Tensor
+    _row_addresses: Words  # (num_rows,), a view of the words
+    _is_row_each: bool  # every tensor has one row, of all its bytes
+    _tensor_of_row: Words
+    _source_offsets: Words  # of each row, from its tensor's address
     _placed: Tensor | None
     _destinations_checked: bool
+    _guard: LayoutGuard | None  # once other tensors were seen to have these layouts
     # Per tensor:
-    _addresses: _Words
+    _shapes: list[_Shape]
+    _addresses: list[int]
+    _address_words: Words  # the same
+    _alignments: bytes
     _layouts: list[MemoryLayout]
-    _packed_bytes: _Words
-    _end_bytes: _Words  # from its address
+    _packed_bytes: Words
+    _end_bytes: Words  # from its address
+    _farthest_end: int  # the largest of those
+    _overlaps_itself: bool  # any of them
     _nbytes: list[int]  # of all its elements, repetitions included
     _contiguous: list[bool]
-    _strided: list[int]  # those that are not contiguous, and their shapes:
-    _strided_sizes: list[tuple[int, ...]]
-    _strided_strides: list[tuple[int, ...]]
-    # Per row:
-    _tensor_of_row: _Words
-    _source_offsets: _Words  # from the tensor's address
 
     def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> None:
         """Raises `ValueError`, naming the tensor by its index, for several devices, for layouts other than strided, for
@@ -97,12 +98,18 @@ class PackTable:
         if block_bytes < 64 or block_bytes & (block_bytes - 1):
             raise ValueError(f"PackTable: expected block_bytes as a power of two >= 64, got {block_bytes}; try {BLOCK_BYTES}")
         self.block_bytes = block_bytes
-        self._build(tensors)
+        self.device = _common_device(tensors)
+        _check_kinds(tensors)
+        self._guard = None
+        self._shapes = [(t.element_size(), t.shape, t.stride()) for t in tensors]
+        self._nbytes = [t.nbytes for t in tensors]
+        self._contiguous = [t.is_contiguous() for t in tensors]
+        self._build(_addresses_of(tensors))
 
     @property
     def words(self) -> Tensor:
         """The table: (n,) int64 on the host. Changed in place by `refresh`, so copy it before or wait for its copy."""
-        return torch.from_numpy(self._words)
+        return self._words
 
     @property
     def placed(self) -> Tensor | None:
@@ -114,7 +121,7 @@ class PackTable:
 
         The copy must come before the launch in stream order. Raises `ValueError` for another size, dtype or device.
         """
-        expected = self._words.size
+        expected = self._words.numel()
         if words.dtype is not torch.int64 or words.shape != (expected,) or words.device != self.device:
             raise ValueError(
                 f"PackTable: expected a copy of .words, {expected} int64 on {self.device}, got {words.dtype} of shape "
@@ -126,40 +133,41 @@ class PackTable:
         """The table on the device: the one that was placed, or else a copy of its own on the current stream."""
         if self._placed is None:
             # torch reuses its pinned memory only after the copy that reads it: the next refresh may write self.words at once.
-            words = self.words if self.device.type == "cpu" else self.words.pin_memory()
-            self._placed = words.to(self.device, non_blocking=True)
+            on_host = self.device.type == "cpu"  # under the interpreter
+            self._placed = self._words if on_host else self._words.pin_memory().to(self.device, non_blocking=True)
         return self._placed
 
     def refresh(self, tensors: Sequence[Tensor]) -> bool:
         """Take the addresses of `tensors`, which have the layouts the table was built for; True where a word changed.
 
-        Costs a few attribute reads per tensor. Raises `ValueError`, naming the tensor by its index, for another number, size,
-        layout or device; the table is unchanged then.
+        Costs about 0.2 us per tensor. Raises `ValueError`, naming the tensor by its index, for another number, size, layout or
+        device; the table is unchanged then.
         """
         if len(tensors) != len(self._nbytes):
             raise ValueError(
                 f"PackTable: expected the {len(self._nbytes)} tensors it was built for, got {len(tensors)}; build one"
             )
-        index = -1 if self.device.type == "cpu" else self.device.index  # as get_device has it
-        same = (
-            # The bytes of a contiguous tensor are told by their number; the others are few, and compared whole.
-            [t.nbytes for t in tensors] == self._nbytes
-            and list(map(Tensor.is_contiguous, tensors)) == self._contiguous
-            and list(map(Tensor.get_device, tensors)) == [index] * len(tensors)
-            and [tensors[i].shape for i in self._strided] == self._strided_sizes
-            and [tensors[i].stride() for i in self._strided] == self._strided_strides
-        )
-        if not same:
-            self._refuse_other_layouts(tensors)
-        addresses = _addresses(tensors)
-        if np.array_equal(addresses, self._addresses):
+        if self._guard is None or not self._guard.passes(tensors):
+            self._check_layouts(tensors)
+            self._guard = self._guard or LayoutGuard(tensors)
+        return self.move(_addresses_of(tensors))
+
+    def move(self, addresses: list[int]) -> bool:
+        """`refresh` for tensors at `addresses` whose device and layouts are those of the table's: the caller saw to that, and
+        leaves the list as it is.
+
+        Raises `ValueError`, naming the tensor by its index, for one that has bytes and no memory; the table is unchanged then.
+        """
+        if addresses == self._addresses:
             return False
-        if ((addresses ^ self._addresses) % UNIT_BYTES).any():
-            self._build(tensors)  # another alignment is another width of access
+        words = np.fromiter(addresses, np.int64, len(addresses))
+        if not all(addresses):
+            _check_memory(words, self._packed_bytes)
+        if _alignments(words) != self._alignments:
+            self._build(addresses)  # another alignment is another width of access
             return True
-        _check_memory(addresses, self._packed_bytes)
-        self._addresses = addresses
-        self._rows[:, _ADDRESS] = addresses[self._tensor_of_row] + self._source_offsets
+        self._addresses, self._address_words = addresses, words
+        self._row_addresses[...] = words if self._is_row_each else words[self._tensor_of_row] + self._source_offsets
         self._placed = None
         self._destinations_checked = False
         return True
@@ -182,25 +190,31 @@ class PackTable:
                 f"allocate it on {self.device}"
             )
         begin = buffer.data_ptr()
-        inside = (self._addresses < begin + self.total_bytes) & (self._addresses + self._end_bytes > begin)
-        if (inside & (self._packed_bytes > 0)).any():
-            raise ValueError(
-                f"{what}: expected a staging buffer beside the tensors, but tensor {int(np.argmax(inside))} lies in it; "
-                f"give another buffer"
+        # One that begins beyond the buffer's end, or farther before it than any reaches, is beside it: nearly always all are.
+        ahead = (self._address_words - (begin - self._farthest_end)).view(np.uint64)
+        if len(ahead) and int(ahead[ahead.argmin()]) < self._farthest_end + self.total_bytes:
+            inside = (
+                (self._address_words < begin + self.total_bytes)
+                & (self._address_words + self._end_bytes > begin)
+                & (self._packed_bytes > 0)
             )
+            if inside.any():
+                raise ValueError(
+                    f"{what}: expected a staging buffer beside the tensors, but tensor {int(np.argmax(inside))} lies in it; "
+                    f"give another buffer"
+                )
 
     def check_destinations(self, what: str) -> None:
         """Raise `ValueError` where two elements of the tensors share a byte: which one would be written last, nobody knows."""
         if not self._destinations_checked:
-            check_apart(what, self._addresses, self._layouts)
+            if self._overlaps_itself or not are_apart(self._address_words, self._end_bytes):
+                check_apart(what, self._address_words, self._layouts)
             self._destinations_checked = True
 
-    def _build(self, tensors: Sequence[Tensor]) -> None:
-        device = _common_device(tensors)
-        _check_kinds(tensors)
-        addresses = _addresses(tensors)
-        alignments = (addresses % UNIT_BYTES).tolist()
-        keys = [(*_shape_of(t), alignment) for t, alignment in zip(tensors, alignments, strict=True)]
+    def _build(self, addresses: list[int]) -> None:
+        """Make the table anew for tensors of `self._shapes` at `addresses`."""
+        words = np.array(addresses, dtype=np.int64)
+        keys = [(*shape, alignment) for shape, alignment in zip(self._shapes, (words % UNIT_BYTES).tolist(), strict=True)]
         distinct: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], MemoryLayout] = {}
         for key in dict.fromkeys(keys):
             try:
@@ -208,61 +222,50 @@ class PackTable:
             except ValueError as error:
                 raise ValueError(f"PackTable: tensor {keys.index(key)}: {error}; give a contiguous copy of it") from None
         layouts = [distinct[key] for key in keys]
-        tensor_bytes = np.array([layout.nbytes for layout in layouts], dtype=np.int64)
-        _check_memory(addresses, tensor_bytes)
+        packed_bytes = np.array([layout.nbytes for layout in layouts], dtype=np.int64)
+        _check_memory(words, packed_bytes)
 
-        spans = -(-tensor_bytes // PLACE_BYTES) * PLACE_BYTES
-        offsets = np.cumsum(spans) - spans
-        templates, first_template = _templates(distinct.values(), self.block_bytes)
         which = {key: i for i, key in enumerate(distinct)}
         of_tensor = np.array([which[key] for key in keys], dtype=np.int64)
-        rows_of_tensor = np.diff(first_template)[of_tensor]
-        tensor_of_row = np.repeat(np.arange(len(tensors)), rows_of_tensor)
-        within = np.arange(len(tensor_of_row)) - np.repeat(np.cumsum(rows_of_tensor) - rows_of_tensor, rows_of_tensor)
-        rows = templates[first_template[of_tensor][tensor_of_row] + within]
-
-        items = rows[:, _FIRST_ITEM].copy()  # a template has the number of its items there
-        rows[:, _FIRST_ITEM] = np.cumsum(items) - items
-        rows[:, _PLACE] += offsets[tensor_of_row]
-        source_offsets = rows[:, _ADDRESS].copy()  # ... and where its piece begins in the tensor
-        rows[:, _ADDRESS] += addresses[tensor_of_row]
-
-        self._words = np.concatenate([rows.reshape(-1), np.repeat(np.arange(len(rows)), items)])
-        self._rows = self._words[: rows.size].reshape(rows.shape)
+        rows = TableRows.of(list(distinct.values()), of_tensor, self.block_bytes)
+        rows.words[:, ADDRESS] += words[rows.tensor]
+        all_words = np.concatenate([rows.words.reshape(-1), np.repeat(np.arange(len(rows.words)), rows.items)])
+        self._words = torch.from_numpy(all_words)
+        self._row_addresses = all_words[: rows.words.size].reshape(rows.words.shape)[:, ADDRESS]
+        self._is_row_each = np.array_equal(rows.tensor, np.arange(len(addresses))) and not rows.source_offset.any()
+        self._tensor_of_row, self._source_offsets = rows.tensor, rows.source_offset
         self._placed = None
         self._destinations_checked = False
-        self._addresses, self._source_offsets, self._tensor_of_row = addresses, source_offsets, tensor_of_row
-        self._packed_bytes, self._layouts = tensor_bytes, layouts
+        self._addresses, self._address_words, self._alignments = addresses, words, _alignments(words)
+        self._layouts, self._packed_bytes = layouts, packed_bytes
         self._end_bytes = np.array([layout.end_byte for layout in layouts], dtype=np.int64)
-        self._nbytes = [t.nbytes for t in tensors]
-        self._contiguous = [t.is_contiguous() for t in tensors]
-        self._strided = [i for i, contiguous in enumerate(self._contiguous) if not contiguous]
-        self._strided_sizes = [tensors[i].shape for i in self._strided]
-        self._strided_strides = [tensors[i].stride() for i in self._strided]
-        self.device, self.offsets = device, offsets
-        self.total_bytes = int(offsets[-1] + tensor_bytes[-1]) if len(tensors) else 0
-        self.packed_bytes = int(tensor_bytes.sum())
-        self.num_rows, self.row_words = rows.shape
-        self.num_items = int(items.sum())
+        self._farthest_end = max((layout.end_byte for layout in distinct.values()), default=0)
+        self._overlaps_itself = any(layout.overlaps for layout in distinct.values())
+        self.offsets = rows.places
+        self.total_bytes = int(rows.places[-1] + packed_bytes[-1]) if addresses else 0
+        self.packed_bytes = int(packed_bytes.sum())
+        self.num_rows, self.row_words = rows.words.shape
+        self.num_items = int(rows.items.sum())
 
-    def _refuse_other_layouts(self, tensors: Sequence[Tensor]) -> None:
+    def _check_layouts(self, tensors: Sequence[Tensor]) -> None:
+        """Raise `ValueError` for a tensor of another device or layout; of a contiguous one the number of bytes tells all."""
         _common_device(tensors, expected=self.device)
-        shapes = dict(zip(self._strided, zip(self._strided_sizes, self._strided_strides, strict=True), strict=True))
         for i, t in enumerate(tensors):
             is_same = t.nbytes == self._nbytes[i] and t.is_contiguous() == self._contiguous[i]
-            if not is_same or (i in shapes and shapes[i] != (t.shape, t.stride())):
+            if not is_same or (not self._contiguous[i] and self._shapes[i] != (t.element_size(), t.shape, t.stride())):
                 raise ValueError(
                     f"PackTable: expected tensor {i} as it was when the table was built, got shape {tuple(t.shape)} and "
                     f"strides {t.stride()} of {t.element_size()} bytes each; build another table for this batch"
                 )
 
 
-def _shape_of(t: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return t.element_size(), t.shape, t.stride()
+def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
 
 
-def _addresses(tensors: Sequence[Tensor]) -> _Words:
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+def _alignments(addresses: Words) -> bytes:
+    """What of addresses decides how wide accesses are; in a form that compares fast."""
+    return (addresses & (UNIT_BYTES - 1)).tobytes()
 
 
 def _common_device(tensors: Sequence[Tensor], expected: torch.device | None = None) -> torch.device:
@@ -286,24 +289,10 @@ def _check_kinds(tensors: Sequence[Tensor]) -> None:
         )
 
 
-def _check_memory(addresses: _Words, tensor_bytes: _Words) -> None:
+def _check_memory(addresses: Words, tensor_bytes: Words) -> None:
     without = (addresses == 0) & (tensor_bytes > 0)
     if without.any():
         raise ValueError(
             f"PackTable: expected tensors that have memory, got tensor {int(np.argmax(without))} without (meta, or its storage "
             f"was resized to nothing); leave it out of the batch"
         )
-
-
-def _templates(layouts: Iterable[MemoryLayout], block_bytes: int) -> tuple[_Words, _Words]:
-    """Rows of each layout for a tensor at address 0 with place 0, and where the rows of each begin; one more for the end."""
-    pieces = [layout.pieces for layout in layouts]
-    flat = [piece for of_layout in pieces for piece in of_layout]
-    most_dims = max((len(piece.dims) for piece in flat), default=1)
-    rows = np.zeros((len(flat), _FIXED_WORDS + 2 * most_dims), dtype=np.int64)
-    for row, piece in zip(rows, flat, strict=True):
-        items = -(-piece.units * piece.unit_bytes // block_bytes)
-        words = [piece.source_offset, piece.packed_offset, piece.units, piece.unit_bytes, len(piece.dims), items]
-        words += [word for dim in piece.dims for word in dim]
-        row[: len(words)] = words
-    return rows, np.cumsum([0, *map(len, pieces)])

@@ -19,7 +19,7 @@ from chameleon_mm.bench._pack_ways import NAMES, Layout, Ways, Work, is_exact, m
 from chameleon_mm.bench._report import Bound, Report, median_of, most, over
 from chameleon_mm.bench._svg import rates_svg
 from chameleon_mm.device import Device, SimDevice, resolve_device
-from chameleon_mm.device.packing import PackTables
+from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.transfer import Path as Route
 from chameleon_mm.transfer import Thresholds
@@ -148,20 +148,27 @@ def test_host_time_before_a_launch_is_measured_anywhere(sim: SimDevice) -> None:
     assert [row.name for row in table.rows] == ["2 tensors", "5 tensors"]
     for row in table.rows:
         values = {key: median_of(cell) for key, cell in row.cells.items()}
-        assert set(values) == {"same", "moved", "all", "build"}
+        assert set(values) == {"same", "moved", "all", "back", "build"}
         assert all(isinstance(value, float) and value > 0 for value in values.values())
 
 
-def test_all_of_it_refreshes_one_table_per_batch() -> None:
-    kernels = _pack_host._without_launch()
-    tensors = [[torch.zeros(KIB, dtype=torch.uint8) for _ in range(3)] for _ in range(2)]
-    tables = PackTables()
-    table = tables.table(kernels, "pack", tensors[0], [KIB] * 3)
-    before = table.words.clone()
-    kernels.pack(tensors[1], _pack_host._aligned(4 * KIB), num_programs=1, table=table)
-    assert not torch.equal(table.words, before)
-    with pytest.raises(ValueError, match="staging buffer of"):
-        kernels.unpack(_pack_host._aligned(KIB), tensors[0], num_programs=1, table=table)
+def test_all_of_it_renews_one_table_and_launches_nothing() -> None:
+    stream = _pack_host._stream()
+    tensors = [[torch.ones(KIB, dtype=torch.uint8) for _ in range(3)] for _ in range(2)]
+    offsets, staging = packed_offsets([KIB] * 3).offsets, _pack_host._aligned(4 * KIB)
+    staging.zero_()
+    for batch in tensors:
+        stream.pack(staging, batch, offsets)
+        stream.unpack(batch, staging, offsets)
+    assert not staging.any()
+    assert all(bool(t.all()) for batch in tensors for t in batch)
+    plan = stream._plans.plan("pack", staging, tensors[0], offsets)
+    assert plan is not None
+    assert plan._tables[0].words[0] == tensors[1][0].data_ptr()
+    with pytest.raises(ValueError, match="within the staging buffer's 1024 bytes"):
+        stream.unpack(tensors[0], staging[:KIB], offsets)
+    with pytest.raises(ValueError, match="tensor 1 lies in it"):
+        stream.pack(staging, [tensors[0][0], staging[KIB : 2 * KIB], tensors[0][2]], offsets)
 
 
 # --- the command

@@ -22,11 +22,11 @@ from chameleon_mm.device.cuda import (
     CudaDevice,
     CudaEvent,
     CudaStream,
-    _batch_copies,
-    _pinning_calls,
     cuda_is_available,
     visible_gpus,
 )
+from chameleon_mm.device.cuda.batch_copies import batch_copies
+from chameleon_mm.device.cuda.pinning_calls import pinning_calls
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Device, Stream
@@ -34,6 +34,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.units import MIB
 
 SIZES = [0, 1, 4095, MIB + 3]
+CPU = torch.device("cpu")  # where memory lies while the runtime is played
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def either(request: pytest.FixtureRequest) -> CudaDevice:
     device = CudaDevice()
     if request.param == "torch":
         device.cupy_runtime = None
-        device._locker = PageLocker(_pinning_calls(None, device.index))
+        device._locker = PageLocker(pinning_calls(None, device.index))
     elif device.cupy_runtime is None:
         pytest.skip("CuPy is not installed, or not for this driver")
     return device
@@ -241,7 +242,7 @@ def test_pinned_memory_is_pinned_and_aligned(either: CudaDevice) -> None:
 def test_a_refused_pin_leaves_the_next_kernel_launch_working(cuda: CudaDevice, runtime: str) -> None:
     if runtime == "cupy" and cuda.cupy_runtime is None:
         pytest.skip("CuPy is not installed, or not for this driver")
-    calls = _pinning_calls(cuda.cupy_runtime if runtime == "cupy" else None, cuda.index)
+    calls = pinning_calls(cuda.cupy_runtime if runtime == "cupy" else None, cuda.index)
     assert calls.register is not None
     holding = PageLocker(calls)
     taken = holding.pin(MIB)
@@ -401,7 +402,7 @@ class FakeRuntime:
 
 
 def _played_stream(runtime: FakeRuntime) -> Stream:
-    device: Any = SimpleNamespace(cupy_runtime=runtime)
+    device: Any = SimpleNamespace(cupy_runtime=runtime, torch_device=CPU)
     raw: Any = SimpleNamespace(cuda_stream=0x70, stream_id=7)
     return CudaStream(device, raw, "d2h")
 
@@ -419,8 +420,8 @@ def test_a_copy_hands_the_runtime_addresses_size_and_stream(nbytes: int) -> None
 @pytest.mark.parametrize(
     ("dst", "src", "match"),
     [
-        (torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8), "dst of 4 and src of 5"),
-        (torch.zeros(4), torch.zeros(4, dtype=torch.uint8), "expected dst to be .* got torch.float32"),
+        (torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8), "expected equal sizes, got 5 bytes into 4"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.uint8), "expected dst as a flat.* got torch.float32"),
         (torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 2, dtype=torch.uint8), r"expected src .* shape \(2, 2\)"),
         (torch.zeros(8, dtype=torch.uint8)[::2], torch.zeros(4, dtype=torch.uint8), r"expected dst .* strides \(2,\)"),
     ],
@@ -472,7 +473,9 @@ class FakeBindings:
 
 
 def _batching_stream(bindings: FakeBindings, runtime: FakeRuntime, handle: int = 0x70) -> Stream:
-    device: Any = SimpleNamespace(cupy_runtime=runtime, batch_copies=BatchCopies(bindings), as_current=nullcontext)
+    device: Any = SimpleNamespace(
+        cupy_runtime=runtime, torch_device=CPU, batch_copies=BatchCopies(bindings), as_current=nullcontext
+    )  # fmt: skip
     raw: Any = SimpleNamespace(cuda_stream=handle, stream_id=7)
     return CudaStream(device, raw, "d2h")
 
@@ -537,7 +540,7 @@ def test_without_bindings_there_are_no_batches(
 
     monkeypatch.setattr("importlib.import_module", find)
     with caplog.at_level("INFO", logger="chameleon_mm"):
-        assert _batch_copies() is None
+        assert batch_copies() is None
     assert what in caplog.text
 
 
@@ -546,9 +549,9 @@ def test_without_bindings_there_are_no_batches(
     [
         (
             [*_pairs(4), (torch.zeros(4, dtype=torch.uint8), torch.zeros(5, dtype=torch.uint8))],
-            "pair 1: .* dst of 4 and src of 5",
+            "pair 1: expected equal sizes, got 5 bytes into 4",
         ),
-        ([(torch.zeros(4), torch.zeros(4, dtype=torch.uint8)), *_pairs(4)], "pair 0: expected dst to be a flat"),
+        ([(torch.zeros(4), torch.zeros(4, dtype=torch.uint8)), *_pairs(4)], "pair 0: expected dst as a flat"),
     ],
     ids=["sizes", "dtype"],
 )
@@ -565,8 +568,8 @@ def _packing_stream(runtime: FakeRuntime, packer: Any, *, current: int = 7) -> S
         cupy_runtime=runtime,
         index=0,
         packer=packer,
-        torch_device=torch.device("cuda", 0),
-        owns=lambda t: t.is_cpu,
+        torch_device=CPU,
+        is_current=lambda: torch.cuda.current_device() == 0,
         current_stream=lambda: SimpleNamespace(raw=SimpleNamespace(stream_id=current)),
     )
     raw: Any = SimpleNamespace(cuda_stream=0x70, stream_id=7)
@@ -580,11 +583,11 @@ class FakePacker:
         self.does = does
         self.asked: list[str] = []
 
-    def pack(self, tables: Any, staging: Tensor, sources: Any, offsets: Any) -> bool:
+    def pack(self, plans: Any, staging: Tensor, sources: Any, offsets: Any) -> bool:
         self.asked.append("pack")
         return self.does
 
-    def unpack(self, tables: Any, destinations: Any, staging: Tensor, offsets: Any) -> bool:
+    def unpack(self, plans: Any, destinations: Any, staging: Tensor, offsets: Any) -> bool:
         self.asked.append("unpack")
         return self.does
 
@@ -632,7 +635,7 @@ def test_a_kernel_s_stream_is_made_current_only_where_it_is_not(
     ("staging", "buffers", "offsets", "match"),
     [
         (torch.zeros(8, dtype=torch.uint8), _pairs(4, 4)[0], [0], "an offset for each of 2 buffers, got 1"),
-        (torch.zeros(8), _pairs(4)[0], [0, 4], "expected the staging buffer as a flat .* got torch.float32"),
+        (torch.zeros(8), _pairs(4)[0], [0, 4], "expected the staging buffer as a flat.* got torch.float32"),
         (
             torch.zeros(8, dtype=torch.uint8),
             [torch.zeros(4, dtype=torch.uint8)[::2]],
@@ -646,15 +649,19 @@ def test_a_kernel_s_stream_is_made_current_only_where_it_is_not(
     ids=["offsets", "staging", "strides", "elsewhere", "room", "negative"],
 )
 def test_a_pack_that_cannot_be_done_names_the_buffer_and_enqueues_nothing(
-    staging: Tensor, buffers: Sequence[Tensor], offsets: list[int], match: str
+    staging: Tensor, buffers: Sequence[Tensor], offsets: list[int], match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime, packer = FakeRuntime(), FakePacker(does=True)
-    stream = _packing_stream(runtime, packer)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+
+    def load() -> PackKernels:
+        raise AssertionError("kernels are looked for before the check")
+
+    runtime = FakeRuntime()
+    stream = _packing_stream(runtime, Packer(load=load))
     with pytest.raises(ValueError, match=f"^pack: .*{match}"):
         stream.pack(staging, list(buffers), offsets)
     with pytest.raises(ValueError, match=f"^unpack: .*{match}"):
         stream.unpack(list(buffers), staging, offsets)
-    assert packer.asked == []
     assert runtime.calls == []
 
 
@@ -673,19 +680,19 @@ def test_elapsed_us_is_the_time_between_in_microseconds() -> None:
 
 def test_pinning_registers_portably_where_the_device_can_use_the_address() -> None:
     runtime = FakeRuntime()
-    locker = PageLocker(_pinning_calls(runtime, 0))
+    locker = PageLocker(pinning_calls(runtime, 0))
     locker.unpin(locker.pin(4096))
     assert runtime.calls == [("hostRegister", 4096, 1), ("hostUnregister",)]
 
 
 @pytest.mark.parametrize("lacking", ["register", "same_pointer"])
 def test_without_either_attribute_nothing_is_registered(lacking: str) -> None:
-    assert _pinning_calls(FakeRuntime(**{lacking: 0}), 0).register is None
+    assert pinning_calls(FakeRuntime(**{lacking: 0}), 0).register is None
 
 
 def test_the_drivers_own_pinned_memory_is_a_tensor_and_is_given_back() -> None:
     runtime = FakeRuntime()
-    calls = _pinning_calls(runtime, 0)
+    calls = pinning_calls(runtime, 0)
     memory = calls.host_alloc(4096)
     memory.fill_(9)
     assert memory.eq(9).all()

@@ -23,7 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.cuda import CudaDevice, _driver_attribute, _pinning_calls
+from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.device.cuda.pinning_calls import driver_attribute, pinning_calls
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES, PageLocker, PinningCalls, populated_pages
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
@@ -546,7 +547,7 @@ def test_far_more_than_there_is_leaves_the_next_kernel_launch_working(runtime: s
     device = CudaDevice()
     if runtime == "cupy" and device.cupy_runtime is None:
         pytest.skip("CuPy is not installed, or not for this driver")
-    calls = _pinning_calls(device.cupy_runtime if runtime == "cupy" else None, device.index)
+    calls = pinning_calls(device.cupy_runtime if runtime == "cupy" else None, device.index)
     with pytest.raises(HostMemoryExhausted, match=r"expected .* \(70368744177664 bytes\), got"):
         PageLocker(replace(calls, register=None)).pin(1 << 46)
     doubled = torch.ones(8, device=device.torch_device) * 2
@@ -559,7 +560,7 @@ def test_the_driver_and_the_runtime_say_the_same_of_a_device() -> None:
     if device.cupy_runtime is None:
         pytest.skip("CuPy is not installed, or not for this driver")
     for attribute in (91, 99):
-        assert _driver_attribute(attribute, device.index) == device.cupy_runtime.deviceGetAttribute(attribute, device.index)
+        assert driver_attribute(attribute, device.index) == device.cupy_runtime.deviceGetAttribute(attribute, device.index)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_mm.kernels import memory_layout
+from chameleon_mm.kernels import memory_layout, pack_guard
 from chameleon_mm.kernels.memory_layout import MemoryLayout
 from chameleon_mm.kernels.pack import PackTable, launch_pack, pack, pack_kernel, pack_reference, packed_layout
+from chameleon_mm.kernels.pack_guard import LayoutGuard
 from chameleon_mm.kernels.unpack import launch_unpack, unpack, unpack_reference
 
 PLACES = [pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -288,6 +289,13 @@ def test_units(
     assert ends[-1] == layout.nbytes
 
 
+def resized_to_nothing() -> Tensor:
+    """(4,) float32 without memory."""
+    t = torch.zeros(4)
+    t.untyped_storage().resize_(0)
+    return t
+
+
 def test_a_refresh_renews_addresses_alone() -> None:
     buffer = torch.zeros(64, 24)
     first, second = [buffer[:8], buffer[8:16, :4]], [buffer[16:24], buffer[24:32, :4]]
@@ -310,7 +318,8 @@ def test_a_refresh_renews_addresses_alone() -> None:
         ([torch.zeros(4)], "the 2 tensors it was built for, got 1"),
         ([torch.zeros(4), torch.zeros(5)], "tensor 1 as it was"),
         ([torch.zeros(4), torch.zeros(4, 2)[:, 0]], "tensor 1 as it was"),
-        ([torch.zeros(4), torch.zeros(4, device="meta")], "without"),
+        ([torch.zeros(4), torch.zeros(4, device="meta")], "all tensors on cpu, got tensor 1 on meta"),
+        ([torch.zeros(4), resized_to_nothing()], "tensor 1 without"),
     ],
 )
 def test_a_refresh_with_another_batch_is_refused(tensors: list[Tensor], message: str) -> None:
@@ -320,6 +329,89 @@ def test_a_refresh_with_another_batch_is_refused(tensors: list[Tensor], message:
     with pytest.raises(ValueError, match=message):
         table.refresh(tensors)
     assert torch.equal(table.words, before)
+
+
+def test_moved_addresses_are_taken_without_a_tensor() -> None:
+    tensors = [torch.zeros(40, dtype=torch.uint8), torch.zeros(0), torch.zeros(5, 7)[:, :3]]
+    others = [torch.zeros(41, dtype=torch.uint8)[1:], torch.zeros(0), torch.zeros(5, 7)[:, :3]]  # off the 16-byte boundary
+    table = PackTable(tensors)
+    before = table.words.clone()
+    table.place(before)
+    assert not table.move([t.data_ptr() for t in tensors])
+    assert table.upload() is before
+    assert table.move([t.data_ptr() for t in others])
+    assert table.placed is None
+    assert torch.equal(table.words, PackTable(others).words)
+    words = table.words.clone()
+    with pytest.raises(ValueError, match="tensor 2 without"):
+        table.move([*(t.data_ptr() for t in tensors[:2]), 0])
+    assert torch.equal(table.words, words)
+    assert table.move([t.data_ptr() for t in tensors])
+    assert torch.equal(table.words, before)
+
+
+def test_destinations_are_checked_again_once_they_moved() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    table = PackTable([memory[:16], memory[16:32]])
+    table.check_destinations("unpack")
+    table.refresh([memory[:16], memory[:16]])
+    with pytest.raises(ValueError, match="tensors 0 and 1 overlap"):
+        table.check_destinations("unpack")
+
+
+def facts(t: Tensor) -> tuple[object, ...]:
+    return t.device, t.dtype, t.shape, t.stride()
+
+
+@pytest.mark.skipif(pack_guard._tensor_guards() is None, reason="this torch has no guards to believe")
+@given(batch=st.lists(layouts(), min_size=1, max_size=3), other=st.lists(layouts(), min_size=1, max_size=3))
+def test_a_guard_passes_what_is_laid_out_alike_and_nothing_else(batch: list[Layout], other: list[Layout]) -> None:
+    tensors, others = ([filled(layout, "cpu")[1] for layout in some] for some in (batch, other))
+    guard = LayoutGuard(tensors)
+    assert guard.passes([filled(layout, "cpu")[1] for layout in batch])
+    assert guard.passes(others) == (list(map(facts, tensors)) == list(map(facts, others)))
+
+
+def test_what_a_guard_does_not_know_is_looked_at() -> None:
+    """A tensor that is there twice, one that requires a gradient, a parameter."""
+    tensors = [torch.zeros(4), torch.zeros(4)]
+    table = PackTable(tensors)
+    assert table.refresh([torch.zeros(4) for _ in tensors])
+    for t in (torch.zeros(4), torch.zeros(4, requires_grad=True), torch.nn.Parameter(torch.zeros(4))):
+        assert table.refresh([t, t])
+        assert torch.equal(table.words, PackTable([t, t]).words)
+
+
+class Credulous:
+    """In the place of torch's class: everything passes."""
+
+    def __init__(self, *tensors: Tensor, **layouts: object) -> None: ...
+
+    def check(self, *tensors: Tensor) -> bool:
+        return True
+
+
+class Incredulous(Credulous):
+    def check(self, *tensors: Tensor) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("guards", [Credulous, Incredulous])
+def test_guards_that_tell_nothing_apart_are_not_believed(guards: type) -> None:
+    assert not pack_guard._tells_apart(guards)
+
+
+def test_without_guards_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pack_guard, "_tensor_guards", lambda: None)
+    tensors, others = ([torch.zeros(4), torch.zeros(5, 7)[:, :3]] for _ in range(2))
+    assert not LayoutGuard(tensors).passes(tensors)
+    table = PackTable(tensors)
+    for _ in range(2):
+        assert table.refresh(others)
+        assert not table.refresh(others)
+        assert table.refresh(tensors)
+    with pytest.raises(ValueError, match="tensor 1 as it was"):
+        table.refresh([others[0], torch.zeros(5, 7)[:, :4]])
 
 
 @pytest.mark.parametrize(

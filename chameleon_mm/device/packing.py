@@ -3,20 +3,26 @@
 offsets, nbytes = packed_offsets([t.numel() for t in sources])
 staging = compute.alloc(nbytes); compute.pack(staging, sources, offsets)
 
-packer.pack(tables, staging, sources, offsets) or copy each by itself       # False: no kernel can do it here
+packer.pack(plans, staging, sources, offsets) or copy each by itself        # False: no kernel can do it here
+
+    plan = plans.plan(...)              # a batch like an earlier one: recognised. Another one: checked, and remembered
+    for each run of the plan: table.move(addresses); launch
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.checks import check_packed, is_flat
+from chameleon_mm.kernels.pack_guard import LayoutGuard
 from chameleon_mm.units import round_up
 
 _log = logging.getLogger(__name__)
@@ -29,7 +35,7 @@ PACK_PROGRAMS = 16
 
 _COPIES_PER_LAUNCH = 3  # what a launch costs the host, published as 9-11 us, in copies of about 3 us
 
-_MAX_TABLES = 32
+_MAX_PLANS = 32
 """Kept for each stream: a step packs a few kinds of batches over and over. One is some KiB, on the host and on the device."""
 
 
@@ -44,14 +50,10 @@ class PackedOffsets(NamedTuple):
 
 def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
     """Places for buffers of `sizes` bytes in their order, each at the next multiple of 128."""
-    offsets, end = [], 0
-    for nbytes in sizes:
-        offset = (
-            (end + PACK_ALIGN_BYTES - 1) // PACK_ALIGN_BYTES * PACK_ALIGN_BYTES
-        )  # round_up, where a call would cost as much
-        offsets.append(offset)
-        end = offset + nbytes
-    return PackedOffsets(offsets, end)
+    below, mask = PACK_ALIGN_BYTES - 1, -PACK_ALIGN_BYTES  # round_up, where a call would cost as much
+    offsets = list(accumulate([(nbytes + below) & mask for nbytes in sizes], initial=0))
+    offsets.pop()
+    return PackedOffsets(offsets, offsets[-1] + sizes[-1] if offsets else 0)
 
 
 class _Run(NamedTuple):
@@ -83,28 +85,93 @@ class PackKernels(NamedTuple):
     """The kernels that a packer launches, as `chameleon_mm.kernels` has them."""
 
     table: Callable[[Sequence[Tensor]], Any]
+    """A `PackTable` of buffers."""
     pack: Callable[..., None]
+    """`launch_pack(table, staging, num_programs=...)`."""
     unpack: Callable[..., None]
+    """`launch_unpack(staging, table, num_programs=...)`."""
 
 
-class PackTables:
-    """One stream's tables of the batches seen last, by direction and sizes. A table that fits takes new addresses alone."""
+class PackPlan:
+    """What was found out about a batch once: that it can be packed, in which runs, and the tables of their launches.
 
-    def __init__(self) -> None:
-        self._tables: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+    Holds none of the buffers. `offsets` is kept.
+    """
 
-    def table(self, kernels: PackKernels, what: str, buffers: Sequence[Tensor], sizes: Sequence[int]) -> Any:
-        key = (what, *sizes)
-        table = self._tables.pop(key, None)
-        if table is None:
-            table = kernels.table(buffers)
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.popitem(last=False)
-        self._tables[key] = table
-        return table
+    __slots__ = ("_device", "_guard", "_offsets", "_phase", "_room_bytes", "_runs", "_sizes", "_tables", "what")
+
+    def __init__(self, what: str, buffers: Sequence[Tensor], offsets: list[int], device: torch.device) -> None:
+        """Of a batch that `check_packed` let pass, with a buffer at least."""
+        self.what = what
+        self._device = device
+        self._offsets = offsets
+        self._sizes = [t.numel() for t in buffers]
+        self._room_bytes = max(map(add, offsets, self._sizes))
+        self._runs = _runs(self._sizes, offsets)
+        self._guard = LayoutGuard(buffers)
+        self._tables: list[Any] = []
+        phases = {run.first % PACK_ALIGN_BYTES for run in self._runs}
+        few = len(self._runs) == 1 or len(self._runs) * _COPIES_PER_LAUNCH <= len(buffers)
+        self._phase = phases.pop() if few and len(phases) == 1 else None  # of every run against the alignment; None: no launch
+
+    def suits(self, buffers: Sequence[Tensor], offsets: list[int]) -> bool:
+        """Whether `buffers` are flat, on the same device and of the same sizes, and go to the same places."""
+        return offsets == self._offsets and (self._guard.passes(buffers) or all(map(self._is_like, buffers, self._sizes)))
+
+    def fits(self, staging: Tensor) -> bool:
+        """Whether `staging` is a flat buffer on the same device, with room for everything."""
+        return is_flat(staging) and staging.device == self._device and staging.numel() >= self._room_bytes
+
+    def is_launched(self, staging: Tensor) -> bool:
+        """Whether kernels bring the batch to `staging` and back; not where runs are many, or begin beside the alignment."""
+        return self._phase is not None and (staging.data_ptr() + self._phase) % PACK_ALIGN_BYTES == 0
+
+    def launch(self, kernels: PackKernels, staging: Tensor, buffers: Sequence[Tensor], num_programs: int) -> None:
+        """Renew the tables' addresses, of which the first call builds the tables, and launch a kernel for each run."""
+        if not self._tables:
+            self._tables = [kernels.table(buffers[run.begin : run.end]) for run in self._runs]
+        addresses = [t.data_ptr() for t in buffers]
+        for run, table in zip(self._runs, self._tables, strict=True):
+            table.move(addresses[run.begin : run.end])
+            part = staging[run.first :] if run.first else staging
+            if self.what == "pack":
+                kernels.pack(table, part, num_programs=num_programs)
+            else:
+                kernels.unpack(part, table, num_programs=num_programs)
+
+    def _is_like(self, t: Tensor, nbytes: int) -> bool:
+        return is_flat(t) and t.numel() == nbytes and t.device == self._device
+
+
+class PackPlans:
+    """One stream's plans of the batches seen last, all on `device`. Not thread-safe: its packer is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._plans: list[PackPlan] = []  # the last used first
+
+    def plan(self, what: str, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]) -> PackPlan | None:
+        """The plan for such a batch, new if it is the first of its kind; None for no buffers at all.
+
+        Raises `ValueError`, naming the buffer, as `Stream.pack` does.
+        """
+        if type(offsets) is not list:
+            offsets = list(offsets)
+        for i, plan in enumerate(self._plans):
+            if plan.what == what and plan.suits(buffers, offsets) and plan.fits(staging):
+                if i:
+                    self._plans.insert(0, self._plans.pop(i))
+                return plan
+        check_packed(what, buffers, staging, offsets, self.device)
+        if not buffers:
+            return None
+        plan = PackPlan(what, buffers, offsets.copy(), self.device)  # the caller's list may change
+        del self._plans[_MAX_PLANS - 1 :]
+        self._plans.insert(0, plan)
+        return plan
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self._plans)
 
 
 class Packer:
@@ -122,37 +189,27 @@ class Packer:
         self._refused = False
         self._lock = threading.Lock()  # a table is changed and launched from as one step
 
-    def pack(self, tables: PackTables, staging: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-        """`Stream.pack` on torch's current stream, whose `tables` these are. Returns whether it was done: not where there is no
-        kernel or no memory for its table, nor for offsets that are not mostly those of `packed_offsets`."""
-        return self._launch("pack", tables, staging, sources, offsets)
+    def pack(self, plans: PackPlans, staging: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> bool:
+        """`Stream.pack` on torch's current stream, whose `plans` these are, checks included. Returns whether it was done: not
+        where there is no kernel or no memory for its table, nor for offsets that are not mostly those of `packed_offsets`."""
+        return self._launch("pack", plans, staging, sources, offsets)
 
-    def unpack(self, tables: PackTables, destinations: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> bool:
+    def unpack(self, plans: PackPlans, destinations: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> bool:
         """`Stream.unpack`, as `pack`."""
-        return self._launch("unpack", tables, staging, destinations, offsets)
+        return self._launch("unpack", plans, staging, destinations, offsets)
 
-    def _launch(
-        self, what: str, tables: PackTables, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]
-    ) -> bool:
-        sizes = [t.numel() for t in buffers]
-        runs = _runs(sizes, offsets)
-        if len(runs) > 1 and len(runs) * _COPIES_PER_LAUNCH > len(buffers):
-            return False
-        if any((staging.data_ptr() + run.first) % PACK_ALIGN_BYTES for run in runs):
-            return False
+    def _launch(self, what: str, plans: PackPlans, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]) -> bool:
         with self._lock:
+            plan = plans.plan(what, staging, buffers, offsets)
+            if plan is None:
+                return True
+            if not plan.is_launched(staging):
+                return False
             try:
                 kernels = self._working_kernels(staging.device)
                 if kernels is None:
                     return False
-                for run in runs:
-                    some = buffers[run.begin : run.end]
-                    part = staging[run.first : run.last]
-                    table = tables.table(kernels, what, some, sizes[run.begin : run.end])
-                    if what == "pack":
-                        kernels.pack(some, part, num_programs=self.num_programs, table=table)
-                    else:
-                        kernels.unpack(part, some, num_programs=self.num_programs, table=table)
+                plan.launch(kernels, staging, buffers, self.num_programs)
             except torch.OutOfMemoryError:
                 return False  # for the table, which is allocated before a launch; copies need no memory
             return True
@@ -163,8 +220,8 @@ class Packer:
             try:
                 kernels = self._load()
                 one, staging = torch.zeros(2, PACK_ALIGN_BYTES, dtype=torch.uint8, device=device).unbind()
-                kernels.pack([one], staging, num_programs=1, table=kernels.table([one]))
-                kernels.unpack(staging, [one], num_programs=1, table=kernels.table([one]))
+                kernels.pack(kernels.table([one]), staging, num_programs=1)
+                kernels.unpack(staging, kernels.table([one]), num_programs=1)
                 self._kernels = kernels
             except torch.OutOfMemoryError:
                 raise
@@ -176,7 +233,7 @@ class Packer:
 
 
 def _triton_kernels() -> PackKernels:
-    from chameleon_mm.kernels.pack import PackTable, pack
-    from chameleon_mm.kernels.unpack import unpack
+    from chameleon_mm.kernels.pack import PackTable, launch_pack
+    from chameleon_mm.kernels.unpack import launch_unpack
 
-    return PackKernels(table=PackTable, pack=pack, unpack=unpack)
+    return PackKernels(table=PackTable, pack=launch_pack, unpack=launch_unpack)

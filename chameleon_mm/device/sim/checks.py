@@ -1,4 +1,4 @@
-"""What the simulator asks of the ends of a copy or a pack before anything of it happens: flat, equal, in reach, apart.
+"""What the simulator asks of the ends of a copy or a pack beyond what every device does: that they share no bytes.
 
     check_copy(dst, src)                                    one copy
     check_batch(pairs)                                      no destination shares bytes with another end
@@ -15,6 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.checks import check_ends, check_packed
+
+_MEMORY = torch.device("cpu")  # where simulated memory lies
+
 
 class _Range(NamedTuple):
     """Bytes of memory, [begin, end), that are read or written, and whose they are."""
@@ -27,10 +31,7 @@ class _Range(NamedTuple):
 
 def check_copy(dst: Tensor, src: Tensor, what: str = "copy") -> None:
     """Raise `ValueError` unless `src` can be copied to `dst`."""
-    for name, t in (("dst", dst), ("src", src)):
-        _check_flat(what, name, t)
-    if dst.numel() != src.numel():
-        raise ValueError(f"{what}: expected equal sizes, got {src.numel()} bytes into {dst.numel()}: slice one")
+    check_ends(what, dst, src, _MEMORY)
     apart = abs(dst.data_ptr() - src.data_ptr())
     if apart < src.numel():
         raise ValueError(f"{what}: expected two buffers that do not overlap, got {src.numel()} bytes {apart} bytes apart")
@@ -46,21 +47,12 @@ def check_batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 def packed_parts(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> list[Tensor]:
     """The parts of `staging` that belong to `buffers`. Raises `ValueError` unless `what`, pack or unpack, can be done."""
-    _check_flat(what, "the staging buffer", staging)
-    if len(offsets) != len(buffers):
-        raise ValueError(f"{what}: expected an offset for each of {len(buffers)} buffers, got {len(offsets)}")
+    check_packed(what, buffers, staging, offsets, _MEMORY)
     into_staging = what == "pack"
     parts, ranges = [], []
     for i, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
-        _check_flat(what, f"buffer {i}", buffer)
-        nbytes = buffer.numel()
-        if offset < 0 or offset + nbytes > staging.numel():
-            raise ValueError(
-                f"{what}: expected buffer {i} within the staging buffer's {staging.numel()} bytes, got [{offset}, "
-                f"{offset + nbytes}): pack fewer buffers at once, or give packed_offsets(sizes).total_bytes"
-            )
         with torch._C._DisableTorchDispatch():  # an active mode would take it for an operator of the model's
-            part = staging.narrow(0, offset, nbytes)
+            part = staging.narrow(0, offset, buffer.numel())
         parts.append(part)
         ranges.append(_range(buffer, not into_staging, f"buffer {i}"))
         # As a write in both directions: what several buffers are unpacked from was overwritten when it was packed.
@@ -72,14 +64,6 @@ def packed_parts(what: str, buffers: Sequence[Tensor], staging: Tensor, offsets:
 def _range(t: Tensor, write: bool, name: str) -> _Range:
     begin = t.data_ptr()
     return _Range(begin, begin + t.numel(), write, name)
-
-
-def _check_flat(what: str, name: str, t: Tensor) -> None:
-    if t.dtype is not torch.uint8 or t.dim() != 1 or not t.is_contiguous() or not t.is_cpu:
-        raise ValueError(
-            f"{what}: expected {name} as a flat, contiguous uint8 tensor of the simulator, got {t.dtype} of shape "
-            f"{tuple(t.shape)} on {t.device}: view its bytes first"
-        )
 
 
 def _check_apart(what: str, ranges: list[_Range]) -> None:

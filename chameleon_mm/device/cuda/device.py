@@ -1,0 +1,187 @@
+"""A real GPU: torch's current stream, statistics and allocator, and what its streams share.
+
+current_stream()  = torch's, wrapped once
+alloc_pinned(n)   = mmap + populate + cudaHostRegister, else cudaHostAlloc        # see pinning.py
+read_memory()     = the caching allocator's own counters
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.cuda.batch_copies import batch_copies
+from chameleon_mm.device.cuda.cupy_runtime import cupy_runtime
+from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
+from chameleon_mm.device.cuda.pinning_calls import pinning_calls
+from chameleon_mm.device.cuda.stream import CudaStream
+from chameleon_mm.device.numa import PreferredNode, near_node
+from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
+from chameleon_mm.device.pageable import pageable_memory
+from chameleon_mm.device.pinning import PageLocker
+from chameleon_mm.device.protocols import MemoryReading
+from chameleon_mm.errors import DeviceUnavailable
+
+_MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
+
+
+class CudaDevice:
+    """One CUDA GPU by its index (None: torch's current one). Thread-safe: backward runs on a thread of autograd's.
+
+    `pack_programs` is how many programs a kernel that packs may have, so how many SMs it takes from compute at most.
+
+    Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own,
+    `ValueError` for an index that there is not, and for `pack_programs` below 1.
+    """
+
+    def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
+        self.packer = Packer(pack_programs)
+        if not cuda_is_available():
+            build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"
+            raise DeviceUnavailable(
+                f"CudaDevice: expected a CUDA GPU, got none: torch {torch.__version__} {build}; device='sim' simulates one"
+            )
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+        if index is not None and not 0 <= index < count:
+            raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            # Others count differently: the odometer would stand still, and a budget would not hold.
+            raise DeviceUnavailable(
+                f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
+            )
+        self.index = torch.cuda.current_device() if index is None else index
+        self.cupy_runtime = cupy_runtime(self.index)
+        """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
+        self.batch_copies = batch_copies()
+        """Many copies in one call, or None where CUDA's own bindings are not installed or do not have it."""
+        self._torch_device = torch.device("cuda", self.index)
+        self._known_streams: dict[int, CudaStream] = {}
+        node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
+        self._locker = PageLocker(
+            pinning_calls(self.cupy_runtime, self.index),
+            place=None if node is None else PreferredNode(node),
+            # Made current so that a process that uses GPU 1 does not start a context on GPU 0.
+            scope=partial(torch.cuda.device, self.index),
+        )
+        self._odometer_lock = threading.Lock()
+        self._odometer_base = self._odometer_last = 0
+
+    @property
+    def name(self) -> str:
+        return str(torch.cuda.get_device_name(self.index))
+
+    @property
+    def simulated(self) -> bool:
+        return False
+
+    @property
+    def driver(self) -> str:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # torch has loaded it already
+        return f"CUDA driver {version.value // 1000}.{version.value % 1000 // 10}, runtime {torch.version.cuda}"
+
+    @property
+    def host_us(self) -> float:
+        return time.perf_counter() * 1e6
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._torch_device
+
+    @property
+    def capacity(self) -> int:
+        """Bytes that the caching allocator may come to hold: what it holds now and what is free, under the process's fraction.
+
+        Memory of other processes and of CUDA's own context is in neither, so it is left out as it should be.
+        """
+        free, total = torch.cuda.mem_get_info(self.index)
+        held = int(self._stat("reserved_bytes", "current"))
+        allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
+        return min(allowed, held + free)
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self.index}, {self.name}>"
+
+    def current_stream(self) -> CudaStream:
+        """As `Device.current_stream`. Cheap enough for a hook: no `torch.cuda.Stream` is built for one that was seen before."""
+        # What torch.cuda.current_stream itself asks, without the Stream that it builds each time; in torch 2.11 to 2.13.
+        stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(self.index)
+        known = self._known_streams.get(stream_id)
+        if known is None:
+            if len(self._known_streams) >= _MAX_KNOWN_STREAMS:
+                self._known_streams.clear()
+            raw = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+            known = self._known_streams.setdefault(stream_id, CudaStream(self, raw, "compute"))
+        return known
+
+    def new_stream(self, name: str) -> CudaStream:
+        return CudaStream(self, torch.cuda.Stream(device=self.index), name)
+
+    def capturing(self) -> bool:
+        # Asked of the thread's current device, which during a capture is the one that captures. If that is another GPU than
+        # this one, yes is right too: by default a capture forbids its thread the same calls on all of them.
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def alloc_pinned(self, nbytes: int) -> Tensor:
+        return self._locker.pin(nbytes)
+
+    def free_pinned(self, memory: Tensor) -> None:
+        self._locker.unpin(memory)
+
+    def alloc_pageable(self, nbytes: int) -> Tensor:
+        return pageable_memory(nbytes)
+
+    def allocated_bytes(self) -> int:
+        return self._stat("allocated_bytes", "current")
+
+    def read_memory(self) -> MemoryReading:
+        """As `Device.read_memory`. A user's reset of torch's accumulated statistics loses what was allocated between the
+        last reading and the reset, and never turns the odometer back."""
+        stats = self._stats()["allocated_bytes"]["all"]
+        with self._odometer_lock:
+            now = int(stats["allocated"])
+            if now < self._odometer_last:
+                self._odometer_base += self._odometer_last
+            self._odometer_last = now
+            return MemoryReading(int(stats["current"]), self._odometer_base + now)
+
+    def peak_allocated_bytes(self) -> int:
+        return self._stat("allocated_bytes", "peak")
+
+    def peak_reserved_bytes(self) -> int:
+        return self._stat("reserved_bytes", "peak")
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def owns(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and tensor.get_device() == self.index
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.index)
+
+    def compute(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        """Makes this the calling thread's current device, for calls that act on that one. Nothing to do where it is."""
+        return nullcontext() if self.is_current() else torch.cuda.device(self.index)
+
+    def is_current(self) -> bool:
+        """Whether this is the calling thread's current device."""
+        return torch.cuda.current_device() == self.index
+
+    def _stats(self) -> Any:
+        # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
+        return torch.cuda.memory_stats_as_nested_dict(self.index)
+
+    def _stat(self, what: str, which: str) -> int:
+        return int(self._stats()[what]["all"][which])

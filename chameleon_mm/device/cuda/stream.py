@@ -1,0 +1,168 @@
+"""A stream of a GPU, and its events: ordered work, handed to the driver.
+
+stream.alloc(n)         = torch.empty on that stream        # the caching allocator: stream-ordered, OOM as torch raises it
+stream.copy(d, s)       = cudaMemcpyAsync(d, s, n, default, stream)
+stream.copy_batch       = cudaMemcpyBatchAsync by CUDA's bindings, where they and the driver have it, else copies
+stream.pack, unpack     = one Triton kernel on that stream, where Triton works, else copies         # see packing.py
+stream.record()         = an untimed event; stream.wait(e) = cudaStreamWaitEvent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.checks import check_ends
+from chameleon_mm.device.packing import PackPlans
+from chameleon_mm.device.protocols import Event
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.cuda.device import CudaDevice
+    from chameleon_mm.kernels.codec import Codec
+
+CODEC_PROGRAMS = 132
+"""Programs of a codec's kernel: as many as an H200 has SMs, for the kernel stands in compute's own way. Not measured."""
+
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
+
+
+class CudaEvent:
+    """A `torch.cuda.Event` that knows whether it is timed."""
+
+    __slots__ = ("raw", "timed")
+
+    def __init__(self, raw: torch.cuda.Event, *, timed: bool) -> None:
+        self.raw = raw
+        self.timed = timed
+
+    def query(self) -> bool:
+        return bool(self.raw.query())
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+    def elapsed_us(self, since: Event) -> float:
+        if not isinstance(since, CudaEvent) or not (self.timed and since.timed):
+            raise ValueError("elapsed_us: expected two timed CUDA events, got others: record both with timed=True")
+        if not (self.query() and since.query()):
+            raise ValueError(
+                "elapsed_us: expected two complete events, got one still pending: synchronize() the later one first"
+            )
+        return float(since.raw.elapsed_time(self.raw)) * 1e3
+
+
+class CudaStream:
+    """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
+
+    __slots__ = ("_device", "_handle", "_name", "_plans", "raw")
+
+    def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
+        self._device = device
+        self._name = name
+        self._handle = int(raw.cuda_stream)
+        self._plans = PackPlans(device.torch_device)
+        self.raw = raw
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self._name} of {self._device.torch_device}, {self._handle:#x}>"
+
+    def alloc(self, nbytes: int) -> Tensor:
+        """As `Stream.alloc`. On the current stream, the usual case, without any switch."""
+        current = self._device.current_stream()
+        scope: AbstractContextManager[Any] = (
+            nullcontext() if current.raw.stream_id == self.raw.stream_id else torch.cuda.stream(self.raw)
+        )
+        with scope:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+
+    def free(self, buffer: Tensor) -> None:
+        """Nothing to do: when the last reference goes, the block is at once the allocating stream's again, in stream order.
+
+        `record_stream` has no place here: its block would come back only when the host polls an event, and the host runs
+        far ahead (Note [Reclaim]). The wait that the protocol asks for does the same on the device, at no such price.
+        """
+
+    def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+        """As `Stream.copy`. A speculative copy is a copy like any other here: only the simulator could mind."""
+        check_ends("copy", dst, src)
+        if dst.numel():
+            self._copy(dst, src)
+
+    def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
+        """As `Stream.copy_batch`, `speculative` as in `copy`. Whether ends share bytes only the simulator checks."""
+        for i, (dst, src) in enumerate(pairs):
+            check_ends(f"copy_batch: pair {i}", dst, src)
+        ways = [(dst.is_cuda, src.is_cuda) for dst, src in pairs]
+        if ways.count(ways[0] if ways else (True, True)) != len(ways):
+            other = next(i for i, way in enumerate(ways) if way != ways[0])
+            raise ValueError(
+                f"copy_batch: expected all pairs to go one way, but pair {other} does not go as pair 0 does: "
+                f"make a batch per direction"
+            )
+        moved = [(dst, src) for dst, src in pairs if dst.numel()]  # the driver takes no copy of nothing
+        batch = self._device.batch_copies
+        if len(moved) > 1 and batch is not None and self._handle not in _LEGACY_HANDLES:
+            dsts, srcs = [dst.data_ptr() for dst, _ in moved], [src.data_ptr() for _, src in moved]
+            with self._device.as_current():
+                if batch.enqueue(dsts, srcs, [dst.numel() for dst, _ in moved], self._handle):
+                    return
+        for dst, src in moved:
+            self._copy(dst, src)
+
+    def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
+        """As `Stream.pack`. Whether places share bytes, or sources the staging buffer's, is checked where a kernel runs."""
+        with self._as_current():
+            if self._device.packer.pack(self._plans, dst, sources, offsets):
+                return
+        for source, offset in zip(sources, offsets, strict=True):
+            self.copy(dst[offset : offset + source.numel()], source)
+
+    def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
+        """As `Stream.unpack`, checked as `pack` is."""
+        with self._as_current():
+            if self._device.packer.unpack(self._plans, destinations, src, offsets):
+                return
+        for destination, offset in zip(destinations, offsets, strict=True):
+            self.copy(destination, src[offset : offset + destination.numel()])
+
+    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
+        with self._as_current():
+            codec.encode(src, dst, status, num_programs=CODEC_PROGRAMS)
+
+    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
+        with self._as_current():
+            codec.decode(src, dst, num_programs=CODEC_PROGRAMS)
+
+    def _copy(self, dst: Tensor, src: Tensor) -> None:
+        runtime = self._device.cupy_runtime
+        if runtime is not None:
+            # No dispatcher, no stream switch, no GIL while the driver works.
+            runtime.memcpyAsync(dst.data_ptr(), src.data_ptr(), dst.numel(), _MEMCPY_DEFAULT, self._handle)
+        else:
+            with torch.cuda.stream(self.raw):
+                dst.copy_(src, non_blocking=True)
+
+    def _as_current(self) -> AbstractContextManager[Any]:
+        """Makes this stream, and with it its device, current: kernels start there. Nothing to do where they are."""
+        if self._device.current_stream().raw.stream_id == self.raw.stream_id and self._device.is_current():
+            return nullcontext()
+        return torch.cuda.stream(self.raw)
+
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        event = torch.cuda.Event(enable_timing=timed)
+        event.record(self.raw)
+        return CudaEvent(event, timed=timed)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CudaEvent):
+            raise TypeError(f"wait: expected an event of a CUDA stream, got {type(event).__name__}: use one device throughout")
+        event.raw.wait(self.raw)

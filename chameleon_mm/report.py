@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from chameleon_mm.device import Device
-from chameleon_mm.executor import CopySpan
+from chameleon_mm.executor import Adaptation, CopySpan
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.units import format_size, format_us
@@ -51,9 +51,18 @@ class SwapReport:
     timed_steps: int
     """Steps begun whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` speak of these."""
     detailed_steps: int
-    """Steps recorded operator by operator. The default rule needs none."""
+    """Steps recorded operator by operator."""
     plans: int
+    """Plans made, those that were tried against one another and those for what turned out to be more memory included."""
     plan_cache_hits: int
+    """Steps that were, hook for hook, one that had a plan when they began."""
+    steps_by_phase: dict[str, int]
+    """Steps begun in each phase: "profile" ones were recorded, "steady" ones followed a plan."""
+    planning_us: float
+    """Host time that making plans took, in all."""
+    planned_step_us: float | None
+    """What a step under the latest plan was to take, by its simulation."""
+    planned_peak_bytes: int | None
     bytes_swapped_out: int
     bytes_swapped_in: int
     bytes_reclaimed: int
@@ -100,20 +109,33 @@ class SwapReport:
 
     @classmethod
     def of(
-        cls, meter: Meter, pool: PoolStats, device: Device, *, steps: int, hbm_budget_bytes: int, peak_hbm_bytes: int
+        cls,
+        meter: Meter,
+        pool: PoolStats,
+        device: Device,
+        *,
+        steps: int,
+        hbm_budget_bytes: int,
+        peak_hbm_bytes: int,
+        adaptation: Adaptation | None = None,
     ) -> SwapReport:
         """The figures that `meter` and `pool` stand at now."""
         spans = meter.resolve()
         totals = meter.totals
         timed = totals.timed_steps > 0
+        latest = None if adaptation is None else adaptation.latest_plan
         return cls(
             device=device.name,
             simulated=device.simulated,
             steps=steps,
             timed_steps=totals.timed_steps,
-            detailed_steps=0,
-            plans=0,
-            plan_cache_hits=0,
+            detailed_steps=0 if adaptation is None else adaptation.detailed_steps,
+            plans=0 if adaptation is None else adaptation.plans,
+            plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
+            steps_by_phase={} if adaptation is None else dict(sorted(adaptation.steps_by_phase.items())),
+            planning_us=0.0 if adaptation is None else adaptation.planning_us,
+            planned_step_us=None if latest is None else latest.step_us,
+            planned_peak_bytes=None if latest is None else latest.peak_bytes,
             bytes_swapped_out=totals.bytes_swapped_out,
             bytes_swapped_in=totals.bytes_swapped_in,
             bytes_reclaimed=totals.bytes_reclaimed,

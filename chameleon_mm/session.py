@@ -24,7 +24,7 @@ from torch import nn
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name
+from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name, link_cost_for
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
@@ -65,11 +65,13 @@ class SwapSession:
 
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
-    "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more move
+    "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
     (None: 1 MiB), by the way that `thresholds` says for their size (None: as `chameleon-mm doctor` measured and kept it for
     this device, else packed together below 128 KiB and each alone from there on), and in the shorter form of `codecs`, lossless
-    ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with others; None makes one of `host_budget`. `model`, where given, names the
-    parameters and buffers that never move, and whose bytes the budget is checked against first. `verify` checksums what goes
+    ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
+    others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
+    bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
+    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `verify` checksums what goes
     out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
@@ -89,6 +91,7 @@ class SwapSession:
         thresholds: Thresholds | None = None,
         codecs: Sequence[str] = (),
         verify: bool = False,
+        plans: bool = True,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -108,6 +111,9 @@ class SwapSession:
             thresholds=thresholds or thresholds_for(self.device),
             codecs=codecs_by_name(codecs),
             verify=verify,
+            plans=plans,
+            model=model,
+            link_cost=link_cost_for(self.device),
         )
         # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
         self._save = torch.compiler.disable(self._executor.save)
@@ -179,6 +185,7 @@ class SwapSession:
             steps=self._steps,
             hbm_budget_bytes=self.hbm_budget_bytes,
             peak_hbm_bytes=self._peak_bytes(),
+            adaptation=self._executor.adaptation,
         )
 
     # --- what it keeps in order

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from chameleon_mm.executor.adaptation import Adaptation, PlanPhase
 from chameleon_mm.executor.classify import ProtectedStorages
 from chameleon_mm.executor.encoding import codecs_by_name
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
+from chameleon_mm.executor.link_rates import link_cost_for
 from chameleon_mm.executor.meter import CopySpan, Totals
 
-__all__ = ["CopySpan", "Executor", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals", "codecs_by_name"]
+__all__ = [
+    "Adaptation",
+    "CopySpan",
+    "Executor",
+    "KeptTensor",
+    "PlanPhase",
+    "ProtectedStorages",
+    "SwappedView",
+    "Totals",
+    "codecs_by_name",
+    "link_cost_for",
+]

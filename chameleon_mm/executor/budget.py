@@ -13,8 +13,10 @@ One reading of the allocator per look, unless something is given back: a reading
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+
+import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
@@ -51,6 +53,11 @@ class BudgetGuard:
         pack_small: Callable[[], None],
     ) -> None:
         self.reclaim = ReclaimQueue()
+        """Of copies by the default rule: given back once they are complete."""
+        self.planned = ReclaimQueue()
+        """Of copies by a plan: given back when it says so, or under pressure."""
+        self.trusts_plan = False
+        """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
         self.headroom = Headroom()
         self.peak_seen_bytes = 0
         """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
@@ -75,6 +82,11 @@ class BudgetGuard:
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         self.make_room(0, keep=None)
 
+    def allocated_bytes(self) -> int:
+        """Of the device, now."""
+        self._allocated = self._device.allocated_bytes()
+        return self._allocated
+
     def took(self, nbytes: int) -> None:
         """A swap-in was allocated."""
         rounded = round_up(nbytes, ROUND_BYTES)
@@ -89,7 +101,7 @@ class BudgetGuard:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
-        need = self.headroom.need()
+        need = 0 if self.trusts_plan else self.headroom.need()
         if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
             self.reclaim.flush(lambda: False)
             self._allocated = self._device.allocated_bytes()
@@ -115,11 +127,40 @@ class BudgetGuard:
     def tight_and_unknown(self) -> bool:
         """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
         budget = self._limits.hbm_budget_bytes
-        return budget is not None and self.headroom.need() is None and self._allocated > budget * UNKNOWN_SHARE
+        return (
+            budget is not None
+            and not self.trusts_plan
+            and self.headroom.need() is None
+            and self._allocated > budget * UNKNOWN_SHARE
+        )
 
     def give_back_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
         self._give_back(lambda: False, keep)
+
+    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+        """After a failed allocation of about `nbytes`: what is on its way out, else one more storage. Returns whether anything
+        went; never what lies in the storages `busy`."""
+        if len(self.reclaim) or len(self.planned):
+            self.flush()
+            return True
+        taken = {id(storage) for storage in busy}
+        idle = [saved for saved in self._live() if saved.device is not None and id(saved.device) not in taken]
+        for saved in sorted((s for s in idle if s.place in (Place.ARRIVING, Place.RESTORED)), key=self._rank, reverse=True):
+            with suppress(torch.OutOfMemoryError):
+                saved.drop_restored()
+                return True
+        victims = [saved for saved in idle if saved.place is Place.RESIDENT and saved.op_is_over and saved.worth_a_copy]
+        # Best fit: the smallest that is large enough, else the largest.
+        for saved in sorted(victims, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):
+            with suppress(TransferFailed, HostMemoryExhausted):
+                self._swap_out(saved)
+                saved.reclaim()
+                return True
+        return False
+
+    def _rank(self, saved: SavedStorage) -> int:
+        return self._order.rank(saved.index)
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` leaves the model what it needs."""
@@ -149,16 +190,23 @@ class BudgetGuard:
             self.headroom.record(max(0, now.odometer_bytes - self._odometer - self._taken))
         self._odometer, self._allocated, self._taken = now.odometer_bytes, now.allocated_bytes, 0
 
+    def flush(self) -> None:
+        """Give back all that is on its way out."""
+        self.reclaim.flush(lambda: False)
+        self.planned.flush(lambda: False)
+
     def _give_back(self, enough: Callable[[], bool], keep: SavedStorage | None) -> str | None:
         """Returns why the host took no more, if that is what ended it."""
         self.reclaim.flush(enough)
+        self.planned.flush(enough)
         if enough():
             return None
         restored = [s for s in self._live() if s.place in (Place.ARRIVING, Place.RESTORED) and s is not keep]
-        for saved in sorted(restored, key=lambda s: self._order.rank(s.index), reverse=True):
+        for saved in sorted(restored, key=self._rank, reverse=True):
             if enough():
                 return None
-            saved.drop_restored()
+            with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                saved.drop_restored()
         self._pack_small()
         self.reclaim.flush(enough)
         resident = [s for s in self._live() if s.place is Place.RESIDENT and s is not keep]

@@ -15,19 +15,23 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor.adaptation import Adaptation
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.claims import Claims
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
 from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.handles import Handle, KeptTensor, SwappedView, TakenApart
+from chameleon_mm.executor.guide import Guide
+from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView, TakenApart
+from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.staging import Staging
@@ -36,7 +40,8 @@ from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SaveFacts, UseOrder
+from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
@@ -57,6 +62,12 @@ def _tracing() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
+@contextmanager
+def _unrecorded(recorder: Recorder) -> Iterator[None]:
+    with recorder.paused(), recorder.untimed():
+        yield
+
+
 class Executor:
     """Swaps the saved tensors of one device. Thread-safe: autograd may use on one thread what another saved."""
 
@@ -71,6 +82,9 @@ class Executor:
         thresholds: Thresholds | None = None,
         codecs: Sequence[Codec] = (),
         verify: bool = False,
+        plans: bool = False,
+        model: nn.Module | None = None,
+        link_cost: LinkCost | None = None,
     ) -> None:
         self.device = device
         self.meter = Meter()
@@ -97,6 +111,23 @@ class Executor:
         self._outs = SwapOuts(tools, live, self._guard, staging, rule=rule, thresholds=thresholds, codecs=codecs)
         outs = weakref.ref(self._outs)
         self._ins = SwapIns(tools, live, self._guard, staging, self._order)
+        self._guide = Guide(live, self._guard, self._outs, self._ins) if plans else None
+        self._recorder: Recorder | None = None
+        self.adaptation: Adaptation | None = None
+        if self._guide is not None and limits.hbm_budget_bytes is not None:
+            me = weakref.ref(self)
+            self.adaptation = Adaptation(
+                self._guide,
+                self.meter,
+                hbm_budget_bytes=limits.hbm_budget_bytes,
+                host_budget=lambda: pool.limit_bytes,
+                make_recorder=lambda: Recorder(
+                    device,
+                    model=model,
+                    free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
+                ),
+                link_cost=partial(self._link_cost_of, self.meter, link_cost or UNMEASURED_LINK),
+            )
         self._claims = Claims()
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -108,31 +139,55 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
-        if self._forked:
-            return KeptTensor(t, by_reference=False)
-        if self.device.capturing():
-            return self._keep(t, "capturing")
-        if _tracing():
-            return self._keep(t, "tracing")
-        facts = facts_of(t, self.device, self._protected)
-        if facts.kind == "subclass":
-            handle = self._save_inner(t)
-            if handle is not None:
-                return handle
-        reason = self._rule.reason_to_keep(facts)
-        with self._entered():
-            self._advance(look=reason is None)
-            if reason is None:
-                return SwappedView(self._claim(t, facts), t)
-        return self._keep(t, reason)
+        with self._quiet():
+            return self._save(t, guided=self._guide is not None)
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        with self._quiet():
+            return self._use(handle, guided=self._guide is not None)
+
+    def _quiet(self) -> AbstractContextManager[None]:
+        """What we do ourselves is no part of the step that is recorded, nor is the time that compute takes for it."""
+        return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
+
+    def _save(self, t: Tensor, *, guided: bool) -> Handle:
+        """`guided`: a hook of autograd's own; else a part of what one saves."""
+        if self._forked:
+            return KeptTensor(t, by_reference=False)
+        if self.device.capturing():
+            return self._keep_apart(t, "capturing")
+        if _tracing():
+            return self._keep_apart(t, "tracing")
+        facts = facts_of(t, self.device, self._protected)
+        handle: Handle | None = self._save_inner(t) if facts.kind == "subclass" else None
+        reason = self._rule.reason_to_keep(facts)
+        with self._entered():
+            claim = self._claim(t, facts) if handle is None and reason is None else None
+            finished, hook = self._outs.finished(), NO_HOOK
+            if guided and self._guide is not None:
+                hook = self._guide.saved(t, None if claim is None else claim.saved, finished)
+            self._advance(finished, look=claim is not None)
+            if hook != NO_HOOK and self._guide is not None:
+                self._guide.bring_ahead(self._streams.current())
+            if claim is not None:
+                handle = SwappedView(claim, t)
+            elif handle is None:
+                handle = self._keep(t, reason or facts.kind)
+            handle.saved_at = (self._live.epoch, hook)
+        return handle
+
+    def _use(self, handle: Handle, *, guided: bool) -> Tensor:
         handle.check_version()
+        if isinstance(handle, SwappedView):
+            return self._use_view(handle, guided=guided)
+        if guided:
+            self._pass_by(handle)
         if isinstance(handle, KeptTensor):
             return handle.tensor
-        if isinstance(handle, TakenApart):
-            return handle.rebuild({name: self.use(part) for name, part in handle.parts.items()})
+        return handle.rebuild({name: self._use(part, guided=False) for name, part in handle.parts.items()})
+
+    def _use_view(self, handle: SwappedView, *, guided: bool) -> Tensor:
         saved = handle.claim.saved
         if self._forked:
             raise RuntimeError(
@@ -146,17 +201,38 @@ class Executor:
             )
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if _tracing() else nullcontext(), self._entered():
-            self._advance(look=True)
+            guide, finished = self._guide, self._outs.finished()
+            if guide is not None and guided:
+                guide.used(handle.saved_at, saved, finished)
+            self._advance(finished, look=True)
             compute = self._streams.current()
             storage = self._ins.bring(saved, compute)
             self._count_use(handle, saved)
-            self._ins.prefetch_after(saved, compute)
+            if guide is not None and guided:
+                guide.brought(saved, storage)
+                guide.bring_ahead(compute)
+            if guide is None or saved.role is None or not guide.on_course:
+                self._ins.prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
+    def _pass_by(self, handle: Handle) -> None:
+        """A use of what never left: what else is due at its hook."""
+        if self._guide is None or self._forked or self.device.capturing() or _tracing():
+            return
+        with self._entered():
+            finished = self._outs.finished()
+            self._guide.used(handle.saved_at, None, finished)
+            self._advance(finished, look=False)
+            self._guide.bring_ahead(self._streams.current())
+
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
-        with self._lock:
-            self.meter.totals.kept_by_reason[reason] += 1
+        self.meter.totals.kept_by_reason[reason] += 1
         return KeptTensor(t, by_reference=reason == "parameter")
+
+    def _keep_apart(self, t: Tensor, reason: str) -> KeptTensor:
+        """Without entering: nothing may be asked of the device now."""
+        with self._lock:
+            return self._keep(t, reason)
 
     def _save_inner(self, t: Tensor) -> TakenApart | None:
         """A wrapper by what it wraps; None if it cannot be taken apart or nothing of it would move."""
@@ -166,11 +242,27 @@ class Executor:
         inner, context = apart
         # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
         stays = set(inner) - {"_values"} if t.is_nested else set()
-        parts = {name: self.save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
+        parts = {
+            name: self._save(part, guided=False)
+            for name, part in inner.items()
+            if isinstance(part, Tensor) and name not in stays
+        }
         if all(isinstance(part, KeptTensor) for part in parts.values()):
             return None
         rest = {name: part for name, part in inner.items() if name not in parts}
         return TakenApart(t, parts, rest, context)
+
+    @staticmethod
+    def _link_cost_of(meter: Meter, otherwise: LinkCost) -> LinkCost:
+        return rates_of(meter.resolve(), otherwise)
+
+    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+        """An operator found no memory: give back what is on its way out, else a storage of about `nbytes` that is not `busy`.
+
+        Returns whether anything went. Not to be called inside of a hook.
+        """
+        with self._entered():
+            return self._guard.free_something(nbytes, busy)
 
     # --- steps
 
@@ -182,19 +274,28 @@ class Executor:
         with self._entered():
             self._in_step = True
             self._live.begin_epoch()
-            self.meter.begin_step(self.device.current_stream(), timed=timed)
+            compute = self.device.current_stream()
+            self.meter.begin_step(compute, timed=timed)
+            self._recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
+        if self._recorder is not None:
+            self._recorder.__enter__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
 
     def end_step(self, *, completed: bool) -> None:
         """Give back what is still on its way out; learn from the step if it `completed`."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above, where it is entered
         if self._forked or self.device.capturing():
             self._in_step = False
             return
         with self._entered():
-            self._advance(look=False)
-            self._guard.reclaim.flush(lambda: False)
+            self._advance(self._outs.finished(), look=False)
+            self._guard.flush()
             self._outs.forget_small()
             self._in_step = False
             self._learn(completed=completed)
+            if self.adaptation is not None:
+                self.adaptation.end_step(recorder, self.device.current_stream(), completed=completed)
             self.meter.end_step()
 
     @property
@@ -253,6 +354,8 @@ class Executor:
             carrier = saved.carrier
             try:
                 saved.retire()
+                if saved.traced is not None and self._recorder is not None:
+                    self._recorder.retired(saved.traced)
                 if carrier is not None and not carrier.riders:
                     self._live.carriers.discard(carrier)
                     carrier.retire()
@@ -262,7 +365,7 @@ class Executor:
             if saved.place is Place.RETIRED and kept_alive is not None and saved.part is None:
                 self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._live.of_epoch:
-            self._guard.reclaim.flush(lambda: False)
+            self._guard.flush()
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         if errors:
@@ -283,8 +386,15 @@ class Executor:
 
     # --- what happens at every hook
 
-    def _advance(self, *, look: bool) -> None:
-        self._outs.send_finished()
+    def _advance(self, finished: Sequence[SavedStorage], *, look: bool) -> None:
+        """`finished`: saved by operators that are over now."""
+        if self._guide is None:
+            for saved in finished:
+                self._outs.send(saved)
+        else:
+            self._guide.give_back()
+            self._guide.send(finished)
+        self._outs.pack_waiting()
         self._transfer.pump()
         self._guard.reclaim.sweep()
         if look:
@@ -318,5 +428,5 @@ class Executor:
         if handle.round != saved.round:
             handle.round = saved.round
             saved.to_come -= 1
-        if saved.place is Place.RESTORED and saved.to_come <= 0:
-            saved.let_go()
+        if saved.place is Place.RESTORED and saved.to_come <= 0 and not self._guard.trusts_plan:
+            saved.let_go()  # a moment before autograd would; a plan counts on that moment, as the trace has it

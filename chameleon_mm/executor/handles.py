@@ -53,12 +53,18 @@ class VersionProbe:
             raise RuntimeError(inplace_message(self._what, self._origin, self._alias._version, self.expected))
 
 
+NO_HOOK = -1
+"""Of a handle that is a part of another one, or that no guide saw."""
+
+
 class KeptTensor:
     """A saved tensor that stays where it is. Leaves by reference; others detached, for their node must not keep itself."""
 
-    __slots__ = ("_expected", "_origin", "tensor")
+    __slots__ = ("_expected", "_origin", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, *, by_reference: bool) -> None:
+        self.saved_at = (-1, NO_HOOK)
+        """The step, and the number of the hook in it."""
         self.tensor = t if by_reference or t.is_leaf else t.detach()
         self._expected = t._version
         self._origin = Origin(t)
@@ -72,9 +78,10 @@ class KeptTensor:
 class SwappedView:
     """One saved tensor whose storage moves: the storage's record, the geometry of this view, its version."""
 
-    __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "round")
+    __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "round", "saved_at")
 
     def __init__(self, claim: Claim, t: Tensor) -> None:
+        self.saved_at = (-1, NO_HOOK)
         self.claim = claim
         self._dtype = t.dtype
         self._shape = t.shape
@@ -106,9 +113,10 @@ class TakenApart:
     whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper.
     """
 
-    __slots__ = ("_context", "_expected", "_origin", "_ref", "_rest", "_shape", "_stride", "_type", "parts")
+    __slots__ = ("_context", "_expected", "_origin", "_ref", "_rest", "_shape", "_stride", "_type", "parts", "saved_at")
 
     def __init__(self, t: Tensor, parts: dict[str, Handle], rest: dict[str, Any], context: Any) -> None:
+        self.saved_at = (-1, NO_HOOK)
         self.parts = parts
         self._rest = rest
         self._context = context

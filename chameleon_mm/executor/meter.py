@@ -14,6 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
@@ -72,6 +73,8 @@ class Meter:
     def __init__(self) -> None:
         self.totals = Totals()
         self.timed = False
+        self.timing: StepTiming | None = None
+        """Of the step that runs, where somebody wants to know."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._waits: deque[tuple[Event, Event]] = deque()
@@ -91,14 +94,20 @@ class Meter:
         self.timed = False
         self.resolve()
 
-    def wait(self, compute: Stream, event: Event) -> None:
-        """Order `compute` after `event`, timing how long that holds it up when this step is timed."""
+    def wait(self, compute: Stream, event: Event, tensor: int | None = None) -> None:
+        """Order `compute` after `event`, timing how long that holds it up when this step is timed.
+
+        `tensor`: the plan's number of the storage whose copy back it is.
+        """
         if not self.timed:
             compute.wait(event)
             return
         before = compute.record(timed=True)
         compute.wait(event)
-        self._waits.append((before, compute.record(timed=True)))
+        after = compute.record(timed=True)
+        self._waits.append((before, after))
+        if tensor is not None and self.timing is not None:
+            self.timing.waited(before, after, tensor)
 
     def encoded(self, codec: str, dtype: str, *, exact: bool) -> None:
         """A codec's status came back with its bytes."""

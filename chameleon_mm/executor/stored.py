@@ -26,6 +26,7 @@ from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import VersionProbe, flat_bytes
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.verify import Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
@@ -33,6 +34,8 @@ from chameleon_mm.transfer import Move, Transfer
 
 if TYPE_CHECKING:
     from chameleon_mm.executor.carrier import Carrier
+    from chameleon_mm.executor.script import Role
+    from chameleon_mm.profiler.storages import TracedStorage
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +119,14 @@ class SavedStorage:
         self._encoded_home = home
         self.carrier: Carrier | None = None
         """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
+        self.traced: TracedStorage | None = None
+        """Its record, where the step that saved it is written down."""
+        self.role: Role | None = None
+        """What the plan has for it; None: no plan knows it."""
+        self.last_save = (-1, 0)
+        """The step in which it was saved last, and the hook."""
+        self._remainder = Remainder(0, tools.streams)
+        """What stays on the device of it while the rest is on the host."""
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
         self._unpacked_on: Stream | None = None
 
@@ -141,14 +152,16 @@ class SavedStorage:
         self.nbytes = packed.nbytes()
         self._tools.meter.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
 
-    def swap_out(self, *, pageable: bool = False) -> None:
+    def swap_out(self, *, pageable: bool = False, last_bytes: int | None = None) -> None:
         """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
 
-        `pageable`: to ordinary memory, beyond the pool's limit.
+        `pageable`: to ordinary memory, beyond the pool's limit. `last_bytes`: of its end alone; the rest stays on the device.
         """
         assert self.place is Place.RESIDENT and self.device is not None
-        block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes)
-        self._send(block, flat_bytes(self.device))
+        stays = 0 if last_bytes is None else self.nbytes - last_bytes
+        block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes - stays)
+        self._remainder = Remainder(stays, self._tools.streams)
+        self._send(block, flat_bytes(self.device)[stays:])
         self._tools.meter.totals.pageable_swap_outs += pageable
 
     def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
@@ -176,7 +189,12 @@ class SavedStorage:
     @property
     def crossing_bytes(self) -> int:
         """What crosses the link."""
-        return self.nbytes if self._encoding is None else self._encoding.nbytes
+        return self.nbytes - self._remainder.nbytes if self._encoding is None else self._encoding.nbytes
+
+    @property
+    def remains_bytes(self) -> int:
+        """Device memory that it takes while it is on the host."""
+        return self._remainder.nbytes
 
     @property
     def arrival_bytes(self) -> int:
@@ -240,6 +258,8 @@ class SavedStorage:
         if not self._stands_for_it():
             return False
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
+        if not self._keeps_remainder():
+            return False
         self._drop_device()
         return True
 
@@ -278,8 +298,21 @@ class SavedStorage:
                 if self.place is Place.LEAVING:
                     self.reclaim()  # as it is, this time
                 return
-        self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
-        self._drop_device()
+        if self._keeps_remainder():
+            self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
+            self._drop_device()
+
+    def _keeps_remainder(self) -> bool:
+        """Whether there was memory for what is to stay; else all of it stays."""
+        assert self.device is not None
+        if self._block is None:  # nobody wants it any more
+            return True
+        try:
+            self._remainder.keep(self.device, self._home)
+        except torch.OutOfMemoryError:
+            self._stay()
+            return False
+        return True
 
     def take_back(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
@@ -294,6 +327,7 @@ class SavedStorage:
         self._release_block()
         self._drop_encoded()
         self._out = self._encoding = None
+        self._remainder = Remainder(0, self._tools.streams)
         self.place = Place.RESIDENT
 
     def _drop_encoded(self) -> None:
@@ -307,7 +341,7 @@ class SavedStorage:
         self._drop_encoded()
         self._home.free(flat_bytes(self.device))
         self.device = None
-        self._tools.meter.totals.bytes_reclaimed += self.nbytes
+        self._tools.meter.totals.bytes_reclaimed += self.nbytes - self._remainder.nbytes
         self.place = Place.RETIRED if self._block is None else Place.ON_HOST
 
     # --- back
@@ -325,9 +359,11 @@ class SavedStorage:
         # Note [Swap-in]: the block came from compute's pool, whose earlier owner may still be running there; and the host
         # copy must be whole before it is read.
         after = [compute.record(), done_out]
-        back = self._tools.transfer.swap_in(crossing, self._block.buffer, after, timed=self._tools.meter.timed)
+        arriving = crossing[self._remainder.nbytes :]
+        back = self._tools.transfer.swap_in(arriving, self._block.buffer, after, timed=self._tools.meter.timed)
         if back.failed:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
+        self._remainder.put_back(destination, compute)
         self._in = back
         self._tools.meter.moved(self._in, "in", self.crossing_bytes)
         if self._encoding is not None:
@@ -350,7 +386,8 @@ class SavedStorage:
         arrived = self._read = self._tools.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
             if not arrived.query():
-                self._tools.meter.wait(compute, arrived)  # Note [Swap-in]: use after the bytes are there
+                tensor = None if self.role is None else self.role.tensor
+                self._tools.meter.wait(compute, arrived, tensor)  # Note [Swap-in]: use after the bytes are there
             self._arrived_on = compute
         if self._encoding is not None and self._encoded is not None:
             self._encoding.decode(self._encoded, self.device, compute)
@@ -361,8 +398,12 @@ class SavedStorage:
         return self.device
 
     def drop_restored(self) -> None:
-        """Give back a device copy that the host still has: no copy is needed."""
+        """Give back a device copy that the host still has: no copy is needed.
+
+        Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
+        """
         assert self.place in (Place.ARRIVING, Place.RESTORED) and self.device is not None
+        self._remainder.keep(self.device, self._home)
         if self.place is Place.ARRIVING:
             self._settle_arrival()
         self._drop_encoded()
@@ -376,8 +417,13 @@ class SavedStorage:
         return self.place is Place.ARRIVING and self._in is not None and self._in.failed
 
     def let_go(self) -> None:
-        """All views were used: hold the device copy no longer; whoever still uses it does."""
+        """All views were used: hold the device copy no longer; whoever still uses it does.
+
+        One that moves in part is held on: its first bytes are nowhere else.
+        """
         assert self.place is Place.RESTORED
+        if self._remainder.nbytes:
+            return
         self.device = None
         self.place = Place.ON_HOST
 
@@ -446,6 +492,7 @@ class SavedStorage:
                 self._release_block()
                 return
             if self.place is Place.ARRIVING:
+                self._remainder = Remainder(0, self._tools.streams)  # all of it goes
                 self.drop_restored()
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
@@ -458,6 +505,7 @@ class SavedStorage:
         if self.carrier is not None:
             self.carrier.leave(self)
         self._release_block()
+        self._remainder.drop()
         self.device = self._encoded = None
         self.place = Place.RETIRED
 

@@ -64,11 +64,15 @@ class SwapIns:
             if not self._guard.room_for(coming.arrival_bytes):
                 return
             try:
-                coming.swap_in(compute)
+                self.prefetch(coming, compute)
             except (torch.OutOfMemoryError, TransferFailed):
                 return  # nobody needs it yet
-            self._guard.took(coming.arrival_bytes)
-            self._tools.meter.totals.prefetches += 1
+
+    def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
+        """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
+        coming.swap_in(compute)
+        self._guard.took(coming.arrival_bytes)
+        self._tools.meter.totals.prefetches += 1
 
     def _bring_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """What is held of it, on the device, ready for `compute`."""

@@ -1,8 +1,8 @@
 """Saved storages on their way out: after the op that saved them is over, each by the way that suits its size.
 
-outs.add(saved)           # RESIDENT: its op may still write it
-outs.send_finished()      # at every hook: gather a small view; alone | encoded | with others in a carrier
-outs.pack_small()         # now, whoever waits for more of its kind: the link is idle, or memory is short
+outs.add(saved)                                  # RESIDENT: its op may still write it
+for saved in outs.finished(): outs.send(saved)   # at every hook: gather a small view; alone | encoded | with others
+outs.pack_small()                                # now, whoever waits for more of its kind: the link is idle, or memory is short
 """
 
 from __future__ import annotations
@@ -73,12 +73,49 @@ class SwapOuts:
         """The calling thread saves it now, in an op that has not ended."""
         self._fresh.append((saved, threading.get_ident(), sequence_nr()))
 
-    def send_finished(self) -> None:
-        """Queue the copies of saves whose op is over: an op may write what it saved until its end. Note [Swap-out]."""
-        if self._fresh:
-            for saved in self._finished():
-                if saved.place is Place.RESIDENT and saved.worth_a_copy:
-                    self._send(saved)
+    def finished(self) -> list[SavedStorage]:
+        """Saves whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its end.
+
+        Note [Swap-out].
+        """
+        if not self._fresh:
+            return []
+        thread, now = threading.get_ident(), sequence_nr()
+        waiting = [entry for entry in self._fresh if entry[1] != thread or entry[2] >= now]
+        over = [saved for saved, on_thread, number in self._fresh if on_thread == thread and number < now]
+        self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
+        for saved in over:
+            saved.op_is_over = True
+        return over
+
+    def send(self, saved: SavedStorage) -> None:
+        """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
+        if saved.place is not Place.RESIDENT or not saved.worth_a_copy:
+            return
+        if saved.part is not None:
+            self._gather(saved)
+        if saved.nbytes < self._rule.min_bytes:
+            return
+        if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
+            self.send_alone(saved)
+        else:  # also where STAY is advised: the rule was told to move it
+            self._small.append(saved)
+            self._small_bytes += saved.nbytes
+
+    def send_planned(self, saved: SavedStorage, last_bytes: int) -> None:
+        """Queue the copy of its last bytes; the plan says when its memory goes. Where the host takes no more it stays."""
+        try:
+            if last_bytes == saved.nbytes:
+                self._swap_out(saved)
+            else:
+                saved.swap_out(last_bytes=last_bytes)
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            self._refused(refusal)
+        else:
+            self._guard.planned.add(saved)
+
+    def pack_waiting(self) -> None:
+        """Pack the small ones that wait, once they fill a carrier or the link is idle."""
         if self._small and (self._small_bytes >= CARRIER_BYTES or self._tools.transfer.out_is_idle()):
             self.pack_small()
 
@@ -102,31 +139,13 @@ class SwapOuts:
         try:
             self._swap_out(saved)
         except (HostMemoryExhausted, TransferFailed) as refusal:
-            _log.info("kept on the device: %s", str(refusal))
-            self._tools.meter.totals.fallbacks += 1
+            self._refused(refusal)
         else:
             self._guard.reclaim.add(saved)
 
-    def _finished(self) -> list[SavedStorage]:
-        """Those whose op is over, as the calling thread can tell of its own."""
-        thread, now = threading.get_ident(), sequence_nr()
-        waiting = [entry for entry in self._fresh if entry[1] != thread or entry[2] >= now]
-        over = [saved for saved, on_thread, number in self._fresh if on_thread == thread and number < now]
-        self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
-        for saved in over:
-            saved.op_is_over = True
-        return over
-
-    def _send(self, saved: SavedStorage) -> None:
-        if saved.part is not None:
-            self._gather(saved)
-        if saved.nbytes < self._rule.min_bytes:
-            return
-        if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
-            self.send_alone(saved)
-        else:  # also where STAY is advised: the rule was told to move it
-            self._small.append(saved)
-            self._small_bytes += saved.nbytes
+    def _refused(self, refusal: Exception) -> None:
+        _log.info("kept on the device: %s", str(refusal))
+        self._tools.meter.totals.fallbacks += 1
 
     def _swap_out(self, saved: SavedStorage) -> None:
         encoding = self._encoding_for(saved)

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+from chameleon_mm.policy.baselines import swap_everything, swap_first
+from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.learned import Headroom, UseOrder
+from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
+from chameleon_mm.policy.planner import candidate_plans, generate_plan
+from chameleon_mm.policy.recomputation import Recomputation, full_recomputation
 from chameleon_mm.policy.rule import CodecRule, DefaultRule, Limits, SaveFacts
+from chameleon_mm.policy.simulate import Simulator, Timeline, simulate
 
 __all__ = [
     "Action",
     "ActionKind",
+    "Candidates",
     "CodecRule",
     "DefaultRule",
+    "EngineSpan",
     "Headroom",
+    "Ideal",
     "Limits",
     "LinkCost",
+    "Peak",
+    "Recomputation",
     "SaveFacts",
+    "Simulator",
     "SwapPlan",
+    "Timeline",
     "UseOrder",
+    "candidate_plans",
+    "full_recomputation",
+    "generate_plan",
+    "hidden_budget_bound",
+    "ideal",
+    "least_memory",
+    "memory_curve",
+    "peak_memory",
+    "simulate",
+    "smallest_budget",
+    "smallest_hidden_budget",
+    "swap_everything",
+    "swap_first",
 ]

@@ -148,6 +148,10 @@ class Trace:
                 raise ValueError(
                     f"trace: expected {name}_offsets to divide {name}_tensors among {n} operators, numbers below {m}; {cut}"
                 )
+        if len(set(self.op_names)) < len(self.op_names) or not _within(self.op_name, 0, len(self.op_names)):
+            raise ValueError(f"trace: expected distinct op_names and op_name below {len(self.op_names)}; {cut}")
+        if not (_within(self.op_phase, 0, len(StepPhase)) and _within(self.tensor_kind, 0, len(TensorKind))):
+            raise ValueError("trace: expected op_phase to be of StepPhase and tensor_kind of TensorKind; record the step again")
         if (self.tensor_bytes < 0).any() or self.start_bytes < 0:
             raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
         lives = _within(self.tensor_born, -1, n + k + 1) and _within(self.tensor_dies, -1, n + k + 1)
@@ -199,7 +203,7 @@ def _rises(values: Int32s | Int64s) -> bool:
     return not bool((values[1:] < values[:-1]).any())
 
 
-def _within(values: Int32s, low: int, high: int) -> bool:
+def _within(values: Int32s | UInt8s, low: int, high: int) -> bool:
     """Whether all are from `low` to below `high`."""
     return len(values) == 0 or bool(values.min() >= low and values.max() < high)
 

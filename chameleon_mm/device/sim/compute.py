@@ -11,17 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from chameleon_mm.device.sim.facts import COMPOSITE, OpFacts
+from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.device.operators import COMPOSITE, OpFacts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
-
-Tensors = dict[int, Tensor]
-"""Distinct tensors by their id."""
 
 
 class SimCompute(TorchDispatchMode):
@@ -53,9 +49,9 @@ class SimCompute(TorchDispatchMode):
             with self:
                 # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
                 return func._op_dk(COMPOSITE, *args, **kwargs)
-        return self._launch(_Call(facts, func, args, kwargs))
+        return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 
-    def _launch(self, call: _Call) -> Any:
+    def _launch(self, call: OpCall) -> Any:
         machine, facts = self.machine, call.facts
         with machine.lock:
             machine.ledger.settle()
@@ -84,7 +80,7 @@ class SimCompute(TorchDispatchMode):
                             machine.hand_out(stream, t)
         return out
 
-    def _run_on_host(self, call: _Call) -> Any:
+    def _run_on_host(self, call: OpCall) -> Any:
         """Pinned memory alone: on a GPU's machine the host does it, at once, in its own program order."""
         label = f"{call.facts.name} on the host"
         self.machine.host_access(call.read(), write=False, label=label)
@@ -92,7 +88,7 @@ class SimCompute(TorchDispatchMode):
         self.machine.host_access(call.mutated.values(), write=True, label=label)
         return out
 
-    def _take_time(self, call: _Call, stream: SimStream, read_bytes: int, written_bytes: int, reads_host: bool) -> None:
+    def _take_time(self, call: OpCall, stream: SimStream, read_bytes: int, written_bytes: int, reads_host: bool) -> None:
         machine, facts = self.machine, call.facts
         machine.host_us += machine.cost.launch_us
         if facts.copies and reads_host:
@@ -103,76 +99,6 @@ class SimCompute(TorchDispatchMode):
             return
         if facts.gathers:
             read_bytes = min(read_bytes, 2 * written_bytes)
-        flops = 0 if facts.flops is None else facts.flops(*call.args, **call.kwargs, out_val=call.out)
-        machine.run_kernel(stream, machine.cost.kernel_us(flops, read_bytes + written_bytes, call.dtype))
+        machine.run_kernel(stream, machine.cost.kernel_us(call.flops(), read_bytes + written_bytes, call.dtype))
         if facts.host_reads:
             machine.host_waits_for(stream)
-
-
-class _Call:
-    """One call of an operator: the tensors that go in, those it mutates, those it writes."""
-
-    __slots__ = ("args", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
-
-    def __init__(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.facts = facts
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.out: Any = None
-        self.inputs: Tensors = {}
-        self.mutated: Tensors = {}
-        self.written: Tensors = {}
-        _collect(args, self.inputs)
-        if kwargs:
-            _collect(kwargs.values(), self.inputs)
-        if facts.mutated_names:
-            _collect((args[i] for i in facts.mutated if i < len(args)), self.mutated)
-            _collect((kwargs[name] for name in facts.mutated_names if name in kwargs), self.mutated)
-
-    def run(self) -> Any:
-        self.out = self.func(*self.args, **self.kwargs)
-        self.written = dict(self.mutated)
-        _collect((self.out,), self.written)
-        return self.out
-
-    def read(self) -> list[Tensor]:
-        """What the operator reads: not what it only overwrites."""
-        if self.facts.overwrites:
-            return [t for key, t in self.inputs.items() if key not in self.mutated]
-        return list(self.inputs.values())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what is written, which decides the rate of a product: half precision in, half precision out."""
-        for t in (*self.written.values(), *self.inputs.values()):
-            return t.dtype
-        return torch.float32
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether a copy asks the host not to wait: `copy_(self, src, non_blocking)`, or by name."""
-        return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
-
-
-def _collect(values: Iterable[Any], found: Tensors) -> None:
-    """The strided CPU tensors in a nest of arguments; of sparse ones their indices and values."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.layout is torch.strided:
-                if value.is_cpu:
-                    found[id(value)] = value
-            elif value.is_cpu:
-                _collect(_parts(value), found)
-        elif isinstance(value, (tuple, list)):
-            _collect(value, found)
-
-
-def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
-    if sparse.layout is torch.sparse_coo:
-        return sparse._indices(), sparse._values()
-    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
-    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
-    return ()  # MKL-DNN's own layout: no storage to look at

@@ -1,0 +1,108 @@
+"""One call of an operator: the plain tensors that go in, those it mutates, those it writes.
+
+    call = OpCall(OpFacts.of(func), func, args, kwargs, device_type="cuda")     # inputs and mutated are known
+    out = call.run()                                                            # written is known
+    call.flops(), call.touched_bytes()                                          # what it asks of a GPU
+
+For dispatch modes: the simulated compute and the recorder see the same calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.operators import OpFacts
+
+Tensors = dict[int, Tensor]
+"""Distinct tensors by their id."""
+
+
+class OpCall:
+    """A call of an operator that is not composite. Of its tensors those count whose memory is of `device_type`, fake or not."""
+
+    __slots__ = ("args", "device_type", "facts", "func", "inputs", "kwargs", "mutated", "out", "written")
+
+    def __init__(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, device_type: str) -> None:
+        self.facts = facts
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.device_type = device_type
+        self.out: Any = None
+        self.inputs: Tensors = {}
+        self.mutated: Tensors = {}
+        self.written: Tensors = {}
+        collect_tensors(args, device_type, self.inputs)
+        if kwargs:
+            collect_tensors(kwargs.values(), device_type, self.inputs)
+        if facts.mutated_names:
+            collect_tensors((args[i] for i in facts.mutated if i < len(args)), device_type, self.mutated)
+            collect_tensors((kwargs[name] for name in facts.mutated_names if name in kwargs), device_type, self.mutated)
+
+    def run(self) -> Any:
+        """Run it, once: what it returned and mutated is `written` afterwards."""
+        self.out = self.func(*self.args, **self.kwargs)
+        self.written = dict(self.mutated)
+        collect_tensors((self.out,), self.device_type, self.written)
+        return self.out
+
+    def read(self) -> list[Tensor]:
+        """What the operator reads: not what it only overwrites."""
+        if self.facts.overwrites:
+            return [t for key, t in self.inputs.items() if key not in self.mutated]
+        return list(self.inputs.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is written, which decides the rate of a product: half precision in, half precision out."""
+        for t in (*self.written.values(), *self.inputs.values()):
+            return t.dtype
+        return torch.float32
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether a copy asks the host not to wait: `copy_(self, src, non_blocking)`, or by name."""
+        return bool(self.kwargs.get("non_blocking") or (self.facts.name == "copy_" and len(self.args) > 2 and self.args[2]))
+
+    def flops(self) -> int:
+        """Floating-point operations of the call, once it has run; 0 where torch counts none."""
+        formula = self.facts.flops
+        return 0 if formula is None else formula(*self.args, **self.kwargs, out_val=self.out)
+
+    def touched_bytes(self) -> int:
+        """Bytes read and written by the call, once it has run, each tensor's by its own count."""
+        written = sum(_nbytes(t) for t in self.written.values())
+        read = sum(_nbytes(t) for t in self.read())
+        return written + (min(read, 2 * written) if self.facts.gathers else read)
+
+
+def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> None:
+    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.device.type == device_type:
+                if value.layout is torch.strided:
+                    found[id(value)] = value
+                else:
+                    collect_tensors(_parts(value), device_type, found)
+        elif isinstance(value, (tuple, list)):
+            collect_tensors(value, device_type, found)
+
+
+def _nbytes(t: Tensor) -> int:
+    """Of its elements, those that a stride of 0 repeats counted once, roughly: never more than its storage has."""
+    return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
+
+
+def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return ()  # MKL-DNN's own layout: no storage to look at

@@ -1,0 +1,152 @@
+"""What an operator does to a GPU, from its schema, read once per operator.
+
+view, empty            -> no kernel: host time only
+composite              -> taken apart first, as autograd does outside of inference mode
+mutated, overwritten   -> which arguments are written, and whether they are read before
+host_reads             -> the host needs the result, so it waits
+repeatable, random     -> whether one that failed may run again, and whether its generator goes back first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_HOST_READS = {
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
+    "unique_dim_consecutive", "repeat_interleave", "bincount",
+}  # fmt: skip
+"""Operators whose result, or its size, the host needs before it goes on: on a GPU each waits for the stream."""
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operators that allocate and write nothing."""
+
+_NO_KERNEL = _UNINITIALISED | {"set_", "resize_", "resize_as_", "_unsafe_view", "lift", "detach"}
+"""Operators that launch nothing, besides the views, which their schemas tell."""
+
+_OVERWRITES = {
+    "fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
+    "_foreach_zero_", "_foreach_copy_",
+}  # fmt: skip
+"""Operators that write their first argument without reading it."""
+
+_GATHERS = {"embedding", "index", "index_select", "gather"}
+"""Operators that read no more of their source than they return."""
+
+_COPIES = {"copy_", "_to_copy", "clone"}
+"""Operators that are one copy, over the link where an end is pinned memory."""
+
+_HIDDEN_WRITES = {
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index", "batch_norm_update_stats",
+    "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+}  # fmt: skip
+"""Operators that update running statistics although their schemas do not say so."""
+
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
+"""Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""
+
+_TORCHS_OWN = {"aten", "prims"}
+"""Namespaces whose operators say by a tag whether they draw random numbers; another's may not know of the tag."""
+
+_CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+"""Where an operator that is made of others has its kernel."""
+
+FlopFormula = Callable[..., int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """One operator overload."""
+
+    name: str
+    composite: bool
+    kernel: bool
+    """Whether it launches one: no view, no bare allocation, no question about a shape."""
+    question: bool
+    """Whether it only asks what a tensor is: nothing runs, and nothing is made."""
+    uninitialised: bool
+    copies: bool
+    gathers: bool
+    host_reads: bool
+    in_place: bool
+    """Whether it returns nothing but what it was given."""
+    overwrites: bool
+    """Whether what it mutates is not read."""
+    mutated: tuple[int, ...]
+    mutated_names: tuple[str, ...]
+    repeatable: bool
+    """Whether one that failed may run again: it writes nothing that it was given, and talks to nobody."""
+    random: bool
+    """Whether it may draw from a generator."""
+    flops: FlopFormula | None
+
+    @staticmethod
+    def of(func: torch._ops.OpOverload[Any, Any] | torch._ops.HigherOrderOperator) -> OpFacts:
+        """Of an overload; of a higher-order operator, which has no schema, what is safe to assume of any."""
+        return _opaque(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else _from_schema(func)
+
+
+def _from_schema(func: torch._ops.OpOverload[Any, Any]) -> OpFacts:
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    aliases = [r.alias_info for r in schema.returns]
+    written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    is_view = any(a is not None for a in aliases) and not written
+    gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+    runs = gives_tensors or bool(written) or name in _HOST_READS
+    # `prim` are questions alone, which the dispatcher's table does not have: to ask it about one raises.
+    composite = namespace != "prim" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE.name)
+    return OpFacts(
+        name,
+        composite=composite,
+        kernel=not is_view and name not in _NO_KERNEL and runs,
+        question=not composite and not runs,
+        uninitialised=name in _UNINITIALISED,
+        copies=name in _COPIES,
+        gathers=name in _GATHERS,
+        host_reads=name in _HOST_READS,
+        in_place=bool(written) and all(a is not None for a in aliases),
+        overwrites=name in _OVERWRITES or all(a.kwarg_only for _, a in written),
+        mutated=tuple(i for i, a in written if not a.kwarg_only),
+        mutated_names=tuple(a.name for _, a in written),
+        repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
+        random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
+        flops=_flop_formula(func),
+    )
+
+
+def _opaque(name: str) -> OpFacts:
+    return OpFacts(
+        name,
+        composite=False,
+        kernel=True,
+        question=False,
+        uninitialised=False,
+        copies=False,
+        gathers=False,
+        host_reads=False,
+        in_place=False,
+        overwrites=False,
+        mutated=(),
+        mutated_names=(),
+        repeatable=False,
+        random=True,
+        flops=None,
+    )
+
+
+def _flop_formula(func: torch._ops.OpOverload[Any, Any]) -> FlopFormula | None:
+    """Floating-point operations as a function of the operator's arguments and `out_val`; None where torch counts none."""
+    from torch.utils import flop_counter  # imports triton where there is one: simulated and recorded steps alone need it
+
+    # The fused attention of CPU builds, which torch's registry lacks: same formulas as its CUDA one.
+    if func.overloadpacket.__name__ == _CPU_FLASH:
+        return lambda *args, **_: int(flop_counter.sdpa_flop_count(*(t.shape for t in args[:3])))
+    if func.overloadpacket.__name__ == f"{_CPU_FLASH}_backward":
+        return lambda *args, **_: int(flop_counter.sdpa_backward_flop_count(*(t.shape for t in args[:4])))
+    formula: FlopFormula | None = flop_counter.flop_registry.get(func.overloadpacket)
+    return formula

@@ -1,0 +1,111 @@
+"""What is known of one step that has a trace: its plans, how long steps under each took, which one is followed.
+
+course = Course(record, trace)
+course.offer(plans)                  # close in simulated time: each is tried, the one that measures best is kept
+course.current                       # the plan that a step follows now; None: there is none within the budget
+course.measured(variant, step_us, stalls_us)      # after a step that went by it, hook for hook
+course.wants_better()                # the kept one stalls more than it was to: a plan with more lead may do better
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from chameleon_mm.executor.script import Script
+from chameleon_mm.policy import SwapPlan, memory_curve
+from chameleon_mm.profiler.matching import Matcher
+from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.trace import Trace
+
+SAMPLES = 2
+"""Steps under a plan before it is judged."""
+
+MOST_PLANS = 6
+"""For one step, in all: after that the best of them stays."""
+
+WORTH_A_PLAN = 0.01
+"""Share of the step that it must have stalled beyond what was foreseen."""
+
+
+class Variant:
+    """One plan, and the steps that went by it."""
+
+    __slots__ = ("script", "stalls_us", "times_us")
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.times_us: list[float] = []
+        self.stalls_us: Mapping[int, float] = {}
+        """Of the last one, by the trace's number of the storage: compute's wait for its copy back."""
+
+    @property
+    def step_us(self) -> float:
+        """Measured; before that, foreseen."""
+        return median(self.times_us) if self.times_us else self.script.plan.step_us
+
+    @property
+    def unforeseen_us(self) -> float:
+        """Stall beyond what the plan has, in the last step."""
+        return sum(self.stalls_us.values()) - self.script.plan.stall_us
+
+
+class Course:
+    """Not thread-safe."""
+
+    def __init__(self, record: StepRecord, trace: Trace) -> None:
+        self.record = record
+        self.trace = trace
+        self.matcher = Matcher(record)
+        self.first_hook_bytes = _first_hook_bytes(trace)
+        """Allocated at the step's first hook, as far as is known."""
+        self.variants: list[Variant] = []
+        self._current: Variant | None = None
+
+    @property
+    def current(self) -> Variant | None:
+        """The plan to follow; None: there is none within the budget, and the default rule does what it can."""
+        return self._current
+
+    @property
+    def settled(self) -> bool:
+        """Whether no plan is on trial any more."""
+        return len(self.variants) < 2 or all(len(variant.times_us) >= SAMPLES for variant in self.variants)
+
+    def offer(self, plans: Sequence[SwapPlan]) -> None:
+        """Other plans, best first. Those that there were are kept, unless the trace is another now (`replace`)."""
+        self.variants += [Variant(Script.of(self.trace, plan)) for plan in plans]
+        self._choose()
+
+    def replace(self, trace: Trace, plans: Sequence[SwapPlan]) -> None:
+        """The step needs more memory than was known: what was planned and measured before is of no use."""
+        self.trace = trace
+        self.first_hook_bytes = _first_hook_bytes(trace)
+        self.variants, self._current = [], None
+        self.offer(plans)
+
+    def measured(self, variant: Variant, step_us: float, stalls_us: Mapping[int, float]) -> None:
+        """A step went by `variant`, one of these, hook for hook, and took `step_us` on the device."""
+        variant.times_us.append(step_us)
+        del variant.times_us[:-SAMPLES]
+        variant.stalls_us = stalls_us
+        self._choose()
+
+    def wants_better(self) -> bool:
+        """Whether the plan that was kept stalls more than it was to, and another one may be tried."""
+        current = self._current
+        if current is None or not self.settled or len(current.times_us) < SAMPLES or len(self.variants) >= MOST_PLANS:
+            return False
+        return current.unforeseen_us > WORTH_A_PLAN * current.step_us
+
+    def _choose(self) -> None:
+        """The first that has not been tried enough, else the fastest."""
+        on_trial = [variant for variant in self.variants if len(variant.times_us) < SAMPLES]
+        if on_trial and len(self.variants) > 1:
+            self._current = on_trial[0]
+        elif self.variants:
+            self._current = min(self.variants, key=lambda variant: variant.step_us)
+
+
+def _first_hook_bytes(trace: Trace) -> int:
+    return int(memory_curve(trace)[trace.hook_tick[0]]) if len(trace.hook_tick) else trace.start_bytes

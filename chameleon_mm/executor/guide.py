@@ -1,0 +1,288 @@
+"""Where a running step is among the steps that are known, and what the plan of the one that it is has due.
+
+    guide.begin_step(course, known, recorder)   # what is expected, if anything
+    hook = guide.saved(t, saved, finished)      # every save: which hook of the known step it is, what becomes of its storage
+    guide.used(saved_at, finished)              # every use
+    guide.give_back(); guide.send(finished)     # what is due at this hook, in the order that policy/plan.py sets down
+    guide.brought(saved, storage)               # ... the use's own ...
+    guide.bring_ahead(compute)
+    record = guide.end_step()
+
+A step goes with the known one that it agrees with so far. Once it agrees with none, its hooks are matched by features with
+those of the last one that it did: what is found there goes by that plan, what is not falls to the default rule, and memory is
+watched as if there were no plan. Note [No plan, no harm].
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import TransferFailed
+from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.course import Course, Variant
+from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.script import Cursor, Due, Script
+from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.swap_ins import SwapIns
+from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.policy import Action
+from chameleon_mm.profiler.known import KnownSequence, KnownSequences
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
+from chameleon_mm.profiler.matching import Matcher
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.step_record import EARLIER_STEP, StepRecord
+
+_NONE = -1
+"""Of a hook: none of the known step's."""
+
+_NOTHING_DUE = Due((), (), ())
+
+
+Known = KnownSequences[Course | None]
+"""Steps that were seen; None: without a trace, so without a plan."""
+
+
+class Guide:
+    """Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, live: LiveStorages, guard: BudgetGuard, outs: SwapOuts, ins: SwapIns) -> None:
+        self.light = LightProfiler()
+        self._live = live
+        self._guard = guard
+        self._outs = outs
+        self._ins = ins
+        self._known: Known | None
+        self._recorder: Recorder | None
+        self._needs_more: Callable[[Course, int], None]
+        self._forget_step()
+
+    def begin_step(self, known: Known, recorder: Recorder | None, needs_more: Callable[[Course, int], None]) -> None:
+        """A new step: the one that `known` expects. `recorder` writes it down.
+
+        `needs_more` is told of a course, and of how many bytes more than it knows of are allocated at the first hook; it may
+        change the course's plans.
+        """
+        self._forget_step()
+        self._known = known
+        self._recorder = recorder
+        self._needs_more = needs_more
+        self._go_with(known.current)
+
+    def end_step(self) -> tuple[StepRecord, bool]:
+        """The step that was, and whether its recorder saw all of it. What comes until the next one follows nothing."""
+        record, whole = self.light.end_step(), self._recorder is not None
+        self._forget_step()
+        return record, whole
+
+    def _forget_step(self) -> None:
+        self.light.begin_step()
+        self._known = None
+        """None: outside of steps."""
+        self._entry: KnownSequence[Course | None] | None = None
+        """The known step that this one agrees with, or did last."""
+        self._recorder = None
+        self._strayed = False
+        """Whether there is none that it agrees with any more."""
+        self._place_of = array("i")
+        """By hook of this step: the number of the known one's."""
+        self._reached = _NONE
+        """The furthest of the known step's hooks so far."""
+        self._first_saves: dict[int, SavedStorage] = {}
+        """By hook of this step. Their device memory is theirs to drop: a retired one holds none."""
+        self._cast: dict[int, SavedStorage] = {}
+        """By the plan's number of the storage."""
+        self.followed: Variant | None = None
+        """The plan that this step goes by, or did."""
+        self._script: Script | None = None
+        self._matcher: Matcher | None = None
+        self._cursor: Cursor | None = None
+        self._due = _NOTHING_DUE
+        self._guard.trusts_plan = False
+
+    @property
+    def on_course(self) -> bool:
+        """Whether the step is, hook for hook, the one that was planned."""
+        return self._guard.trusts_plan
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self._recorder
+
+    # --- the hooks
+
+    def saved(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
+        """Autograd saves `t`, of the storage `saved`, or of one that stays (None). Returns the hook's number in this step.
+
+        `finished`: storages that were saved by operators which are over now.
+        """
+        hook = self.light.num_hooks
+        first = False
+        if saved is None:
+            previous = FIXED_STORAGE
+        else:
+            first = saved.last_save[0] != self._live.epoch
+            previous = NEW_STORAGE if first else saved.last_save[1]
+            saved.last_save = (self._live.epoch, hook)
+        feature = self.light.saved(t, previous)
+        if self._recorder is not None:
+            self._record_save(self._recorder, saved, feature, finished, first=first)
+        place = self._place(hook, feature, None)
+        if first and saved is not None and saved.part is None:
+            self._first_saves[hook] = saved
+            self._give_role(saved, place)
+        return hook
+
+    def used(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
+        """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
+        epoch, at_hook = saved_at
+        save = at_hook if epoch == self._live.epoch else EARLIER_STEP
+        hook = self.light.num_hooks
+        feature = self.light.used(save)
+        if self._recorder is not None:
+            self._tell_finished(self._recorder, finished)
+            self._recorder.on_use([None if saved is None else saved.traced], feature)
+        self._place(hook, feature, save)
+
+    def brought(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        """`storage` holds the bytes of `saved`, whose use this is."""
+        if self._recorder is not None:
+            self._recorder.restored(saved.traced, storage)
+
+    # --- which hook of the known step it is
+
+    def _place(self, hook: int, feature: int, save: int | None) -> int:
+        """`save`: of a use, the hook of this step that saved it."""
+        if self._known is None:
+            return _NONE
+        if not self._strayed:
+            self._stay_or_stray(self._known, hook, feature)
+        place = hook if not self._strayed else self._matched(feature, save)
+        self._place_of.append(place)
+        if place > self._reached:
+            self._reached = place
+            if self._cursor is not None:
+                self._due = self._cursor.advance_to(place) or _NOTHING_DUE
+        return place
+
+    def _stay_or_stray(self, known: Known, hook: int, feature: int) -> None:
+        if known.follow(feature):
+            if known.current is not self._entry:
+                self._go_with(known.current)
+            if hook == 0 and known.current is not None and known.current.plan is not None:
+                self._compare_memory(known.current.plan)
+            if self._recorder is not None and known.current is not None and known.current.plan is not None and known.told_apart:
+                self._recorder.stop()  # a step that has a plan needs no trace
+                self._recorder = None
+        else:
+            self._strayed = True
+            self._guard.trusts_plan = False
+            if self._matcher is not None:
+                self._matcher.begin_step(hook)
+
+    def _compare_memory(self, course: Course) -> None:
+        """A plan that counts on less than is allocated at the first hook would pass its budget."""
+        if course.current is not None:
+            extra_bytes = self._guard.allocated_bytes() - course.first_hook_bytes
+            if extra_bytes > 0:
+                self._needs_more(course, extra_bytes)
+                self._go_with(self._entry)
+
+    def _matched(self, feature: int, save: int | None) -> int:
+        if self._matcher is None:
+            return _NONE
+        if save is None:
+            place = self._matcher.match(feature)
+        else:
+            known_save = self._place_of[save] if save >= 0 else _NONE
+            place = self._matcher.match_use(None if known_save == _NONE else known_save)
+        return _NONE if place is None else place
+
+    def _go_with(self, entry: KnownSequence[Course | None] | None) -> None:
+        """From here on the step is expected to be `entry`, with which its hooks so far agree."""
+        self._entry = entry
+        course = None if entry is None else entry.plan
+        self.followed = None if course is None else course.current
+        self._script = None if self.followed is None else self.followed.script
+        self._matcher = None if course is None or self.followed is None else course.matcher
+        self._cursor = None if self._script is None else self._script.begin_step()
+        self._cast = {}
+        behind = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
+        self._due = behind or _NOTHING_DUE
+        untouched = all(saved.place is Place.RESIDENT for saved in self._first_saves.values())
+        self._guard.trusts_plan = self._script is not None and behind is None and untouched
+        for hook, saved in self._first_saves.items():
+            self._give_role(saved, hook)
+
+    def _give_role(self, saved: SavedStorage, place: int) -> None:
+        saved.role = None if self._script is None else self._script.role(place)
+        if saved.role is not None:
+            self._cast[saved.role.tensor] = saved
+
+    # --- what is due
+
+    def give_back(self) -> None:
+        """Compute waits for the copies whose memory is to be given back here."""
+        for action in self._due.reclaims:
+            saved = self._cast.get(action.tensor)
+            if saved is None:
+                continue
+            if saved.place is Place.RESIDENT:
+                self._send(saved, action)
+            if saved.place is Place.LEAVING:
+                saved.reclaim()
+                self._guard.took(saved.remains_bytes)
+
+    def send(self, finished: Iterable[SavedStorage]) -> None:
+        """Queue copies out: what is due, and storages whose operator is over now."""
+        for action in self._due.outs:
+            saved = self._cast.get(action.tensor)
+            if saved is not None:
+                self._send(saved, action)
+        for saved in finished:
+            if saved.role is None:
+                self._outs.send(saved)
+            elif saved.role.action is not None and saved.role.action.out_at <= self._reached:
+                self._send(saved, saved.role.action)
+
+    def bring_ahead(self, compute: Stream) -> None:
+        """Queue the copies back that are due."""
+        due, self._due = self._due, _NOTHING_DUE
+        for action in due.ins:
+            saved = self._cast.get(action.tensor)
+            if saved is None or saved.place is not Place.ON_HOST or saved.first() is not None:
+                continue
+            if not self.on_course and not self._guard.room_for(saved.arrival_bytes):
+                return
+            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                self._ins.prefetch(saved, compute)
+
+    def _send(self, saved: SavedStorage, action: Action) -> None:
+        if saved.place is Place.RESIDENT and saved.op_is_over and saved.worth_a_copy:
+            self._outs.send_planned(saved, min(action.nbytes, saved.nbytes))
+
+    # --- the recorder
+
+    def _record_save(
+        self,
+        recorder: Recorder,
+        saved: SavedStorage | None,
+        feature: int,
+        finished: Sequence[SavedStorage],
+        *,
+        first: bool,
+    ) -> None:
+        self._tell_finished(recorder, finished)
+        if first and saved is not None and saved.part is None and saved.device is not None:
+            saved.traced = recorder.claim(saved.device)
+        recorder.on_save([None if saved is None else saved.traced], feature)
+
+    @staticmethod
+    def _tell_finished(recorder: Recorder, finished: Iterable[SavedStorage]) -> None:
+        for saved in finished:
+            recorder.sendable(saved.traced)

@@ -1,0 +1,104 @@
+"""What the link carries, from the copies that this process has timed.
+
+rates_of(spans, otherwise)      # LinkCost: each figure measured where there are copies for it, else that of `otherwise`
+
+alone:   time = copy_us + bytes / rate, fitted over the pieces beside which nothing went the other way
+duplex:  bytes of both directions / time, while both were busy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.device import Device
+from chameleon_mm.executor.meter import CopySpan
+from chameleon_mm.policy import LinkCost
+from chameleon_mm.transfer import CalibrationCache
+
+UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
+"""As published for an H200 on PCIe 5: until copies were timed, which the first steps do."""
+
+_LEAST_PIECES = 4
+"""Fewer say too little."""
+
+_LEAST_SHARED_US = 50.0
+"""Of time in which both directions were busy."""
+
+_Float64s = NDArray[np.float64]
+
+
+def link_cost_for(device: Device) -> LinkCost:
+    """The link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
+    kept = CalibrationCache().load(device)
+    if kept is None:
+        return UNMEASURED_LINK
+    duplex_gbps = max(kept.duplex_gbps, kept.d2h_gbps, kept.h2d_gbps)
+    return LinkCost(d2h_gbps=kept.d2h_gbps, h2d_gbps=kept.h2d_gbps, duplex_gbps=duplex_gbps)
+
+
+def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
+    """The link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few."""
+    out = _columns([span for span in spans if span.direction == "out"])
+    back = _columns([span for span in spans if span.direction == "in"])
+    d2h_gbps, h2d_gbps = (
+        _alone_gbps(one, other, otherwise.copy_us) or rate
+        for one, other, rate in ((out, back, otherwise.d2h_gbps), (back, out, otherwise.h2d_gbps))
+    )
+    duplex_gbps = _duplex_gbps(out, back)
+    if duplex_gbps is None:  # as it stood to the two directions alone
+        duplex_gbps = otherwise.duplex_gbps * (d2h_gbps + h2d_gbps) / (otherwise.d2h_gbps + otherwise.h2d_gbps)
+    duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
+    return dataclasses.replace(otherwise, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps, duplex_gbps=duplex_gbps)
+
+
+def _columns(spans: Sequence[CopySpan]) -> _Float64s:
+    """(n, 3): start, end, bytes, by start."""
+    rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
+    return np.array(rows, np.float64).reshape(-1, 3)
+
+
+def _alone_gbps(one: _Float64s, other: _Float64s, copy_us: float) -> float | None:
+    """Rate of the copies beside which nothing went the other way, each taken to cost `copy_us` of its own."""
+    if len(one) == 0:
+        return None
+    alone = _shared_us(one, other) == 0
+    seconds, nbytes = one[alone, 1] - one[alone, 0] - copy_us, one[alone, 2]
+    worth = seconds > copy_us  # shorter ones tell of the fixed cost
+    if worth.sum() < _LEAST_PIECES:
+        return None
+    return float(np.median(nbytes[worth] / seconds[worth]) / 1e3)
+
+
+def _duplex_gbps(out: _Float64s, back: _Float64s) -> float | None:
+    """Bytes of both directions by the time in which both were busy, each copy's bytes spread evenly over its time."""
+    if len(out) == 0 or len(back) == 0:
+        return None
+    out_shared, back_shared = _shared_us(out, back), _shared_us(back, out)
+    both_us = float(out_shared.sum())
+    if both_us < _LEAST_SHARED_US:
+        return None
+    moved = sum(
+        float((rows[:, 2] * shared / (rows[:, 1] - rows[:, 0])).sum())
+        for rows, shared in ((out, out_shared), (back, back_shared))
+    )
+    return moved / (both_us * 1e3)
+
+
+def _shared_us(one: _Float64s, other: _Float64s) -> _Float64s:
+    """(n,): of each copy of `one`, for how long a copy of `other` ran too. Copies of one direction never overlap."""
+    if len(one) == 0 or len(other) == 0:
+        return np.zeros(len(one))
+    busy = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
+
+    def busy_until(times: _Float64s) -> _Float64s:
+        """How long `other` was busy before each of `times`."""
+        begun = np.searchsorted(other[:, 0], times, side="right")
+        last = np.maximum(begun - 1, 0)
+        over = np.clip(other[last, 1] - times, 0.0, None)
+        return np.where(begun > 0, busy[begun] - over, 0.0)
+
+    return np.asarray(busy_until(one[:, 1]) - busy_until(one[:, 0]))

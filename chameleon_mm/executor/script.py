@@ -1,0 +1,122 @@
+"""A plan, arranged as a running step reads it: what becomes of the storage that a hook saves, and what is due when.
+
+script = Script.of(trace, plan)
+script.role(hook)                  # what becomes of the storage that is first saved there; None: nothing is known of it
+cursor = script.begin_step()
+cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+from chameleon_mm.policy import Action, SwapPlan
+from chameleon_mm.trace import Trace
+
+
+class Role(NamedTuple):
+    """What the plan has for one storage."""
+
+    tensor: int
+    """Its number in the trace."""
+    action: Action | None
+    """None: it stays on the device."""
+
+
+class Due(NamedTuple):
+    """What is to be done now, each in the plan's order."""
+
+    reclaims: Sequence[Action]
+    """Whole storages first."""
+    outs: Sequence[Action]
+    ins: Sequence[Action]
+
+
+class Script:
+    """Of one plan, for any number of steps. Not changed by them."""
+
+    def __init__(self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int]) -> None:
+        """`sizes`: of the trace's storages, bytes."""
+        self.plan = plan
+        self._roles = roles
+        self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
+        # One that is due out where it is due to go begins with the reclaim that waits for it; so does one that is due back at
+        # its use.
+        self.outs = sorted((a for a in plan.actions if a.out_at < a.reclaim_at), key=attrgetter("out_at"))
+        self.ins = sorted((a for a in plan.actions if a.in_at < a.use_at), key=attrgetter("in_at"))
+
+    @classmethod
+    def of(cls, trace: Trace, plan: SwapPlan) -> Script:
+        """`plan` was made for `trace`. Raises `ValueError` where it was not."""
+        if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
+            raise ValueError(
+                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
+                f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; make a plan for this trace"
+            )
+        actions = {action.tensor: action for action in plan.actions}
+        roles: dict[int, Role] = {}
+        seen: set[int] = set()
+        for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
+            if tensor >= 0 and not use and tensor not in seen:
+                seen.add(tensor)
+                roles[hook] = Role(tensor, actions.get(tensor))
+        return cls(roles, plan, trace.tensor_bytes.tolist())
+
+    def role(self, hook: int) -> Role | None:
+        """Of the storage that is saved for the first time at hook number `hook`."""
+        return self._roles.get(hook)
+
+    def begin_step(self) -> Cursor:
+        return Cursor(self)
+
+
+class Cursor:
+    """How far a step is in its script. Only ever goes forward."""
+
+    __slots__ = ("_next_hook", "_queues")
+
+    def __init__(self, script: Script) -> None:
+        self._queues = (
+            _Queue(script.reclaims, attrgetter("reclaim_at")),
+            _Queue(script.outs, attrgetter("out_at")),
+            _Queue(script.ins, attrgetter("in_at")),
+        )
+        self._next_hook = min(queue.next_hook for queue in self._queues)
+        """The first hook at which anything is due."""
+
+    def advance_to(self, hook: int) -> Due | None:
+        """What is due up to hook number `hook`, as far as it was not given before; None: nothing."""
+        if hook < self._next_hook:
+            return None
+        due = Due(*(queue.until(hook) for queue in self._queues))
+        self._next_hook = min(queue.next_hook for queue in self._queues)
+        return due
+
+
+class _Queue:
+    """Actions by one of their hooks."""
+
+    __slots__ = ("_actions", "_at", "_hook_of", "next_hook")
+
+    def __init__(self, actions: Sequence[Action], hook_of: Callable[[Action], int]) -> None:
+        self._actions = actions
+        self._hook_of = hook_of
+        self._at = 0
+        self.next_hook = self._hook()
+
+    def until(self, hook: int) -> Sequence[Action]:
+        """Those that come up to `hook`, taken out."""
+        begin = self._at
+        while self.next_hook <= hook:
+            self._at += 1
+            self.next_hook = self._hook()
+        return self._actions[begin : self._at]
+
+    def _hook(self) -> int:
+        return self._hook_of(self._actions[self._at]) if self._at < len(self._actions) else _BEHIND_ALL
+
+
+_BEHIND_ALL = 1 << 62
+"""More hooks than a step has."""

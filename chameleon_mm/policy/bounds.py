@@ -1,0 +1,179 @@
+"""What no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
+
+at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
+    step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
+with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y made again
+    step >= min over x + y of the same, the time to make y again added to compute after t
+
+Relaxed: storages are divisible, copies have no fixed cost, and nothing is said about which one is idle when. So what a plan
+reaches of it is a lower bound of how good the plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.memory import Candidates, Int64s, allocated_sizes, memory_curve, smallest_budget
+from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.trace import Trace
+from chameleon_mm.units import format_size
+
+Float64s = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """The relaxed bound of one step within one budget."""
+
+    step_us: float
+    swapped_bytes: float
+    """One way, at the moment that decides."""
+    recomputed_us: float
+    """Of `step_us`."""
+
+    def reached_by(self, step_us: float) -> float:
+        """The share of the bound that a step of `step_us` reaches: 1 is all there is."""
+        return self.step_us / step_us if step_us else 1.0
+
+
+def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: bool = False) -> Ideal:
+    """No plan for `trace` within `hbm_budget` bytes takes less time. `recompute`: what is saved may be made again instead of
+    swapped, each storage at the price of the operators that wrote it, their inputs at hand.
+
+    Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough.
+    """
+    least = smallest_budget(trace)
+    if hbm_budget < least:
+        raise InfeasibleBudget(
+            f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {hbm_budget} "
+            f"({format_size(hbm_budget)})"
+        )
+    step = _Step(trace)
+    over = np.maximum(step.least_moved - hbm_budget, 0)
+    if not over.any():
+        return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
+    if recompute:
+        return _cheapest_mix(trace, step, int(over.argmax()), float(over.max()), cost_model)
+    before_us = np.maximum(step.before_us, over / (cost_model.d2h_gbps * 1e3))
+    after_us = np.maximum(step.after_us, over / (cost_model.h2d_gbps * 1e3))
+    t = int((before_us + after_us).argmax())
+    return Ideal(step_us=float(before_us[t] + after_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+
+
+def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
+    """Bytes of device memory below which no plan for `trace` hides all of its copies behind compute."""
+    step = _Step(trace)
+    before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
+    after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
+    needed = step.least_moved - np.minimum(before_bytes, after_bytes)
+    return max(smallest_budget(trace), int(np.ceil(needed.max(initial=0.0))))
+
+
+def smallest_hidden_budget(
+    trace: Trace,
+    cost_model: LinkCost,
+    plan_for: Callable[[int], SwapPlan],
+    *,
+    tolerance: float = 1e-3,
+    precision_bytes: int | None = None,
+) -> int:
+    """The smallest budget, in bytes, for which `plan_for(budget)` makes a plan that costs no time, found by halving.
+
+    tolerance: what counts as no time, as a share of the step.
+    precision_bytes: how near to the smallest; None: 1/256 of what there is between the bound and the unswapped peak.
+    `plan_for` may raise `InfeasibleBudget`. Where plans of larger budgets are slower, any of the turning points is returned.
+    """
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
+    simulator = Simulator(trace, cost_model)
+    allowed_us = trace.duration_us * (1 + tolerance)
+    low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
+    step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
+
+    def hides(budget: int) -> bool:
+        try:
+            timeline = simulator.run(plan_for(budget))
+        except InfeasibleBudget:
+            return False
+        return timeline.step_us <= allowed_us and timeline.peak_bytes <= budget
+
+    if low >= high or hides(low):
+        return min(low, high)
+    while high - low > step_bytes:
+        middle = (low + high) // 2
+        if hides(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+class _Step:
+    """The moments before the last first use: after it nothing is away."""
+
+    def __init__(self, trace: Trace) -> None:
+        candidates = Candidates.of(trace)
+        duration = np.zeros(trace.num_ticks + 1)
+        duration[trace.op_tick + 1] = trace.op_us
+        clock = np.cumsum(duration)
+        last = int(trace.hook_tick[candidates.use].max(initial=0))
+        self.total_us = float(clock[-1])
+        self.tail_us = float(clock[-1] - clock[last])
+        self.before_us: Float64s = clock[:last]
+        self.after_us: Float64s = clock[last] - clock[:last]
+        # What rounding gives: a storage of 1 byte takes 512, and 1 byte less to move gives all of them back.
+        padding = int((candidates.size - candidates.nbytes).sum())
+        self.least_moved: Int64s = memory_curve(trace)[:last] - padding
+
+
+def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
+    """At tick `t`, `over` bytes are too much: some cross the link, those that are made again fastest are made again."""
+    out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
+    nbytes, price_us = _recomputable(trace, t)
+    order = np.argsort(price_us / nbytes, kind="stable")
+    again = np.concatenate(([0.0], np.cumsum(nbytes[order])))
+    again_us = np.concatenate(([0.0], np.cumsum(price_us[order])))
+    # The bound is convex and linear between these points: the storages, the end, and where one side of a max meets the other.
+    most = min(over, float(again[-1]))
+    points = np.append(again[again < most], (most, over - float(step.before_us[t]) * out_rate))
+    y = np.unique(np.clip(points, 0.0, most))
+    slack_us = step.after_us[t] + np.interp(y, again, again_us) - (over - y) / back_rate
+    rises = int(np.searchsorted(slack_us, 0.0))
+    if 0 < rises < len(y):
+        y = np.append(y, np.interp(0.0, slack_us[rises - 1 : rises + 1], y[rises - 1 : rises + 1]))
+    recomputed_us = np.interp(y, again, again_us)
+    before_us = np.maximum(step.before_us[t], (over - y) / out_rate)
+    after_us = np.maximum(step.after_us[t] + recomputed_us, (over - y) / back_rate)
+    best = int((before_us + after_us).argmin())
+    return Ideal(
+        step_us=float(before_us[best] + after_us[best]) + step.tail_us,
+        swapped_bytes=float(over - y[best]),
+        recomputed_us=float(recomputed_us[best]),
+    )
+
+
+def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
+    """Of the candidates that are idle at tick `t` and that operators of the step wrote: device bytes, and what those took.
+
+    An operator with several results is shared out by their sizes: it runs once for all.
+    """
+    candidates = Candidates.of(trace)
+    size = np.maximum(allocated_sizes(trace.tensor_bytes), 1).astype(np.float64)
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    written = np.bincount(op, size[trace.write_tensors], len(trace.op_us))
+    share_us = trace.op_us[op] * size[trace.write_tensors] / written[op]
+    saved_at = np.full(len(size), -1, np.int64)
+    saved_at[candidates.tensor] = trace.hook_tick[candidates.sendable]
+    made = trace.op_tick[op] < saved_at[trace.write_tensors]
+    price_us = np.bincount(trace.write_tensors[made], share_us[made], len(size)).astype(np.float64)
+    has_price = np.bincount(trace.write_tensors[made], minlength=len(size)) > 0
+    since, until = trace.hook_tick[candidates.first], trace.hook_tick[candidates.use]
+    which = candidates.tensor[(since <= t) & (t < until) & has_price[candidates.tensor]]
+    return size[which], price_us[which]

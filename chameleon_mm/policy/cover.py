@@ -1,0 +1,97 @@
+"""What moves: at every moment candidates that are idle then, so that what stays is within the budget.
+
+for every hook k with level[k] - away > budget, first to last:
+    of the candidates that may be away at k take those of the lowest rank, the last one in part: just as much as is needed
+
+With the rank "used latest" these are the fewest bytes that any plan can move (Belady, 1966, for pages of one size; where a
+candidate may be taken in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
+one that reaches farthest). Other ranks move more, and may stall less.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from chameleon_mm.policy.memory import ALLOCATION_UNIT_BYTES
+from chameleon_mm.policy.problem import Problem
+
+Rank = Callable[[Problem], Sequence[float]]
+"""(n,) of a problem: candidates of lower rank are taken first."""
+
+
+def used_latest(problem: Problem) -> Sequence[float]:
+    return [-use for use in problem.use]
+
+
+def saved_first(problem: Problem) -> Sequence[float]:
+    return problem.sendable
+
+
+def idle_longest(problem: Problem) -> Sequence[float]:
+    """By the time in which both its copies may run."""
+    time_us = problem.time_us
+    return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
+
+
+def largest(problem: Problem) -> Sequence[float]:
+    return [-size for size in problem.size]
+
+
+def smallest(problem: Problem) -> Sequence[float]:
+    return problem.size
+
+
+RANKS: Sequence[Rank] = (used_latest, saved_first, idle_longest, largest, smallest)
+"""The one that moves the fewest bytes is the first."""
+
+
+def cover(
+    problem: Problem,
+    budget: int,
+    rank: Sequence[float],
+    *,
+    least: Sequence[int] | None = None,
+    most: Sequence[int] | None = None,
+) -> dict[int, int] | None:
+    """Candidate -> bytes of device memory that it gives up, or None where even all are too few.
+
+    least, most: (n,) what each gives up in any case, and at the most; by default nothing, and all that it takes.
+    Time: O(K + n log n).
+    """
+    first, use = problem.first, problem.use
+    most = problem.size if most is None else most
+    who = sorted((i for i in range(len(most)) if most[i]), key=rank.__getitem__)
+    arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
+    taken: dict[int, int] = {}
+    waiting: list[int] = []
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is taken
+    away = seen = 0
+    for k, excess in zip(*problem.over(budget, problem.climbs), strict=True):
+        while arrivals and first[who[arrivals[-1]]] <= k:
+            place = arrivals.pop()
+            heapq.heappush(waiting, place)
+            i = who[place]
+            if least is not None and least[i] and use[i] > seen:
+                taken[i] = least[i]
+                away += least[i]
+                back[use[i]] += least[i]
+        away -= sum(back[seen + 1 : k + 1])
+        seen = k
+        while away < excess:
+            if not waiting:
+                return None
+            i = who[waiting[0]]
+            more = most[i] - taken.get(i, 0)
+            if use[i] <= k or not more:
+                heapq.heappop(waiting)
+                continue
+            missing = -(-(excess - away) // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+            if more <= missing:
+                heapq.heappop(waiting)
+            else:
+                more = missing
+            taken[i] = taken.get(i, 0) + more
+            away += more
+            back[use[i]] += more
+    return taken

@@ -1,0 +1,82 @@
+"""The two copy engines of a link in time: one FIFO per direction, both sharing what the link carries at once.
+
+start = max(when it is ready, when the engine is free)
+per piece:  copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
+
+As the simulated device has it: a copy's time is fixed when it is queued. The earlier of two that run both ways keeps its rate.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from chameleon_mm.policy.cost import LinkCost
+
+
+class EngineSpan(NamedTuple):
+    """When a storage crosses the link, one way."""
+
+    tensor: int
+    """Its number in the trace."""
+    start_us: float
+    end_us: float
+    nbytes: int
+
+
+class CopyEngine:
+    """One direction."""
+
+    __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_shared_rate", "free_at_us", "spans")
+
+    def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
+        self._copy_us = cost.copy_us
+        self._piece_bytes = cost.piece_bytes
+        self._rate = rate_gbps * 1e3  # bytes a microsecond
+        self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
+        self._other: CopyEngine = self
+        self._beside = 0
+        """The first of the other's spans that a copy queued from now on can run beside."""
+        self.free_at_us = 0.0
+        self.spans: list[EngineSpan] = []
+
+    @classmethod
+    def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
+        """Device to host, host to device; both idle."""
+        out, back = cls(cost, cost.d2h_gbps, cost.h2d_gbps), cls(cost, cost.h2d_gbps, cost.d2h_gbps)
+        out._other, back._other = back, out
+        return out, back
+
+    def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
+        """A copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
+        start = max(ready_us, self.free_at_us)
+        others = self._other.spans
+        while self._beside < len(others) and others[self._beside].end_us <= start:
+            self._beside += 1
+        end = start
+        if self._beside == len(others):  # alone, as most are
+            end += -(-nbytes // self._piece_bytes) * self._copy_us + nbytes / self._rate
+        else:
+            for offset in range(0, nbytes, self._piece_bytes):
+                end = self._piece(min(self._piece_bytes, nbytes - offset), end + self._copy_us)
+        self.free_at_us = end
+        self.spans.append(EngineSpan(tensor, start, end, nbytes))
+        return end
+
+    def _piece(self, nbytes: int, clock_us: float) -> float:
+        """When `nbytes` whose first byte crosses at `clock_us` are through."""
+        left, others = float(nbytes), self._other.spans
+        for i in range(self._beside, len(others)):
+            beside = others[i]
+            if beside.end_us <= clock_us:
+                continue
+            alone = max(0.0, beside.start_us - clock_us)
+            if left <= alone * self._rate:
+                break
+            left -= alone * self._rate
+            clock_us += alone
+            shared = beside.end_us - clock_us
+            if left <= shared * self._shared_rate:
+                return clock_us + left / self._shared_rate
+            left -= shared * self._shared_rate
+            clock_us = beside.end_us
+        return clock_us + left / self._rate

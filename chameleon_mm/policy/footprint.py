@@ -1,0 +1,114 @@
+"""How much memory a plan's actions leave allocated: of the device at each tick, of the host at most. Exact, without time.
+
+at a hook    whole reclaims    reclaims in part                     copies back, the use's own first
+             - size            + head, - size                       + size; then, of one in part, - head
+
+A storage that moves in part leaves its head in a buffer of its own, so for a moment both are allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from chameleon_mm.policy.memory import Int64s, allocated_sizes
+from chameleon_mm.policy.plan import Action
+from chameleon_mm.trace import Trace
+
+HOST_BLOCK_BYTES = 4096
+"""Blocks of pinned memory are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ActionColumns:
+    """A plan's actions by column, (n,) each and in the plan's order: a hundred thousand of them are arithmetic, not a loop."""
+
+    tensor: Int64s
+    nbytes: Int64s
+    out_at: Int64s
+    reclaim_at: Int64s
+    in_at: Int64s
+    use_at: Int64s
+    stays: Int64s
+    """Bytes that do not move."""
+    head: Int64s
+    """Device memory of what does not move. 0: all of it moves."""
+    gain: Int64s
+    """Device memory that is given back."""
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], trace: Trace) -> ActionColumns:
+        """Raises `IndexError` for a tensor that `trace` does not have."""
+        rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]
+        tensor, nbytes, out_at, reclaim_at, in_at, use_at = np.array(rows, np.int64).reshape(-1, 6).T
+        whole = trace.tensor_bytes[tensor]
+        head = allocated_sizes(whole - nbytes)
+        return cls(
+            tensor=tensor,
+            nbytes=nbytes,
+            out_at=out_at,
+            reclaim_at=reclaim_at,
+            in_at=in_at,
+            use_at=use_at,
+            stays=whole - nbytes,
+            head=head,
+            gain=allocated_sizes(whole) - head,
+        )
+
+
+class Footprint:
+    """Of the actions of any number of plans for one trace. `curve`: its memory, nothing swapped."""
+
+    def __init__(self, trace: Trace, curve: Int64s) -> None:
+        self._tick = trace.hook_tick
+        self._curve = curve
+        self._last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        self._last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
+
+    def allocated(self, actions: ActionColumns) -> Int64s:
+        """(ticks,) of device memory allocated at most during each."""
+        change = np.zeros(len(self._curve), np.int64)
+        np.subtract.at(change, self._tick[actions.reclaim_at], actions.gain)
+        np.add.at(change, self._tick[actions.in_at], actions.gain)
+        level = self._curve + np.cumsum(change)
+        in_part = np.flatnonzero(actions.head)
+        if len(in_part):
+            hooks = np.union1d(actions.reclaim_at[in_part], actions.in_at[in_part])
+            for hook, nbytes in self._moments_in_part(actions, in_part, hooks, level).items():
+                tick = self._tick[hook]
+                level[tick] = max(int(level[tick]), nbytes)
+        return level
+
+    def host_bytes(self, actions: ActionColumns) -> int:
+        """Of pinned memory at most. A block is held from its copy out's hook to the last use of its storage, both included."""
+        block = -(-actions.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
+        change = np.zeros(len(self._tick) + 1, np.int64)
+        np.add.at(change, actions.out_at, block)
+        np.subtract.at(change, self._last_use[actions.tensor] + 1, block)
+        return int(np.cumsum(change).max())
+
+    def _moments_in_part(self, actions: ActionColumns, in_part: Int64s, hooks: Int64s, level: Int64s) -> dict[int, int]:
+        """By hook of `hooks`: the most while a head and its whole storage are both allocated."""
+        leave: dict[int, list[int]] = {hook: [] for hook in hooks.tolist()}
+        back: dict[int, list[int]] = {hook: [] for hook in leave}
+        for i in in_part.tolist():
+            leave[int(actions.reclaim_at[i])].append(i)
+        for i in np.flatnonzero(np.isin(actions.in_at, hooks)).tolist():
+            used_here = actions.in_at[i] == actions.use_at[i]
+            there = back[int(actions.in_at[i])]
+            there.insert(0 if used_here else len(there), i)
+        most = {}
+        for hook, leaving in leave.items():
+            # From the hook's end backwards: copies back raised the level, and before them reclaims lowered it.
+            now = highest = int(level[self._tick[hook]])
+            for i in reversed(back[hook]):
+                highest = max(highest, now + int(actions.head[i]))
+                now -= int(actions.gain[i])
+            for i in reversed(leaving):
+                now += int(actions.gain[i])
+                highest = max(highest, now + int(actions.head[i]))
+            most[hook] = highest
+        return most

@@ -1,0 +1,145 @@
+"""A step's device memory, nothing swapped: how much is allocated at each tick, what the most of it is, what swapping can reach.
+
+curve[t] = start_bytes + what was born in the step and is there at t - what was there before the step and is gone by t
+floor[t] = curve[t] - what is idle at t        no plan's memory is below it, and the plan that moves all candidates is at it
+
+Sizes count rounded up to 512 bytes, as the caching allocator takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.trace import NEVER, TensorKind, Trace
+
+ALLOCATION_UNIT_BYTES = 512
+"""The caching allocator rounds up to it. A power of two."""
+
+Int64s = NDArray[np.int64]
+Ticks = NDArray[np.int32] | NDArray[np.int64]
+
+
+def allocated_sizes(nbytes: Int64s) -> Int64s:
+    """Device memory that storages of `nbytes` take."""
+    return (nbytes + (ALLOCATION_UNIT_BYTES - 1)) & -ALLOCATION_UNIT_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """The storages worth moving, n of them, and where in the step they may be away; by number. Hooks by number, too."""
+
+    tensor: Int64s
+    """(n,), like all below: its number in the trace."""
+    nbytes: Int64s
+    size: Int64s
+    """Device memory that it takes."""
+    sendable: Int64s
+    """First hook at which its copy out may begin."""
+    first: Int64s
+    """First hook at which its memory can be given back: nobody else holds it any more."""
+    use: Int64s
+    """Hook of its first use: it must be back."""
+
+    @classmethod
+    def of(cls, trace: Trace) -> Candidates:
+        """Of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first use."""
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
+        use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
+        after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
+        first = np.maximum(trace.tensor_sendable, after_release)
+        known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
+        tensor = np.flatnonzero(known & (first < use))
+        nbytes = trace.tensor_bytes[tensor]
+        return cls(
+            tensor=tensor,
+            nbytes=nbytes,
+            size=allocated_sizes(nbytes),
+            sendable=trace.tensor_sendable[tensor].astype(np.int64),
+            first=first[tensor],
+            use=use[tensor],
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def idle_curve(self, trace: Trace) -> Int64s:
+        """(ticks,) of device memory that could be away during each tick of `trace`."""
+        return sum_over_time(trace.num_ticks, self.size, trace.hook_tick[self.first], trace.hook_tick[self.use])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most that is allocated at once, the first time that it is."""
+
+    tick: int
+    """-1: of a step in which nothing happens."""
+    nbytes: int
+    by_kind: Mapping[TensorKind, int]
+    """Of `nbytes`: storages of each kind that the step knows; kinds that have none are left out."""
+    untouched_bytes: int
+    """Of `nbytes`: what was there before the step, and the step never touches."""
+    idle_bytes: int
+    """Of `nbytes`: what swapping could take away at this moment. 0: the peak is not in activations at all."""
+
+
+def memory_curve(trace: Trace) -> Int64s:
+    """(ticks,) of bytes allocated at most during each tick of `trace`, nothing swapped. O(operators + storages)."""
+    size = allocated_sizes(trace.tensor_bytes)
+    change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
+    return change + _untouched_bytes(trace, size)
+
+
+def peak_memory(trace: Trace) -> Peak:
+    """Where `trace` needs the most, nothing swapped, and for what."""
+    return _peak(trace, memory_curve(trace), Candidates.of(trace), away=False)
+
+
+def least_memory(trace: Trace) -> Peak:
+    """The most that is allocated at once where every candidate is away whenever it may be: no plan's peak is below it.
+
+    Its `idle_bytes` are 0: what could be away is.
+    """
+    candidates = Candidates.of(trace)
+    return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
+
+
+def smallest_budget(trace: Trace) -> int:
+    """The least bytes of device memory that there is a plan of `trace` for, whatever it costs in time."""
+    return least_memory(trace).nbytes
+
+
+def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) -> Peak:
+    size = allocated_sizes(trace.tensor_bytes)
+    tick = int(curve.argmax()) if len(curve) else -1
+    there = np.flatnonzero((trace.tensor_born <= tick) & (tick <= trace.tensor_dies))
+    by_kind = np.bincount(trace.tensor_kind[there], size[there], len(TensorKind))
+    since, until = trace.hook_tick[candidates.first], trace.hook_tick[candidates.use]
+    idle = (since <= tick) & (tick < until)
+    if away:
+        by_kind -= np.bincount(trace.tensor_kind[candidates.tensor[idle]], candidates.size[idle], len(TensorKind))
+    untouched = _untouched_bytes(trace, size)
+    return Peak(
+        tick=tick,
+        nbytes=int(curve[tick]) if len(curve) else untouched + int(size[there].sum()),
+        by_kind={kind: int(by_kind[kind]) for kind in TensorKind if by_kind[kind]},
+        untouched_bytes=untouched,
+        idle_bytes=0 if away else int(candidates.size[idle].sum()),
+    )
+
+
+def _untouched_bytes(trace: Trace, size: Int64s) -> int:
+    """Never below 0: what other libraries allocated may be known to the step and not to the allocator that was asked."""
+    return max(0, trace.start_bytes - int(size[trace.tensor_born < 0].sum()))
+
+
+def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> Int64s:
+    """(ticks,): the sum of those amounts[j] with since[j] <= t < until[j]."""
+    change = np.zeros(ticks + 2, np.int64)
+    np.add.at(change, since, amounts)
+    np.subtract.at(change, until, amounts)
+    return np.cumsum(change[:ticks])

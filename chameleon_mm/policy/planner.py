@@ -1,0 +1,155 @@
+"""From a trace, budgets and what the link does: the plan.
+
+problem = Problem.of(trace)                 ticks become hooks, storages candidates
+fits already                                an empty plan
+not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
+taken = cover(problem, budget, rank)        what moves, and how much of it: no more bytes than needed
+draft = place(problem, budget, taken)       when it goes, when its memory is reclaimed, when it comes back
+draft.late_us(problem, cost)                what it costs, as `simulate` has it; the best of several covers is the plan
+
+docs/policy.md explains why, and says how far from the least time the result is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.memory import peak_memory
+from chameleon_mm.policy.placement import Lead
+from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.search import Search
+from chameleon_mm.trace import Trace
+from chameleon_mm.units import MIB, format_size
+
+
+def generate_plan(
+    trace: Trace, hbm_budget: int, host_budget: int | None, cost_model: LinkCost, *, lead_us: Lead = 0.0
+) -> SwapPlan:
+    """What of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the least time.
+
+    host_budget: bytes of pinned memory; None: no limit. lead_us: how much earlier than in time copies back are to be done, for
+    all or by tensor; where memory has no room for that, as early as it has. Plans nothing where the step fits as it is.
+
+    Deterministic. About n log n in what autograd saved, and linear in operators.
+
+    Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget or a
+    lead that is no budget or lead at all.
+    """
+    return candidate_plans(trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, at_most=1)[0]
+
+
+def candidate_plans(
+    trace: Trace,
+    hbm_budget: int,
+    host_budget: int | None,
+    cost_model: LinkCost,
+    *,
+    lead_us: Lead = 0.0,
+    at_most: int = 2,
+    within: float = 0.02,
+) -> list[SwapPlan]:
+    """The plan of `generate_plan`, then other ones whose simulated step takes at most `within` (a share) longer, best first.
+
+    A model of the link and of the operators is not exact: whoever can measure may try them all. Raises as `generate_plan` does.
+    """
+    _check_arguments(hbm_budget, host_budget, lead_us, at_most, within)
+    problem = Problem.of(trace)
+    if problem.peak_bytes <= hbm_budget:
+        return [_empty_plan(problem, hbm_budget, trace.fingerprint)]
+    if problem.least_bytes > hbm_budget:
+        raise _infeasible(trace, problem, hbm_budget)
+    search = _search(problem, hbm_budget, host_budget, cost_model, lead_us)
+    if not search.found:
+        raise _host_too_small(problem, hbm_budget, host_budget or 0, search.least_host_bytes or 0, cost_model)
+    if at_most > 1:
+        search.try_others(at_most)
+    plans: list[SwapPlan] = []
+    for found in sorted(search.found, key=lambda found: found.order):
+        if len(plans) == at_most:
+            break
+        plan = found.draft.plan(
+            problem,
+            stall_us=found.stall_us,
+            heads_us=found.heads_us,
+            host_bytes=found.host_bytes,
+            budget=hbm_budget,
+            fingerprint=trace.fingerprint,
+        )
+        if plans and plan.step_us > plans[0].step_us * (1 + within):
+            break
+        if all(plan.actions != other.actions for other in plans):
+            plans.append(plan)
+    return plans
+
+
+def _search(problem: Problem, budget: int, host_budget: int | None, cost: LinkCost, lead_us: Lead) -> Search:
+    search = Search(problem, budget, host_budget, cost, lead_us)
+    search.try_ranks()
+    search.try_everything()
+    search.improve()
+    return search
+
+
+def _empty_plan(problem: Problem, budget: int, fingerprint: int) -> SwapPlan:
+    return SwapPlan(
+        fingerprint=fingerprint,
+        num_hooks=len(problem.level),
+        actions=(),
+        hbm_budget_bytes=budget,
+        peak_bytes=problem.peak_bytes,
+        host_bytes=0,
+        step_us=problem.total_us,
+        stall_us=0.0,
+    )
+
+
+def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget:
+    peak, least = peak_memory(trace), problem.least_bytes
+    by_kind = ", ".join(f"{format_size(nbytes)} {kind.name.lower()}" for kind, nbytes in peak.by_kind.items())
+    text = (
+        f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
+        f"peak of {format_size(peak.nbytes)} is {by_kind}"
+    )
+    if least == problem.peak_bytes:
+        text += (
+            ". The peak is not in activations at all: nothing that could be swapped is idle then. Use a smaller batch or model"
+        )
+    else:
+        text += f", of which {format_size(peak.idle_bytes)} could be swapped. Raise the budget, or use a smaller batch or model"
+    return InfeasibleBudget(text, smallest_bytes=least)
+
+
+def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_bytes: int, cost: LinkCost) -> InfeasibleBudget:
+    """By halving: the smallest device budget for which there is a plan within `host_budget`."""
+    low, high = budget, problem.peak_bytes
+    while high - low > max(MIB, high >> 10):
+        middle = (low + high) // 2
+        search = Search(problem, middle, host_budget, cost, 0.0)
+        search.try_ranks()
+        low, high = (low, middle) if search.found else (middle, high)
+    return InfeasibleBudget(
+        f"host_budget: expected {least_host_bytes} bytes ({format_size(least_host_bytes)}) of pinned memory or more for an "
+        f"hbm_budget of {format_size(budget)}, got {host_budget} ({format_size(host_budget)}); raise it, or hbm_budget to "
+        f"{high} bytes ({format_size(high)})",
+        smallest_bytes=high,
+        smallest_host_bytes=least_host_bytes,
+    )
+
+
+def _check_arguments(hbm_budget: int, host_budget: int | None, lead_us: Lead, at_most: int, within: float) -> None:
+    if hbm_budget <= 0:
+        raise ValueError(
+            f"hbm_budget: expected more than 0 bytes, got {hbm_budget}; say how much device memory a step may take"
+        )
+    if host_budget is not None and host_budget < 0:
+        raise ValueError(f"host_budget: expected 0 bytes or more, or None for no limit, got {host_budget}")
+    leads = lead_us.values() if isinstance(lead_us, Mapping) else (lead_us,)
+    for lead in leads:
+        if not isfinite(lead) or lead < 0:
+            raise ValueError(f"lead_us: expected finite times of 0 us or more, got {lead}")
+    if at_most < 1 or not within >= 0:
+        raise ValueError(f"expected at_most of 1 plan or more and within of 0 or more, got {at_most} and {within}")

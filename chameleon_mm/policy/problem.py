@@ -1,0 +1,108 @@
+"""A trace as the planner looks at it: ticks become the intervals between hooks, storages become candidates.
+
+memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; what is above the budget has to be away
+time:     time_us[k] = when compute is at hook k, nothing swapped
+who:      candidate i may be away from hook first[i] until hook use[i], and its copy out begin at hook sendable[i]
+
+The executor acts at hooks alone, so nothing that happens between two of them can be told apart: arithmetic over hooks and
+candidates is exact, and a step of a million operators is a few arrays of a hundred thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.trace import Trace
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """K hooks and n candidates, in the order in which they may be copied out. Lists where Python walks through them."""
+
+    before_bytes: int
+    """Most allocated before the first hook: nothing can be done about that."""
+    level: Int64s
+    """(K,)"""
+    at_hook: Int64s
+    """(K,) allocated at the hook's own tick."""
+    time_us: list[float]
+    """(K,)"""
+    total_us: float
+    tensor: list[int]
+    """(n,), like all below: its number in the trace."""
+    size: list[int]
+    """Bytes that it takes on the device."""
+    nbytes: list[int]
+    """Bytes that it has."""
+    sendable: list[int]
+    first: list[int]
+    use: list[int]
+    last_use: list[int]
+    """Its block of pinned memory is held until then."""
+    climbs: NDArray[np.bool_] = field(init=False)
+    """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
+    falls: NDArray[np.bool_] = field(init=False)
+    """(K,) the same, walking back: the level is higher than at hook k + 1, or a candidate may be away from k + 1 on."""
+    peak_bytes: int = field(init=False)
+    """Nothing swapped."""
+    least_bytes: int = field(init=False)
+    """With every candidate away for as long as it may be: no plan's peak is below it."""
+
+    def __post_init__(self) -> None:
+        rises = np.diff(self.level)
+        climbs, falls = np.ones(len(self.level), np.bool_), np.ones(len(self.level), np.bool_)
+        climbs[1:], falls[:-1] = rises > 0, rises < 0
+        climbs[self.use] = True
+        falls[np.maximum(np.asarray(self.first, np.int64) - 1, 0)] = True
+        object.__setattr__(self, "climbs", climbs)
+        object.__setattr__(self, "falls", falls)
+        object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
+        object.__setattr__(self, "least_bytes", self.peak_of(self.level - self.away(self.size, self.first, self.use)))
+
+    @classmethod
+    def of(cls, trace: Trace) -> Problem:
+        """What the planner needs of `trace`. O(operators + storages + hooks), without a loop."""
+        curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace)
+        clock = np.concatenate(([0.0], np.cumsum(trace.op_us)))
+        operators_before = hooks - np.arange(len(hooks))
+        order = np.argsort(candidates.sendable, kind="stable")
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
+        return cls(
+            before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
+            level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
+            at_hook=curve[hooks],
+            time_us=clock[operators_before].tolist(),
+            total_us=float(clock[-1]),
+            tensor=candidates.tensor[order].tolist(),
+            size=candidates.size[order].tolist(),
+            nbytes=candidates.nbytes[order].tolist(),
+            sendable=candidates.sendable[order].tolist(),
+            first=candidates.first[order].tolist(),
+            use=candidates.use[order].tolist(),
+            last_use=last_use[candidates.tensor[order]].tolist(),
+        )
+
+    def peak_of(self, level: Int64s) -> int:
+        """The most of a step with `level` from each hook until the next."""
+        return max(self.before_bytes, int(level.max(initial=0)))
+
+    def over(self, budget: int, where: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+        """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
+        hooks = np.flatnonzero((self.level > budget) & where)
+        return hooks.tolist(), (self.level[hooks] - budget).tolist()
+
+    def away(self, gives: Sequence[int], since: Sequence[int], until: Sequence[int]) -> Int64s:
+        """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
+        change = np.zeros(len(self.level) + 1, np.int64)
+        np.add.at(change, np.asarray(since, np.int64), gives)
+        np.subtract.at(change, np.asarray(until, np.int64), gives)
+        return np.cumsum(change[:-1])

@@ -1,0 +1,201 @@
+"""Which of the plans within both budgets takes the least time: covers by several ranks, and for few candidates a local search.
+
+search = Search(problem, budget, host_budget, cost, lead_us)
+search.try_ranks()          a few covers of all candidates; enough where nothing stalls
+search.try_everything()     what swapping all that may move comes to: never worse than that
+search.improve()            random small changes to the best one, kept when they are no worse (variation.py)
+search.found                drafts, best first
+
+How many drafts it tries falls with their size: a step of a million operators gets one or two, a dozen candidates a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from random import Random
+
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.cover import RANKS, Rank, cover, used_latest
+from chameleon_mm.policy.draft import Draft
+from chameleon_mm.policy.placement import Lead, latest_back, place
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.variation import Variation, start_of, vary
+
+_CANDIDATES_BY_RANK = 2_000
+"""Candidates times ranks that are tried, the first rank apart."""
+_DRAFTS = 3_000
+"""Of the local search: about half a second."""
+_CLIMBS = 3
+"""Starts of it."""
+_STRICTNESS = 50.0
+"""Of it: one over the share by which, on average, a change may be worse."""
+_MOST_VARIED = 16
+"""Candidates up to which there is one. Among more of them a single one hardly matters, and ranks find what a search would."""
+_NO_WORSE_US = 1e-6
+"""Times closer than this are the same: what is left is rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A draft within both budgets."""
+
+    draft: Draft
+    stall_us: float
+    heads_us: float
+    """Copies, within device memory, of what stays of storages that move in part."""
+    moved_bytes: int
+    host_bytes: int
+
+    @property
+    def late_us(self) -> float:
+        """By how much it makes the step later."""
+        return self.stall_us + self.heads_us
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Better is lower: less time, then fewer bytes."""
+        return round(self.late_us / _NO_WORSE_US), self.moved_bytes
+
+
+class Search:
+    """Drafts for one problem. `host_budget`: None for no limit."""
+
+    def __init__(self, problem: Problem, budget: int, host_budget: int | None, cost: LinkCost, lead_us: Lead) -> None:
+        self.found: list[Found] = []
+        self.best: Found | None = None
+        self.least_host_bytes: int | None = None
+        """Of the drafts so far, within `host_budget` or not."""
+        self._problem = problem
+        self._budget = budget
+        self._host_budget = host_budget
+        self._cost = cost
+        self._lead_us = lead_us
+        self._drafts = 0
+
+    @property
+    def hides_all(self) -> bool:
+        """Whether some draft costs no time, so that none can be better."""
+        return self.best is not None and self.best.late_us < _NO_WORSE_US
+
+    def try_ranks(self) -> None:
+        """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
+        n = len(self._problem.size)
+        self._try_rank(used_latest, eager=False)
+        left = _CANDIDATES_BY_RANK // max(n, 1)
+        for eager in (True, False):
+            for rank in RANKS:
+                if left <= 0 or self.hides_all:
+                    return
+                if eager or rank is not used_latest:
+                    self._try_rank(rank, eager=eager)
+                    left -= 1
+
+    def try_others(self, at_least: int) -> None:
+        """More drafts, even where one hides all: by each rank, until there are `at_least` different ones."""
+        for eager in (True, False):
+            for rank in RANKS:
+                if len({found.order for found in self.found}) >= at_least:
+                    return
+                self._try_rank(rank, eager=eager)
+
+    def try_everything(self) -> None:
+        """All that may move, whole: out, reclaimed and back as the budget demands, and as early and as late as may be."""
+        problem = self._problem
+        if self.hides_all:
+            return
+        everything = dict(enumerate(problem.size))
+        in_order = sorted(everything, key=lambda i: (problem.use[i], i))
+        for depth in (1, 0):
+            draft = _everything(problem, in_order, depth)
+            if draft.peak_bytes(problem) <= self._budget:
+                self._time(draft, at_most=self.best.late_us if self.best else inf)
+                break
+        if len(problem.size) <= _CANDIDATES_BY_RANK:
+            self._place(everything, eager=True)
+
+    def improve(self) -> None:
+        """A local search from the best covers. The same one every time."""
+        if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
+            return
+        random = Random(0)
+        starts = [start_of(self._problem, rank, eager=eager) for rank in RANKS for eager in (False, True)]
+        for start in sorted(starts, key=self._vary_us)[:_CLIMBS]:
+            self._climb(start, random, self._drafts + _DRAFTS // _CLIMBS)
+
+    def _climb(self, variation: Variation, random: Random, until_draft: int) -> None:
+        late_us = self._vary_us(variation)
+        while self._drafts < until_draft and not self.hides_all:
+            changed = vary(self._problem, self._budget, variation, random)
+            at_most = late_us * (1 + random.expovariate(_STRICTNESS))  # a little worse may lead to something better
+            changed_us = self._vary_us(changed, at_most=at_most)
+            if changed_us <= at_most:
+                variation, late_us = changed, changed_us
+
+    def _vary_us(self, variation: Variation, *, at_most: float = inf) -> float:
+        """By how much it makes the step later; infinite where it is not within the budgets, or beyond `at_most`."""
+        taken = variation.cover(self._problem, self._budget)
+        if taken is None:
+            self._drafts += 1
+            return inf
+        ready = variation.ready(self._problem, taken)
+        orders: list[list[int] | None] = [None] if ready == self._problem.sendable else [None, ready]
+        return min(
+            self._place(taken, eager=variation.eager, hold=variation.hold, ready=order, at_most=at_most) for order in orders
+        )
+
+    def _try_rank(self, rank: Rank, *, eager: bool) -> None:
+        taken = cover(self._problem, self._budget, rank(self._problem))
+        if taken is not None:
+            self._place(taken, eager=eager)
+
+    def _place(
+        self,
+        taken: Mapping[int, int],
+        *,
+        eager: bool,
+        hold: Sequence[int] | None = None,
+        ready: Sequence[int] | None = None,
+        at_most: float = inf,
+    ) -> float:
+        def latest(taken: Mapping[int, int]) -> Mapping[int, int]:
+            hooks = {} if eager else latest_back(self._problem, taken, self._cost, self._lead_us)
+            return hooks if hold is None else {i: max(hooks.get(i, 0), hold[i]) for i in taken}
+
+        return self._judge(place(self._problem, self._budget, taken, ready=ready, latest=latest), at_most=at_most)
+
+    def _judge(self, draft: Draft, *, at_most: float = inf) -> float:
+        """Keeps it if it is within both budgets. By how much it makes the step later; infinite beyond `at_most`, too."""
+        self._drafts += 1
+        return inf if draft.peak_bytes(self._problem) > self._budget else self._time(draft, at_most=at_most)
+
+    def _time(self, draft: Draft, *, at_most: float) -> float:
+        """The same for one that is known to be within the device's."""
+        host_bytes = draft.host_bytes(self._problem)
+        self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
+        if self._host_budget is not None and host_bytes > self._host_budget:
+            return inf
+        stall_us, heads_us = draft.late_us(self._problem, self._cost, at_most=at_most)
+        if stall_us + heads_us > at_most:
+            return inf
+        moved_bytes = sum(draft.gives)
+        found = Found(draft=draft, stall_us=stall_us, heads_us=heads_us, moved_bytes=moved_bytes, host_bytes=host_bytes)
+        self.found.append(found)
+        if self.best is None or found.order < self.best.order:
+            self.best = found
+        return found.late_us
+
+
+def _everything(problem: Problem, in_order: Sequence[int], depth: int) -> Draft:
+    """Whole, out and reclaimed as early as may be; back with the use of the one before it, or (`depth` 0) on demand."""
+    use = [problem.use[i] for i in in_order]
+    first = [problem.first[i] for i in in_order]
+    earlier = [use[0], *use[:-1]] if depth and use else use
+    return Draft(
+        who=list(in_order),
+        gives=[problem.size[i] for i in in_order],
+        out_at=[problem.sendable[i] for i in in_order],
+        reclaim_at=first,
+        in_at=[max(pair) for pair in zip(first, earlier, strict=True)],
+    )

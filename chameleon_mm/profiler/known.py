@@ -1,0 +1,198 @@
+"""Steps that came before, each with what was made for it; and which of them the running step still agrees with.
+
+    known = KnownSequences(capacity=16)
+    known.begin_step()             # a guess: what follows the steps that came before it
+    at each hook: known.follow(feature)      # True: `known.current` agrees so far, or another one took over. False: none does
+    known.end_step(record)         # the entry that it was, hook by hook; None: it is new
+    known.put(record, plan)        # the least recently used one goes
+
+    A  f f f g h      A and B have 3 hooks in common: a step that follows A and deviates from it at hook 3 may be B,
+    B  f f f x y      and none of those that left A before
+
+Features are compared one by one, so that no collision of fingerprints can take one step for another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from chameleon_mm.profiler.step_record import StepRecord
+
+_Plan = TypeVar("_Plan")
+
+CONTEXTS_PER_STEP = 4
+"""Of what followed what, for each step of the capacity: contexts of one step and of two, and some that are past."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class KnownSequence(Generic[_Plan]):
+    """One step that came before."""
+
+    record: StepRecord
+    plan: _Plan
+    common: dict[int, int] = field(default_factory=dict, repr=False)
+    """By fingerprint of each other known one: how many of their first hooks are the same."""
+
+    @property
+    def fingerprint(self) -> int:
+        return self.record.fingerprint
+
+
+class KnownSequences(Generic[_Plan]):
+    """The most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
+
+    Per hook one comparison; where the step leaves what it followed, one per known step. `put` compares the new step with all.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(
+                f"KnownSequences: expected a capacity of 1 or more, got {capacity}; without a plan there is no need"
+            )
+        self.capacity = capacity
+        self.hits = 0
+        """Steps that were known."""
+        self._entries: OrderedDict[int, KnownSequence[_Plan]] = OrderedDict()
+        """By fingerprint, the least recently used first."""
+        self._followed_by: dict[tuple[int, ...], tuple[int, bool]] = {}
+        """The last two steps, or the last one -> what came next, and whether it did the last time. The oldest first."""
+        self._before: tuple[int, ...] = ()
+        self._current: KnownSequence[_Plan] | None = None
+        self._agreed = 0
+        self._deviated = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, fingerprint: int) -> _Plan | None:
+        """What was put in for the step with this fingerprint; it counts as used."""
+        entry = self._entries.get(fingerprint)
+        if entry is None:
+            return None
+        self._entries.move_to_end(fingerprint)
+        return entry.plan
+
+    def put(self, record: StepRecord, plan: _Plan) -> None:
+        """Keep `plan` for steps like `record`, in place of an earlier one for them."""
+        fingerprint = record.fingerprint
+        self._remove(fingerprint)
+        while len(self._entries) >= self.capacity:
+            self._remove(next(iter(self._entries)))
+        entry = KnownSequence(record=record, plan=plan)
+        for other in self._entries.values():
+            other.common[fingerprint] = entry.common[other.fingerprint] = _common(record, other.record)
+        self._entries[fingerprint] = entry
+
+    # --- while a step runs
+
+    def begin_step(self) -> KnownSequence[_Plan] | None:
+        """A new step. Returns the known one that it is expected to be, None if none is known."""
+        self._agreed = 0
+        self._deviated = False
+        self._current = self._expected()
+        return self._current
+
+    def follow(self, feature: int) -> bool:
+        """The next hook has this feature. False: no known step begins like this one; from then on always.
+
+        On True `current` is one that agrees up to this hook; another than before where this hook told them apart.
+        """
+        current, hook = self._current, self._agreed
+        if current is None or self._deviated:
+            return False
+        features = current.record.features
+        if hook < len(features) and features[hook] == feature:
+            self._agreed = hook + 1
+            return True
+        for other in reversed(self._entries.values()):
+            if other is not current and current.common.get(other.fingerprint, -1) >= hook:
+                features = other.record.features
+                if hook < len(features) and features[hook] == feature:
+                    self._current = other
+                    self._agreed = hook + 1
+                    return True
+        self._deviated = True
+        return False
+
+    @property
+    def current(self) -> KnownSequence[_Plan] | None:
+        """The known step that the running one agrees with; after a deviation the last one that it agreed with."""
+        return self._current
+
+    @property
+    def agreed(self) -> int:
+        """How many first hooks of the running step are those of `current`."""
+        return self._agreed
+
+    @property
+    def deviated(self) -> bool:
+        """Whether some hook was of no known step that agreed until then."""
+        return self._deviated
+
+    @property
+    def told_apart(self) -> bool:
+        """Whether a hook of the running step agreed with `current` that agrees with no other known step."""
+        if self._current is None or self._deviated:
+            return False
+        return self._agreed > max(self._current.common.values(), default=0)
+
+    def end_step(self, record: StepRecord) -> KnownSequence[_Plan] | None:
+        """The step is over, and was `record`. Returns the known one that it was; None: it was none, to the last hook.
+
+        Also for a step of which not every hook was given to `follow`.
+        """
+        entry = self._entries.get(record.fingerprint)
+        if entry is not None and entry.record.features != record.features:
+            entry = None
+        if entry is not None:
+            self._entries.move_to_end(record.fingerprint)
+            self.hits += 1
+        self._learn(record.fingerprint)
+        return entry
+
+    def abandon_step(self) -> None:
+        """The step did not end: nothing is learned of it, and what comes next follows nothing."""
+        self._current, self._deviated = None, False
+        self._before = ()
+
+    # --- what follows what
+
+    def _expected(self) -> KnownSequence[_Plan] | None:
+        for context in _contexts(self._before):
+            follower = self._followed_by.get(context)
+            entry = None if follower is None else self._entries.get(follower[0])
+            if entry is not None:
+                return entry
+        return next(reversed(self._entries.values()), None)
+
+    def _learn(self, fingerprint: int) -> None:
+        for context in _contexts(self._before):
+            # As processors predict branches: what held until now has to fail twice. One evaluation step is no new habit.
+            follower, sure = self._followed_by.pop(context, (fingerprint, False))
+            holds = follower == fingerprint
+            self._followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
+        while len(self._followed_by) > CONTEXTS_PER_STEP * self.capacity:
+            del self._followed_by[next(iter(self._followed_by))]
+        self._before = (*self._before, fingerprint)[-2:]
+
+    def _remove(self, fingerprint: int) -> None:
+        if self._entries.pop(fingerprint, None) is not None:
+            for other in self._entries.values():
+                del other.common[fingerprint]
+
+
+def _contexts(before: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """What the next step may be expected from: the last two steps, then the last one alone."""
+    return [before[start:] for start in range(len(before))]
+
+
+def _common(one: StepRecord, other: StepRecord) -> int:
+    """How many of their first hooks are the same."""
+    length = min(one.num_hooks, other.num_hooks)
+    a, b = (np.frombuffer(record.features, np.uint64, count=length) if length else np.empty(0) for record in (one, other))
+    different = np.flatnonzero(a != b)
+    return int(different[0]) if len(different) else length

@@ -1,0 +1,374 @@
+"""One step as a `Trace`: a dispatch mode that writes down every operator, while the saved-tensor hooks tell of saves and uses.
+
+    recorder = Recorder(device, model=model)
+    with recorder:                                   # entered after `device.compute()`, so that it comes first
+        loss = model(x); loss.backward(); optimizer.step()
+    trace = recorder.finish(fingerprint)
+
+What the hooks of whoever swaps call, in this order, one line each:
+
+    save:  recorder.sendable(traced)                 # of earlier saves: their operator is over
+           with recorder.paused(): ...               # all that swapping itself allocates and runs
+               recorder.restored(traced, storage)    # memory that holds its bytes again: the same tensor of the trace
+               with recorder.untimed(): ...          # where it makes compute wait or work
+           traced = recorder.claim(storage)          # once for each claim on a storage
+           recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was taken apart in it
+    use:   ... recorder.on_use([traced], feature)
+    end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.op_call import OpCall, Tensors
+from chameleon_mm.device.operators import COMPOSITE, OpFacts
+from chameleon_mm.profiler.contents import ContentHashes
+from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
+from chameleon_mm.profiler.op_times import EventTimes, OpTimes
+from chameleon_mm.profiler.retry import FreeSomething, OomRetry
+from chameleon_mm.profiler.storages import StorageBook, TracedStorage
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.trace.trace import UInt8s
+
+UNMOVABLE = -1
+"""The tensor of a hook call that is about no storage, or about several."""
+
+OPS_PER_READING = 16
+"""On a GPU, where reading the allocator's counters takes the host longer than an operator does."""
+
+_FRESH = ("lift_fresh", "lift")
+"""Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records the step that begins with its construction and runs inside of it. For one step.
+
+    `model` and `optimizers` name what is on `device` before the step; without them parameters are known by their class,
+    gradients as theirs, buffers and optimizer state by who writes them. `times` takes the operators' time (None: events on
+    the device). Where `free_something` is given, an operator that finds no memory is run again after it: see `OomRetry`.
+
+    Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators, and
+    torch runs eagerly what it had compiled (and refuses flex_attention, which it only compiles).
+    Holds no storage. Under a `FakeTensorMode` (entered before it) it records the step that would have been. Operators that run
+    on another thread than the one inside of it, or than its backward's, are not seen. Thread-safe.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        model: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        times: OpTimes | None = None,
+        free_something: FreeSomething | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self._device = device
+        self._device_type = device.torch_device.type
+        self._start_bytes = device.allocated_bytes()
+        self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
+        self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
+        self._contents = ContentHashes()
+        self._facts: dict[Any, OpFacts] = {}
+        self._times = EventTimes(device) if times is None else times
+        self._retry = None if free_something is None else OomRetry(device, self._freeing(free_something))
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._last_backward = -1, -1
+        """Number and tick of the last operator of a backward so far."""
+        self._in_backward = self._fake = self._stopped = False
+        self._unread_ops = 0
+        self._ops_per_reading = 1 if device.simulated else OPS_PER_READING
+        for storage, kind in kinds_of(model, optimizers, self._device_type):
+            self._book.expect(storage, kind)
+        if model is not None:
+            for parameter in model.parameters():
+                self._parameters[id(parameter)] = weakref.ref(parameter)
+        self._times.begin()
+
+    @property
+    def oom_retries(self) -> int:
+        """How often an operator was run again because it had found no memory."""
+        return 0 if self._retry is None else self._retry.retries
+
+    @property
+    def num_ops(self) -> int:
+        """Operators written down so far."""
+        return self._builder.num_ops
+
+    # --- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for kind in types:
+            if not issubclass(kind, FakeTensor) and is_traceable_wrapper_subclass_type(kind):
+                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+        if getattr(self._thread, "paused", 0):
+            return func(*args, **kwargs)
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = OpFacts.of(func)
+        if facts.composite:
+            with self:
+                # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
+                return func._op_dk(COMPOSITE, *args, **kwargs)
+        if facts.question:
+            return func(*args, **kwargs)
+        call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+        return self._run(call) if self._stopped else self._record(call)
+
+    def _run(self, call: OpCall) -> Any:
+        return call.run() if self._retry is None else self._retry.run(call)
+
+    def _record(self, call: OpCall) -> Any:
+        with self._lock:
+            self._begin_tick()
+            self._follow_phase()
+            read, newcomers = self._look_up(call.inputs)
+        out = self._run(call)
+        with self._lock:
+            if self._stopped:
+                return out
+            self._book.settle()
+            given, made = self._number(call, newcomers)
+            self._note(call, [*read, *given], made)
+        return out
+
+    def _note(self, call: OpCall, read: list[TracedStorage], written: list[TracedStorage]) -> None:
+        name = call.func.name()
+        op = self._builder.op(
+            name,
+            self._contents.of(name, call.args, call.kwargs),
+            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
+            0.0,
+            reads=[traced.number for traced in read],
+            writes=[traced.number for traced in written],
+        )
+        for traced in written:
+            traced.last_write = op
+            traced.first_write = op if traced.first_write < 0 else traced.first_write
+        if self._in_backward:
+            self._last_backward = op, self._builder.num_ticks - 1
+        self._times.ran(op, call)
+
+    def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
+        """The storages of the device that `tensors` lie in: those known, and those that are not."""
+        known: dict[int, TracedStorage] = {}
+        unknown: dict[int, torch.UntypedStorage] = {}
+        for t in tensors.values():
+            storage = t.untyped_storage()
+            if isinstance(t, Parameter):
+                self._note_parameter(t, storage)
+            traced = self._book.find(storage)
+            if traced is not None:
+                known[traced.number] = traced
+            elif self._device.owns(t):
+                unknown[id(storage)] = storage
+        return list(known.values()), list(unknown.values())
+
+    def _note_parameter(self, parameter: Parameter, storage: torch.UntypedStorage) -> None:
+        ref = self._parameters.get(id(parameter))
+        if ref is None or ref() is not parameter:
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+            self._book.expect(storage, TensorKind.PARAMETER)
+
+    def _number(self, call: OpCall, newcomers: list[torch.UntypedStorage]) -> tuple[list[TracedStorage], list[TracedStorage]]:
+        """Number what the call was given and nobody knew, and what it made: the former, and all that it wrote."""
+        tick, fresh = self._builder.num_ticks, call.facts.name in _FRESH
+        fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
+        written, unknown = self._look_up(call.written)
+        given_ids = {id(storage) for storage in newcomers}
+        for storage in unknown:
+            if id(storage) not in given_ids:
+                written.append(self._book.add(storage, born=tick, counted=not fake))
+        self._unread_ops += 1
+        if fake:
+            self._fake = True
+            for storage in newcomers:
+                self._book.add(storage, born=tick if fresh else -1, counted=False)
+        elif newcomers or self._unread_ops >= self._ops_per_reading:
+            self._read(newcomers, fresh=fresh)
+        given = {id(storage): traced for storage in newcomers if (traced := self._book.find(storage)) is not None}
+        written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
+        return list(given.values()), written
+
+    def _read(self, newcomers: Sequence[torch.UntypedStorage] = (), *, fresh: bool = False) -> None:
+        self._unread_ops = 0
+        self._book.read(self._device.allocated_bytes(), newcomers, fresh=fresh, tick=self._builder.num_ticks)
+
+    def _begin_tick(self) -> None:
+        self._book.settle()
+        self._book.poll()
+
+    def _follow_phase(self) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._in_backward and not in_backward:
+            self._note_gradients()
+        self._in_backward = in_backward
+
+    def _note_gradients(self) -> None:
+        parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
+        for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
+            self._book.expect(storage, TensorKind.GRADIENT)
+
+    # --- what the hooks tell
+
+    def claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """A handle claims a saved storage of this device: the storage's record, for the calls below.
+
+        The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
+        anybody else holds keeps it from being released.
+        """
+        with self._lock:
+            if self._book.find(storage) is None:  # saved before any operator was given it
+                if storage.device.type == self._device_type:
+                    self._read([storage])
+                else:
+                    self._book.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
+            return self._book.saved(storage)
+
+    def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+        """Autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's number."""
+        with self._lock:
+            self._begin_tick()
+            self._follow_phase()
+            return self._builder.save(self._only(saved), feature)
+
+    def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+        """Autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        with self._lock:
+            self._begin_tick()
+            traced = list(used)
+            for one in traced:
+                if one is not None:
+                    one.used = True
+            return self._builder.use(self._only(traced), feature)
+
+    def sendable(self, traced: TracedStorage | None) -> None:
+        """The operator that saved it is over, as the hook found that is running and has not been told of yet."""
+        if traced is not None and traced.owner is self._book.owner and traced.sendable < 0:
+            with self._lock:
+                traced.sendable = self._builder.num_hooks
+
+    def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
+        """`storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
+        if traced is not None and traced.owner is self._book.owner:
+            with self._lock:
+                self._book.restored(traced, storage)
+
+    def retired(self, traced: TracedStorage | None) -> None:
+        """A claim on it ended. Any thread may say so, in the middle of anything: it waits for no lock."""
+        if traced is not None and not self._stopped and traced.owner is self._book.owner:
+            self._book.retired(traced)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What this thread does inside is no part of the step: its operators are not recorded. May be nested."""
+        depth = getattr(self._thread, "paused", 0)
+        self._thread.paused = depth + 1
+        try:
+            yield
+        finally:
+            self._thread.paused = depth
+            with self._lock:
+                if not depth and not self._stopped:
+                    self._book.settle()
+                    self._read()
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What compute is given inside, a wait for a copy or a kernel of swapping's own, takes time that is no operator's."""
+        with self._lock:
+            if not self._stopped:
+                self._times.pause()
+        try:
+            yield
+        finally:
+            with self._lock:
+                if not self._stopped:
+                    self._times.resume()
+
+    def stop(self) -> None:
+        """Write down no more: the step turned out to need no trace. Until it is left, it goes on running operators again that
+        find no memory."""
+        with self._lock:
+            self._stopped = True
+            self._parameters.clear()
+            self._book.forget()
+
+    # --- the end
+
+    def finish(self, fingerprint: int = 0) -> Trace:
+        """The trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
+
+        Raises `RuntimeError` after `stop` and the second time, and what `Trace` raises.
+        """
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError(
+                    "finish: expected a recorder that saw the whole step, got one that was stopped or has finished; make one"
+                )
+            self._begin_tick()
+            self._note_gradients()
+            uncounted_bytes = self._book.end(fake=self._fake)
+            for op, duration_us in self._times.resolve():
+                self._builder.set_duration(op, duration_us)
+            last_op, last_tick = self._last_backward
+            for traced in self._book.traced:
+                self._builder.kind(traced.number, kind_seen(traced, last_backward_op=last_op, last_backward_tick=last_tick))
+                if 0 <= traced.sendable < self._builder.num_hooks:
+                    self._builder.sendable(traced.number, traced.sendable)
+            trace = self._builder.finish(fingerprint)
+            self._stopped = True
+            self._parameters.clear()
+        return dataclasses.replace(
+            trace, start_bytes=self._start_bytes + uncounted_bytes, op_phase=_with_optimizer(trace, last_op, last_tick)
+        )
+
+    def _only(self, storages: Iterable[TracedStorage | None]) -> int:
+        """The number of the one storage there is."""
+        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self._book.owner}
+        return numbers.pop() if len(numbers) == 1 else UNMOVABLE
+
+    def _freeing(self, free_something: FreeSomething) -> FreeSomething:
+        """Weak: the recorder holds what it makes."""
+        me = weakref.ref(self)
+
+        def free(nbytes: int, excluded: Sequence[torch.UntypedStorage]) -> bool:
+            recorder = me()
+            if recorder is None:
+                return False
+            with recorder.paused(), recorder.untimed():
+                return free_something(nbytes, excluded)
+
+        return free
+
+
+def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
+    """The phases, with the optimizer's after the last backward, until something is saved again."""
+    phases = trace.op_phase.copy()
+    if last_op >= 0:
+        saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
+        end = trace.num_ticks if len(saves) == 0 else saves[0]
+        after = (trace.op_tick > last_tick) & (trace.op_tick < end)
+        phases[after] = StepPhase.OPTIMIZER
+    return phases

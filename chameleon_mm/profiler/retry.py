@@ -1,0 +1,108 @@
+"""An operator that found no memory, run again: plainly, then as often as somebody frees something for it.
+
+    out = retry.run(call)
+        run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
+            -> free_something(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
+
+Out of the block first, because an exception's traceback holds the tensors of the frames it passed. A plain retry can succeed:
+the allocator does not look again at what events held when it failed (pytorch#189504), and by then that is its own again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import Any
+
+import torch
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.units import parse_size
+
+FreeSomething = Callable[[int, Sequence[torch.UntypedStorage]], bool]
+"""Frees device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
+whether it freed anything: False ends the retries."""
+
+_TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
+
+_ROUNDED_OFF = 1.01
+"""The message gives three digits: what was asked for may be half a percent more than it says."""
+
+
+class OomRetry:
+    """Runs operators on `device`; those that may run twice do so when memory was short.
+
+    Never one whose schema or reputation says that it writes what it was given, nor a collective, nor while a graph is captured:
+    there the error goes on. Random ones draw the same numbers again. Thread-safe if `free_something` is.
+    """
+
+    def __init__(self, device: Device, free_something: FreeSomething) -> None:
+        self.retries = 0
+        """How often an operator was run again."""
+        self._device = device
+        self._free_something = free_something
+
+    def run(self, call: OpCall) -> Any:
+        """`call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be freed, or the operator may not run twice."""
+        if not call.facts.repeatable or self._device.capturing():
+            return call.run()
+        drawn = _Generators(self._device, call) if call.facts.random else None
+        failure = self._attempt(call)
+        if failure is None:
+            return call.out
+        while True:
+            self.retries += 1
+            if drawn is not None:
+                drawn.restore()
+            failure = self._attempt(call)
+            if failure is None:
+                return call.out
+            storages = [t.untyped_storage() for t in call.inputs.values()]
+            if not self._free_something(tried_bytes(failure), storages):
+                raise failure
+
+    @staticmethod
+    def _attempt(call: OpCall) -> torch.OutOfMemoryError | None:
+        """Run it. Returns the failure, which holds no frame, so no tensor."""
+        try:
+            call.run()
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)
+            failure.__context__ = None
+            return failure
+        return None
+
+
+def tried_bytes(failure: torch.OutOfMemoryError) -> int:
+    """What was asked for, by the message, rounded up; 0 where it does not say."""
+    match = _TRIED.search(str(failure))
+    return 0 if match is None else ceil(_bytes_of(match[1]) * _ROUNDED_OFF)
+
+
+def _bytes_of(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * (1 if unit in ("B", "bytes") else parse_size(f"1{unit}"))
+
+
+class _Generators:
+    """The state of every generator that a call may draw from: its own, the host's and the device's."""
+
+    __slots__ = ("_device", "_device_state", "_host_state", "_own")
+
+    def __init__(self, device: Device, call: OpCall) -> None:
+        self._device = device.torch_device
+        own = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Generator)]
+        self._own = [(generator, generator.get_state()) for generator in own]
+        self._host_state = torch.get_rng_state()
+        self._device_state = None
+        if self._device.type != "cpu":
+            self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host_state)
+        if self._device_state is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
+        for generator, state in self._own:
+            generator.set_state(state)

@@ -1,0 +1,77 @@
+"""What the light profiler keeps of one step: a feature for every hook call, which save each use belongs to, where phases begin.
+
+hook      0      1      2      3      4      5      6   ...
+          save   save   save   use    use    use    save          a save after a backward: the next micro-batch
+save_of   -1     -1     -1     2      1      0      -1
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.trace import StepPhase
+
+NOT_A_USE = -1
+"""In `StepRecord.save_of`: the hook is a save."""
+EARLIER_STEP = -2
+"""In `StepRecord.save_of`, and for `LightProfiler.used`: a use of what was saved before this step began."""
+
+
+class Boundary(NamedTuple):
+    """Where a phase begins."""
+
+    hook: int
+    """Number of its first hook."""
+    phase: StepPhase
+    """FORWARD or BACKWARD: the hooks see no optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """One step of n hook calls, as the hooks saw it. Raises `ValueError` for columns of different length, and a use without its
+    save."""
+
+    fingerprint: int
+    """Of the whole sequence of features. Comparable within this process alone, as the features are."""
+    features: array[int]
+    """(n,) unsigned 64-bit, type code "Q"."""
+    save_of: array[int]
+    """(n,) type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
+    boundaries: tuple[Boundary, ...] = ()
+    """In the order of their hooks."""
+
+    def __post_init__(self) -> None:
+        if len(self.features) != len(self.save_of):
+            raise ValueError(
+                f"step record: expected a feature and a save_of for every hook, got {len(self.features)} features and "
+                f"{len(self.save_of)} save_of; take both from one step"
+            )
+        saves = np.frombuffer(self.save_of, np.int32)
+        used = saves[saves >= 0]
+        known = (saves >= EARLIER_STEP).all() and (saves < np.arange(len(saves))).all() and (saves[used] == NOT_A_USE).all()
+        if not known:
+            raise ValueError(
+                "step record: expected every use to name an earlier save of the step, got one that does not; number hooks from "
+                "the step's first"
+            )
+
+    @property
+    def num_hooks(self) -> int:
+        return len(self.features)
+
+    @property
+    def num_saves(self) -> int:
+        return self.save_of.count(NOT_A_USE)
+
+    @property
+    def num_uses(self) -> int:
+        return self.num_hooks - self.num_saves
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward passes that saved something."""
+        return sum(boundary.phase is StepPhase.FORWARD for boundary in self.boundaries)

@@ -1,0 +1,307 @@
+"""The storages of one step: numbered by weak reference, with births, deaths, and what the device counts beside them.
+
+    book.settle()                         # before each tick: deaths so far end with the tick before
+    book.number_of(storage, born=tick)    # found, or new: a callback of its weak reference notes its death
+    book.read(allocated_bytes)            # what nobody showed us and is gone now was there before the step: a record of its own
+
+A storage that swapping dropped is not dead: it dies with its last incarnation, once nobody claims it any more.
+
+    claims:        0 --claim--> n --retired--> 0       handles that autograd holds
+    incarnations:  1 --died--> 0 --restored--> 1 ...   device memory that holds its bytes
+    both 0: it dies
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from chameleon_mm.trace import NEVER, TensorKind, TraceBuilder
+from chameleon_mm.units import round_up
+
+ROUND_BYTES = 512
+"""The caching allocator counts blocks rounded up to this."""
+
+
+class TracedStorage:
+    """One storage of the trace, whatever memory holds it. Keeps nothing alive."""
+
+    __slots__ = (
+        "aliases",
+        "born",
+        "claims",
+        "counted",
+        "dead",
+        "first_write",
+        "incarnations",
+        "kind",
+        "last_write",
+        "nbytes",
+        "number",
+        "owner",
+        "released",
+        "saved",
+        "sendable",
+        "used",
+    )
+
+    def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
+        self.number = number
+        """In the trace."""
+        self.nbytes = nbytes
+        self.born = born
+        self.kind = kind
+        """What it is known to be for; None: what it is seen to do will tell."""
+        self.counted = counted
+        """Whether the device counts it: fake memory it does not."""
+        self.owner = owner
+        """Of the number: another recorder knows nothing of it."""
+        self.incarnations = 1
+        self.claims = 0
+        self.aliases = 0
+        """Tensors over it that handles hold themselves: they do not keep it from being released."""
+        self.saved = self.used = self.released = self.dead = False
+        self.sendable = NEVER
+        self.first_write = self.last_write = NEVER
+        """Numbers of operators."""
+
+    @property
+    def charged_bytes(self) -> int:
+        """What the allocator counts for it."""
+        return round_up(self.nbytes, ROUND_BYTES) if self.counted else 0
+
+
+class _Ref(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to one incarnation that knows whose it is. Its callback is given the reference itself."""
+
+    __slots__ = ("key", "over", "traced")
+
+    key: int
+    over: bool
+    """Whether the incarnation's end is booked: it may be found before the callback is read."""
+    traced: TracedStorage
+
+
+class _Expected:
+    """A storage known to be there before the step, which no operator has touched yet."""
+
+    __slots__ = ("kind", "nbytes", "rank", "ref")
+
+    def __init__(self, storage: torch.UntypedStorage, kind: TensorKind, rank: int) -> None:
+        self.rank = rank
+        """How many were expected before it: their order must not depend on what id the next storage happens to get."""
+        self.ref = weakref.ref(storage)
+        self.kind = kind
+        self.nbytes = storage.nbytes()
+
+
+class StorageBook:
+    """The storages of one step, written into `builder`. Not thread-safe, but for deaths and `retired`: those come anywhere."""
+
+    def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
+        self.owner = object()
+        self._builder = builder
+        self.traced: list[TracedStorage] = []
+        self._refs: dict[int, _Ref] = {}
+        self._held: list[_Ref] = []
+        """Saved, not used yet, and held by somebody beside its handle when last looked at."""
+        self._expected: dict[int, _Expected] = {}
+        self._num_expected = 0
+        self._gone: list[_Expected] = []
+        """Expected ones that died, and whose id another storage has."""
+        self._deaths: deque[_Ref] = deque()
+        self._retired: deque[TracedStorage] = deque()
+        self._live_bytes = 0
+        self._unknown = allocated_bytes
+        """What the device counts beside the storages known here, at the last reading."""
+        self._lowest_unknown = allocated_bytes
+        """Of that, what was there before the step and still is. More than this came unseen: a library's workspace."""
+
+    # --- what is there
+
+    def expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
+        """`storage` is of this kind. It gets a number when it is touched, or when it turns out to be gone."""
+        traced = self.find(storage)
+        if traced is not None:
+            traced.kind = kind
+        else:
+            self._take_expected(storage)
+            self._expected[id(storage)] = _Expected(storage, kind, self._num_expected)
+            self._num_expected += 1
+
+    def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
+        """By the object, compared by a weak reference: ids are recycled. One that was resized since is another from now on."""
+        ref = self._refs.get(id(storage))
+        if ref is None or ref() is not storage:
+            return None
+        if ref.traced.nbytes != storage.nbytes():
+            return self._resized(ref, storage)
+        return ref.traced
+
+    def add(self, storage: torch.UntypedStorage, *, born: int, counted: bool) -> TracedStorage:
+        """A storage that `find` does not know. `born`: -1 before the step."""
+        expected = self._take_expected(storage)
+        traced = self._record(storage.nbytes(), born, None if expected is None else expected.kind, counted=counted)
+        self._incarnate(traced, storage)
+        if born < 0:
+            self._lowest_unknown -= traced.charged_bytes
+        return traced
+
+    # --- ticks
+
+    def settle(self) -> None:
+        """Book deaths and retirements so far: they come after the tick that is the latest now. Call before every tick."""
+        while self._deaths:
+            ref = self._deaths.popleft()
+            if self._refs.get(ref.key) is ref:
+                del self._refs[ref.key]
+            if not ref.over:
+                self._died(ref)
+        while self._retired:
+            traced = self._retired.popleft()
+            traced.claims = max(0, traced.claims - 1)
+            self._end_if_gone(traced)
+
+    def poll(self) -> None:
+        """See which saved storages nobody but their handles holds any more, since the tick that is the latest now."""
+        still: list[_Ref] = []
+        for ref in self._held:
+            storage, traced = ref(), ref.traced
+            if storage is None or traced.used or traced.released:
+                continue
+            # The object in Python, which `storage` keeps alive, is one holder; tensors are the others.
+            if torch._C._storage_Use_Count(storage._cdata) - 1 <= traced.aliases:
+                self._release(traced)
+            else:
+                still.append(ref)
+        self._held = still
+
+    def read(self, allocated_bytes: int, newcomers: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
+        """The device counts `allocated_bytes` now. Number `newcomers`, which it counts and an operator was given.
+
+        What it counts for the first time by this reading was made unseen just now (`torch.tensor` on a simulated device, which
+        counts at first sight): born at `tick`, as all are if `fresh`. Others were there before the step.
+        """
+        seen_now = allocated_bytes - self._live_bytes - self._unknown
+        for storage in newcomers:
+            charged = round_up(storage.nbytes(), ROUND_BYTES)
+            new = fresh or (0 < charged <= seen_now)
+            if new:
+                seen_now -= charged
+            self.add(storage, born=tick if new else -1, counted=True)
+        self._unknown = allocated_bytes - self._live_bytes
+        if self._unknown < self._lowest_unknown:
+            self._record_unseen_deaths(self._lowest_unknown - self._unknown)
+            self._lowest_unknown = self._unknown
+
+    # --- saved storages
+
+    def saved(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """A handle claims a storage that is known."""
+        ref = self._refs[id(storage)]
+        traced = ref.traced
+        traced.claims += 1
+        if not traced.saved:
+            traced.saved = True
+            self._held.append(ref)
+        return traced
+
+    def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
+        """`storage` holds its bytes too."""
+        if self.find(storage) is None:
+            traced.incarnations += 1
+            self._incarnate(traced, storage)
+
+    def retired(self, traced: TracedStorage) -> None:
+        """A claim on it ended. Any thread may say so, in the middle of anything."""
+        self._retired.append(traced)
+
+    # --- the end
+
+    def end(self, *, fake: bool) -> int:
+        """The step is over: number what is known to be there and was never touched. `fake`: the step's memory is.
+
+        Returns the bytes of before the step that the device did not count.
+        """
+        self.settle()
+        uncounted = sum(round_up(t.nbytes, ROUND_BYTES) for t in self.traced if t.born < 0 and not t.counted)
+        for expected in self._expected.values():
+            charged = round_up(expected.nbytes, ROUND_BYTES)
+            if expected.ref() is None or (not fake and charged > self._lowest_unknown):
+                continue
+            self._record(expected.nbytes, -1, expected.kind, counted=not fake)
+            uncounted += charged if fake else 0
+            self._lowest_unknown -= 0 if fake else charged
+        self.forget()
+        return uncounted
+
+    def forget(self) -> None:
+        """Watch nothing any more."""
+        for watched in (self._refs, self._held, self._expected, self._gone, self._deaths, self._retired):
+            watched.clear()
+
+    def _take_expected(self, storage: torch.UntypedStorage) -> _Expected | None:
+        expected = self._expected.pop(id(storage), None)
+        if expected is None or expected.ref() is storage:
+            return expected
+        self._gone.append(expected)
+        return None
+
+    def _record(self, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool) -> TracedStorage:
+        number = self._builder.tensor(nbytes, TensorKind.TEMPORARY if kind is None else kind, born=born)
+        traced = TracedStorage(number, nbytes, born, kind, counted=counted, owner=self.owner)
+        self.traced.append(traced)
+        return traced
+
+    def _resized(self, ref: _Ref, storage: torch.UntypedStorage) -> TracedStorage:
+        before = ref.traced
+        del self._refs[ref.key]
+        before.claims = 0  # whoever claims it finds other memory, or none
+        self._died(ref)
+        resized = self._record(storage.nbytes(), self._builder.num_ticks, before.kind, counted=before.counted)
+        self._incarnate(resized, storage)
+        return resized
+
+    def _incarnate(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
+        ref = _Ref(storage, self._deaths.append)
+        ref.key, ref.over, ref.traced = id(storage), False, traced
+        self._refs[ref.key] = ref
+        self._live_bytes += traced.charged_bytes
+
+    def _died(self, ref: _Ref) -> None:
+        traced, ref.over = ref.traced, True
+        self._live_bytes -= traced.charged_bytes
+        traced.incarnations -= 1
+        if traced.saved and not traced.used and not traced.released and traced.incarnations == 0:
+            self._release(traced)
+        self._end_if_gone(traced)
+
+    def _release(self, traced: TracedStorage) -> None:
+        traced.released = True
+        self._builder.released(traced.number)
+
+    def _end_if_gone(self, traced: TracedStorage) -> None:
+        if traced.incarnations == 0 and traced.claims == 0 and not traced.dead:
+            traced.dead = True
+            self._builder.dies(traced.number)
+
+    def _record_unseen_deaths(self, nbytes: int) -> None:
+        """`nbytes` of before the step are gone: what was expected and is no more, and beyond that what nobody knew."""
+        gone = self._gone + [expected for expected in self._expected.values() if expected.ref() is None]
+        self._gone = []
+        self._expected = {key: expected for key, expected in self._expected.items() if expected.ref() is not None}
+        for expected in sorted(gone, key=lambda expected: expected.rank):
+            charged = round_up(expected.nbytes, ROUND_BYTES)
+            if charged <= nbytes:
+                nbytes -= charged
+                self._record_dead(expected.nbytes, expected.kind)
+        if nbytes:
+            self._record_dead(nbytes, TensorKind.INPUT)
+
+    def _record_dead(self, nbytes: int, kind: TensorKind) -> None:
+        traced = self._record(nbytes, -1, kind, counted=True)
+        traced.incarnations, traced.dead = 0, True
+        self._builder.dies(traced.number)

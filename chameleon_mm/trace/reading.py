@@ -1,0 +1,211 @@
+"""Reads a trace's file line by line, and says of a wrong one which line, what was expected there and what was got.
+
+reader = TraceReader("step.jsonl", "chameleon_mm.trace/1")
+for text in file: reader.line(text)
+trace = reader.finish()
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from math import isfinite
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chameleon_mm.trace.records import StepPhase, TensorKind
+from chameleon_mm.trace.trace import NEVER, Trace
+
+_PHASES = {phase.name.lower(): phase for phase in StepPhase}
+_KINDS = {kind.name.lower(): kind for kind in TensorKind}
+
+_CUT = "was the file cut short? Save the trace again"
+
+
+class TraceReader:
+    """A trace of which some lines were read. Every method raises `ValueError` for what does not fit."""
+
+    def __init__(self, name: str, schema: str) -> None:
+        self._name = name
+        self._schema = schema
+        self._number = 0
+        self._header: dict[str, Any] = {}
+        self._names: dict[str, int] = {}
+        self._ended = False
+        self._fingerprint = 0
+        self._op_name, self._op_content, self._op_phase = array("i"), array("Q"), array("B")
+        self._op_us, self._op_tick = array("d"), array("i")
+        self._reads, self._read_offsets = array("q"), array("q", [0])
+        self._writes, self._write_offsets = array("q"), array("q", [0])
+        self._bytes, self._kind, self._born = array("q"), array("B"), array("q")
+        self._released, self._sendable, self._dies = array("q"), array("q"), array("q")
+        self._outlives: list[int] = []
+        self._hook_tick, self._hook_use, self._hook_tensor = array("i"), array("B"), array("q")
+        self._features = array("Q")
+
+    def line(self, text: str) -> None:
+        """The next line of the file."""
+        self._number += 1
+        try:
+            line = json.loads(text, parse_constant=self._no_number)
+        except json.JSONDecodeError as error:
+            self.fail("one JSON value", f"{text[:60]!r} ({error.msg})")
+        if self._number == 1:
+            self._read_header(line)
+            return
+        if self._ended:
+            self.fail("the end of the file after the features", f"{text[:60]!r}")
+        match line:
+            case ["tensor", str() as kind, nbytes, born, released, sendable, dies]:
+                self._tensor(kind, nbytes, born, released, sendable, dies)
+            case ["op", str() as name, str() as content, str() as phase, list() as reads, list() as writes]:
+                self._op(name, content, phase, reads, writes)
+            case ["save" | "use" as kind, tensor]:
+                self._hook_tick.append(self._ticks)
+                self._hook_use.append(kind == "use")
+                self._hook_tensor.append(-1 if tensor is None else len(self._bytes) - self._int(tensor))
+            case ["us", first, list() as times]:
+                self._times(first, times)
+            case ["features", int() as fingerprint, list() as features]:
+                self._fingerprint, self._ended = fingerprint, True
+                self._features.extend(self._hash(feature) for feature in features)
+            case _:
+                self.fail("a tensor, op, save, use, us or features line with all its values", f"{text[:60]!r}")
+
+    def finish(self) -> Trace:
+        """The trace, after the last line."""
+        self._number += 1
+        if not self._ended:
+            self.fail(
+                "a header" if not self._header else "more lines, and features in the last", f"the end of the file; {_CUT}"
+            )
+        counts = {
+            "ops": (len(self._op_name), len(self._op_us)),
+            "tensors": (len(self._bytes), len(self._bytes)),
+            "hooks": (len(self._hook_tick), len(self._features)),
+        }
+        for what, got in counts.items():
+            if got != (self._header[what],) * 2:
+                self.fail(f"{self._header[what]} {what}, as the header says", f"{min(got)}; {_CUT}")
+        dies = np.array(self._dies, np.int64)
+        dies[self._outlives] = self._ticks
+        try:
+            return Trace(
+                device=self._header["device"],
+                simulated=self._header["simulated"],
+                start_bytes=self._header["start_bytes"],
+                op_names=tuple(self._names),
+                op_name=np.array(self._op_name, np.int32),
+                op_content=np.array(self._op_content, np.uint64),
+                op_phase=np.array(self._op_phase, np.uint8),
+                op_us=np.array(self._op_us, np.float64),
+                op_tick=np.array(self._op_tick, np.int32),
+                read_offsets=np.array(self._read_offsets, np.int64),
+                read_tensors=_narrow(self._reads),
+                write_offsets=np.array(self._write_offsets, np.int64),
+                write_tensors=_narrow(self._writes),
+                tensor_bytes=np.array(self._bytes, np.int64),
+                tensor_kind=np.array(self._kind, np.uint8),
+                tensor_born=_narrow(self._born),
+                tensor_released=_narrow(self._released),
+                tensor_sendable=_narrow(self._sendable),
+                tensor_dies=_narrow(dies),
+                hook_tick=np.array(self._hook_tick, np.int32),
+                hook_use=np.array(self._hook_use, np.bool_),
+                hook_tensor=_narrow(self._hook_tensor),
+                hook_feature=np.array(self._features, np.uint64),
+                fingerprint=self._fingerprint,
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._name}: {error}") from error
+
+    def unreadable(self, why: str) -> NoReturn:
+        """The file has no next line that is text."""
+        self._number += 1
+        self.fail("UTF-8 text, whole where it is compressed", f"{why}; {_CUT}")
+
+    def fail(self, expected: str, got: str) -> NoReturn:
+        """Of the line that is being read."""
+        raise ValueError(f"{self._name}, line {self._number}: expected {expected}, got {got}")
+
+    @property
+    def _ticks(self) -> int:
+        return len(self._op_name) + len(self._hook_tick)
+
+    def _read_header(self, header: Any) -> None:
+        schema = header.get("schema") if isinstance(header, dict) else None
+        if schema != self._schema:
+            self.fail(f"a header with the schema {self._schema}", f"{schema!r}; load it with the version that saved it")
+        for key, kind in (
+            ("device", str), ("simulated", bool), ("start_bytes", int), ("ops", int), ("tensors", int), ("hooks", int),
+            ("op_names", list),
+        ):  # fmt: skip
+            if type(header.get(key)) is not kind:
+                self.fail(f"{key} of type {kind.__name__} in the header", f"{header.get(key)!r}")
+        self._header = header
+        self._names = {self._text(name): i for i, name in enumerate(header["op_names"])}
+
+    def _tensor(self, kind: str, nbytes: Any, born: Any, released: Any, sendable: Any, dies: Any) -> None:
+        if kind not in _KINDS:
+            self.fail(f"a kind of tensor: {', '.join(_KINDS)}", repr(kind))
+        begins = -1 if born is None else self._ticks - self._int(born)
+        since = max(begins, 0)
+        if dies is None:
+            self._outlives.append(len(self._bytes))
+        self._bytes.append(self._int(nbytes))
+        self._kind.append(_KINDS[kind])
+        self._born.append(begins)
+        self._released.append(NEVER if released is None else since + self._int(released))
+        self._sendable.append(NEVER if sendable is None else len(self._hook_tick) + self._int(sendable))
+        self._dies.append(0 if dies is None else since + self._int(dies))
+
+    def _op(self, name: str, content: str, phase: str, reads: list[Any], writes: list[Any]) -> None:
+        if name not in self._names:
+            self.fail("an operator that the header names", repr(name))
+        if phase not in _PHASES:
+            self.fail(f"a phase: {', '.join(_PHASES)}", repr(phase))
+        self._op_tick.append(self._ticks)
+        self._op_name.append(self._names[name])
+        self._op_content.append(self._hash(content))
+        self._op_phase.append(_PHASES[phase])
+        for tensors, values, offsets in (
+            (reads, self._reads, self._read_offsets),
+            (writes, self._writes, self._write_offsets),
+        ):
+            values.extend(len(self._bytes) - self._int(tensor) for tensor in tensors)
+            offsets.append(len(values))
+
+    def _times(self, first: Any, times: list[Any]) -> None:
+        if first != len(self._op_us):
+            self.fail(f"times from operator {len(self._op_us)} on", f"{first!r}; is a line missing?")
+        for us in times:
+            if type(us) not in (int, float) or not isfinite(us):
+                self.fail("finite times in microseconds", repr(us))
+        self._op_us.extend(times)
+
+    def _int(self, value: Any) -> int:
+        # Far below 64 bits: sums and differences of two stay within them.
+        if type(value) is not int or not -(1 << 61) < value < 1 << 61:
+            self.fail("a whole number", repr(value))
+        return int(value)
+
+    def _hash(self, value: Any) -> int:
+        text = self._text(value)
+        if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
+            self.fail("a hash of 16 hexadecimal digits", repr(value))
+        return int(text, 16)
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, str):
+            self.fail("text", repr(value))
+        return value
+
+    def _no_number(self, constant: str) -> NoReturn:
+        self.fail("finite numbers", constant)
+
+
+def _narrow(values: array[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+    """Numbers of ticks, hooks and tensors. What does not fit becomes what `Trace` refuses."""
+    return np.clip(np.array(values, np.int64), -(1 << 31), (1 << 31) - 1).astype(np.int32)

@@ -1,0 +1,43 @@
+"""A first step as those after it will be: what it made and kept is there when the next one begins.
+
+again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first optimizer step, kept ever since
+again = with_extra(trace, nbytes)                        # something else is there too, all the time
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+import numpy as np
+
+from chameleon_mm.trace.records import TensorKind
+from chameleon_mm.trace.trace import Trace
+
+_ALLOCATION_UNIT_BYTES = 512
+"""The caching allocator rounds up to it."""
+
+
+def kept_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
+    """Device memory of the storages of `kinds` that were made in the step and outlive it."""
+    sizes = trace.tensor_bytes[_kept(trace, kinds)]
+    return int((-(-sizes // _ALLOCATION_UNIT_BYTES) * _ALLOCATION_UNIT_BYTES).sum())
+
+
+def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
+    """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning."""
+    kept = _kept(trace, kinds)
+    if not kept.any():
+        return trace
+    born = np.where(kept, np.int32(-1), trace.tensor_born).astype(np.int32)
+    return dataclasses.replace(trace, tensor_born=born, start_bytes=trace.start_bytes + kept_bytes(trace, kinds))
+
+
+def with_extra(trace: Trace, nbytes: int) -> Trace:
+    """`trace` with `nbytes` more allocated, all the time."""
+    return dataclasses.replace(trace, start_bytes=trace.start_bytes + nbytes)
+
+
+def _kept(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    of_kind = np.isin(trace.tensor_kind, [int(kind) for kind in kinds])
+    return np.asarray(of_kind & (trace.tensor_born >= 0) & (trace.tensor_dies >= trace.num_ticks))

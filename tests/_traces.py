@@ -1,0 +1,183 @@
+"""Made-up steps and plans, for tests of everything that reads a trace.
+
+chain(layers=8)                a transformer-like chain: each layer saves a few tensors, backward uses them in reverse order
+chain(micro_batches=3)         forward and backward in turn
+random_step(random)            branches, repeated saves and uses, storages that nobody may move, odd sizes and orders
+random_plan(random, trace)     any actions that `simulate` accepts for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.units import MIB
+
+FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
+
+H200_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
+
+
+def chain(
+    *,
+    layers: int = 8,
+    saved_bytes: Sequence[int] = (8 * MIB, 24 * MIB, 8 * MIB, 16 * MIB, 16 * MIB),
+    op_us: float = 120.0,
+    ops_per_save: int = 2,
+    micro_batches: int = 1,
+    parameter_bytes: int = 4 * MIB,
+    temporary_bytes: int = 2 * MIB,
+    fingerprint: int = 0xC4A1,
+) -> Trace:
+    """One step of a chain of equal layers. A layer runs `ops_per_save` operators for each of its saved tensors, its backward
+    twice as long; each layer has one parameter with a gradient and two moments, and the optimizer runs an operator for each.
+
+    What a layer saves is released once the next saved tensor was made from it, as in a chain nobody else holds it then.
+    """
+    state_bytes = 4 * parameter_bytes * layers
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=state_bytes)
+    kinds = (TensorKind.PARAMETER, TensorKind.GRADIENT, TensorKind.OPTIMIZER, TensorKind.OPTIMIZER)
+    states = [[b.tensor(parameter_bytes, kind, born=-1) for kind in kinds] for _ in range(layers)]
+    waiting: list[int] = []
+
+    def hook_came() -> None:
+        while waiting:
+            b.sendable(waiting.pop(), b.num_hooks - 1)
+
+    for _ in range(micro_batches):
+        x = b.tensor(saved_bytes[-1], TensorKind.ACTIVATION)
+        b.op("aten::embedding", 1, FORWARD, op_us, writes=(x,))
+        saved: list[tuple[int, int]] = []
+        for layer in range(layers):
+            for j, nbytes in enumerate(saved_bytes):
+                b.save(x, 10 + j)
+                hook_came()
+                waiting.append(x)
+                for k in range(ops_per_save - 1):
+                    t = b.tensor(temporary_bytes)
+                    b.op(f"aten::forward_{k}", 100 + 10 * j + k, FORWARD, op_us, reads=(x,), writes=(t,))
+                    b.dies(t)
+                y = b.tensor(nbytes, TensorKind.ACTIVATION)
+                b.op("aten::mm", 200 + j, FORWARD, op_us, reads=(x, states[layer][0]), writes=(y,))
+                b.released(x)
+                saved.append((layer, x))
+                x = y
+        b.op("aten::loss", 2, FORWARD, op_us, reads=(x,))
+        b.dies(x)
+        gradient: int | None = None
+        for layer, x in reversed(saved):
+            b.use(x, 20)
+            hook_came()
+            for k in range(ops_per_save - 1):
+                t = b.tensor(temporary_bytes)
+                b.op(f"aten::backward_{k}", 300 + k, BACKWARD, 2 * op_us, reads=(x,), writes=(t,))
+                b.dies(t)
+            before = gradient
+            gradient = b.tensor(temporary_bytes)
+            reads = (x,) if before is None else (x, before)
+            b.op("aten::mm", 400, BACKWARD, 2 * op_us, reads=reads, writes=(gradient, states[layer][1]))
+            b.dies(x)
+            if before is not None:
+                b.dies(before)
+        if gradient is not None:
+            b.dies(gradient)
+    for state in states:
+        b.op("aten::_fused_adamw_", 500, OPTIMIZER, op_us / 4, reads=state, writes=state)
+    return b.finish(fingerprint)
+
+
+def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) -> Trace:
+    """Any step: up to `max_tensors` saved storages, some saved and used more than once, some held by others or for ever."""
+    untouched = random.randrange(3) * 4096
+    there = [random.randrange(1, 9000) for _ in range(random.randrange(3))]
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=untouched + sum(-(-n // 512) * 512 for n in there))
+    kinds = tuple(TensorKind)
+    known = [b.tensor(nbytes, random.choice(kinds), born=-1) for nbytes in there]
+    waiting: list[int] = []
+
+    def op(phase: StepPhase, *, writes: Sequence[int] = ()) -> None:
+        reads = random.sample(known, min(len(known), random.randrange(3)))
+        us = random.choice((0.0, random.random() * max_us))
+        name = random.choice(("aten::mm", "aten::add", "aten::gelu"))
+        b.op(name, random.getrandbits(64), phase, us, reads=reads, writes=writes)
+
+    def hooked() -> None:
+        if waiting and random.random() < 0.8:
+            b.sendable(waiting.pop(), b.num_hooks - 1)
+
+    for _ in range(random.randrange(1, 3)):
+        alive: list[int] = []
+        for _ in range(random.randrange(max_tensors // 2 + 1)):
+            x = b.tensor(random.choice((0, 512, random.randrange(1, 100_000))), TensorKind.ACTIVATION)
+            known.append(x)
+            op(FORWARD, writes=(x,))
+            for _ in range(random.choice((1, 1, 2))):
+                b.save(x, random.getrandbits(64))
+                hooked()
+            waiting.append(x)
+            alive.append(x)
+            for _ in range(random.randrange(3)):
+                t = b.tensor(random.randrange(50_000))
+                op(FORWARD, writes=(t,))
+                b.dies(t)
+            if random.random() < 0.3:
+                b.save(-1, random.getrandbits(64))
+                hooked()
+            if random.random() < 0.8:
+                b.released(random.choice(alive))
+        order = alive[::-1]
+        if random.random() < 0.3:
+            random.shuffle(order)
+        for x in order:
+            if random.random() < 0.1:
+                continue
+            for _ in range(random.choice((1, 1, 1, 2))):
+                b.use(x, random.getrandbits(64))
+                hooked()
+                t = b.tensor(random.randrange(50_000))
+                op(BACKWARD, writes=(t,))
+                b.dies(t)
+            if random.random() < 0.9:
+                b.dies(x)
+    for _ in range(random.randrange(3)):
+        op(OPTIMIZER)
+    return b.finish(random.getrandbits(64))
+
+
+def random_plan(random: Random, trace: Trace, *, share: float = 0.8) -> SwapPlan:
+    """Of each candidate, with a chance of `share`, some action: whole or in part, early or late. It promises nothing."""
+    candidates = Candidates.of(trace)
+    actions = []
+    for i in range(len(candidates)):
+        if random.random() >= share:
+            continue
+        nbytes, sendable, first, use = (
+            int(column[i]) for column in (candidates.nbytes, candidates.sendable, candidates.first, candidates.use)
+        )
+        out_at = random.randint(sendable, use)
+        reclaim_at = random.randint(max(first, out_at), use)
+        in_at = random.choice((use, random.randint(reclaim_at, use)))
+        moved = random.choice((nbytes, random.randint(1, nbytes)))
+        actions.append(
+            Action(
+                tensor=int(candidates.tensor[i]), nbytes=moved, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use
+            )
+        )
+    random.shuffle(actions)
+    return plan_of(trace, actions)
+
+
+def plan_of(trace: Trace, actions: Sequence[Action] = ()) -> SwapPlan:
+    """A plan for `trace` that promises nothing."""
+    return SwapPlan(
+        fingerprint=trace.fingerprint,
+        num_hooks=len(trace.hook_tick),
+        actions=tuple(actions),
+        hbm_budget_bytes=0,
+        peak_bytes=0,
+        host_bytes=0,
+        step_us=0.0,
+        stall_us=0.0,
+    )

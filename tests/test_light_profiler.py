@@ -1,0 +1,340 @@
+"""The light profiler: what it tells apart, what it must not, and where it sees phases begin."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, Lateness, LightProfiler
+from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
+from chameleon_mm.trace import StepPhase
+
+FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
+
+
+class Watch:
+    """The light profiler in autograd's hooks, as an executor calls it: told whose storage was saved before."""
+
+    def __init__(self) -> None:
+        self.light = LightProfiler()
+        self._saves: list[tuple[Tensor, int]] = []
+
+    def save(self, t: Tensor) -> tuple[Tensor, int]:
+        hook = self.light.num_hooks
+        self.light.saved(t, FIXED_STORAGE if isinstance(t, nn.Parameter) else self._previous(t))
+        self._saves.append((t, hook))
+        return t, hook
+
+    def use(self, saved: tuple[Tensor, int]) -> Tensor:
+        self.light.used(saved[1])
+        return saved[0]
+
+    def step(self, run: Callable[[], object]) -> StepRecord:
+        self._saves.clear()
+        self.light.begin_step()
+        with saved_tensors_hooks(self.save, self.use):
+            run()
+        return self.light.end_step()
+
+    def _previous(self, t: Tensor) -> int:
+        same = (hook for other, hook in reversed(self._saves) if other.untyped_storage()._cdata == t.untyped_storage()._cdata)
+        return next(same, NEW_STORAGE)
+
+
+def seen(run: Callable[[], object]) -> StepRecord:
+    return Watch().step(run)
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape or (4, 6), dtype=dtype, requires_grad=True)
+
+
+def saves(record: StepRecord) -> list[int]:
+    return [f for f, save in zip(record.features, record.save_of, strict=True) if save == NOT_A_USE]
+
+
+def uses(record: StepRecord) -> list[int]:
+    return [f for f, save in zip(record.features, record.save_of, strict=True) if save != NOT_A_USE]
+
+
+# --- the same step is the same
+
+
+def test_a_step_that_is_repeated_has_the_same_record() -> None:
+    watch, weight = Watch(), nn.Parameter(torch.ones(6, 6))
+
+    def run() -> None:
+        x = leaf()
+        (x @ weight).tanh().exp().sum().backward()
+
+    first, second = watch.step(run), watch.step(run)
+    assert (first.fingerprint, first.features, first.save_of) == (second.fingerprint, second.features, second.save_of)
+    assert (first.num_saves, first.num_uses, first.num_hooks) == (4, 4, 8)
+    assert first.save_of.tolist() == [-1, -1, -1, -1, 3, 2, *first.save_of[6:]]
+    assert set(first.save_of[6:]) == {0, 1}
+
+
+def test_what_ran_between_steps_and_in_other_threads_does_not_show() -> None:
+    def run() -> None:
+        x = leaf()
+        outcome: list[Tensor] = []
+        x.tanh().sum().backward()
+
+        def aside() -> None:
+            leaf().exp().exp().sum()  # on this thread there are no hooks
+            with saved_tensors_hooks(watch.save, watch.use):
+                outcome.append(x.tanh().exp())
+
+        thread = threading.Thread(target=aside)
+        thread.start()
+        thread.join()
+        outcome[0].sin().sum().backward()
+
+    watch = Watch()
+    first = watch.step(run)
+    leaf().exp().exp().sum().backward()
+    assert watch.step(run).features == first.features
+
+
+def test_threads_in_turn_count_their_own_operators() -> None:
+    """A thread's operators are counted from its own last save, whatever another thread saved meanwhile."""
+    light, turn = LightProfiler(), threading.Barrier(2)
+    x = leaf()
+    own: list[int] = []
+
+    def other() -> None:
+        for _ in range(2):
+            turn.wait()
+            x.exp()  # one operator of this thread
+            light.saved(x, NEW_STORAGE)
+            turn.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    for _ in range(2):
+        x.exp().exp()  # two of this one
+        own.append(light.saved(x, NEW_STORAGE))
+        turn.wait()
+        turn.wait()
+    thread.join()
+    features = light.end_step().features
+    assert own == [features[0], features[2]]
+    assert features[0] == features[2]
+    assert features[3] != features[2]  # one operator, not two
+    assert len({features[1], features[3], features[0]}) == 3  # its first: nobody knows what that thread ran before
+
+
+# --- different steps are not
+
+
+def test_saves_alike_are_told_apart_by_who_uses_them() -> None:
+    tanh, sigmoid = seen(lambda: leaf().tanh().sum().backward()), seen(lambda: leaf().sigmoid().sum().backward())
+    assert saves(tanh) == saves(sigmoid)
+    assert tanh.num_hooks == sigmoid.num_hooks
+    assert (uses(tanh) == uses(sigmoid), tanh.fingerprint == sigmoid.fingerprint) == (False, False)
+
+
+@pytest.mark.parametrize("changed", [leaf(6, 4), leaf(24), leaf(4, 7), leaf(dtype=torch.float64)])
+def test_one_shape_or_dtype_changed(changed: Tensor) -> None:
+    plain, other = seen(lambda: leaf().tanh().sum().backward()), seen(lambda: changed.tanh().sum().backward())
+    assert plain.num_hooks == other.num_hooks
+    assert plain.fingerprint != other.fingerprint
+
+
+def test_an_operator_that_saves_nothing_shows() -> None:
+    plain = seen(lambda: leaf().exp().exp().exp().sum().backward())
+    more = seen(lambda: (leaf().exp() + 1).exp().exp().sum().backward())
+    assert plain.num_hooks == more.num_hooks
+    assert [a == b for a, b in zip(saves(plain), saves(more), strict=True)] == [True, False, True]
+
+
+def test_one_storage_twice_is_not_two_storages() -> None:
+    x, y = leaf(), leaf()
+    twice, two = seen(lambda: (x * x).sum().backward()), seen(lambda: (x * y).sum().backward())
+    assert twice.num_hooks == two.num_hooks
+    assert saves(twice)[0] == saves(two)[0]
+    assert saves(twice)[1] != saves(two)[1]
+
+
+def test_uses_in_another_order_show() -> None:
+    def run(last_first: bool) -> None:
+        x = leaf()
+        outputs = [x.tanh().sum(), x.tanh().sum(), x.tanh().sum()]
+        for output in reversed(outputs) if last_first else outputs:
+            output.backward()
+
+    one, other = seen(lambda: run(True)), seen(lambda: run(False))
+    assert saves(one) == saves(other)
+    assert one.save_of.tolist() == [-1, -1, -1, 2, 1, 0]
+    assert other.save_of.tolist() == [-1, -1, -1, 0, 1, 2]
+    assert one.fingerprint != other.fingerprint
+
+
+def test_steps_of_one_back_and_two_back_have_features_of_their_own() -> None:
+    """Python hashes -1 and -2 alike."""
+    features = []
+    for order in ([3, 2], [3, 1], [1, 2], [1, 3]):
+        light = LightProfiler()
+        for _ in range(4):
+            light.saved(leaf(), NEW_STORAGE)
+        features.append([light.used(save) for save in order][1])
+    assert len(set(features)) == 4
+
+
+def test_an_operator_more_changes_what_is_near_and_nothing_else() -> None:
+    def run(more: bool) -> None:
+        x = leaf()
+        for i in range(12):
+            x = x.tanh()
+            if more and i == 5:
+                x = x.view(6, 4).exp().view(4, 6)
+        x.sum().backward()
+
+    plain, edited = seen(lambda: run(False)), seen(lambda: run(True))
+    assert saves(edited)[:6] == saves(plain)[:6]
+    assert saves(edited)[8:] == saves(plain)[7:]
+    assert (len(uses(plain)), len(uses(edited))) == (12, 13)
+    assert uses(edited)[:6] == uses(plain)[:6]
+    assert uses(edited)[8:] == uses(plain)[7:]
+
+
+# --- kinds of tensors
+
+
+def test_jagged_sizes_do_not_show_but_the_rest_does() -> None:
+    light = LightProfiler()
+
+    def jagged(width: int) -> Tensor:
+        offsets = torch.tensor([0, 2, 5])
+        return torch.nested.nested_tensor_from_jagged(torch.ones(5, width), offsets)
+
+    features = [light.saved(jagged(width), NEW_STORAGE) for width in (4, 4, 8)]
+    assert features[0] == features[1]
+    assert features[2] != features[0]
+    assert light.saved(torch.ones(2, 3, 4), NEW_STORAGE) != features[0]
+
+
+def test_features_are_unsigned() -> None:
+    light = LightProfiler()
+    features = [light.saved(leaf(n), previous) for n in range(40) for previous in (NEW_STORAGE, FIXED_STORAGE)]
+    features += [light.used(save) for save in range(40)]
+    assert all(0 <= feature < 2**64 for feature in features)
+    assert light.end_step().features.tolist() == features
+    assert len(set(features[:80])) == 80
+
+
+# --- phases
+
+
+def test_a_save_after_a_backward_begins_the_next_micro_batch() -> None:
+    def run() -> None:
+        x = leaf()
+        for _ in range(3):
+            x.tanh().exp().sum().backward()
+
+    record = seen(run)
+    assert record.boundaries == (
+        Boundary(0, FORWARD), Boundary(2, BACKWARD), Boundary(4, FORWARD), Boundary(6, BACKWARD), Boundary(8, FORWARD),
+        Boundary(10, BACKWARD),
+    )  # fmt: skip
+    assert record.num_micro_batches == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_backward_runs_again_is_no_micro_batch(reentrant: bool) -> None:
+    def block(x: Tensor) -> Tensor:
+        return x.tanh().exp()
+
+    def run() -> None:
+        x = leaf()
+        for _ in range(2):
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        x.sin().sum().backward()
+
+    record = seen(run)
+    assert record.num_micro_batches == 1
+    assert [phase for _, phase in record.boundaries] == [FORWARD, BACKWARD]
+
+
+def test_a_graph_of_the_backward_is_no_micro_batch() -> None:
+    def run() -> None:
+        x = leaf()
+        (grad,) = torch.autograd.grad(x.exp().tanh().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    record = seen(run)
+    # The penalty is a forward of its own: it saves outside of any backward.
+    assert [phase for _, phase in record.boundaries] == [FORWARD, BACKWARD, FORWARD, BACKWARD]
+
+
+def test_who_looks_at_a_graph_begins_no_backward() -> None:
+    watch = Watch()
+
+    def run() -> None:
+        y = leaf().exp()
+        assert y.grad_fn is not None
+        assert torch.equal(getattr(y.grad_fn, "_saved_result"), y)  # noqa: B009 - no stub knows what nodes save
+        assert watch.light.phase is FORWARD
+        y.tanh().sum().backward()
+        assert watch.light.phase is BACKWARD
+
+    record = watch.step(run)
+    assert record.save_of.tolist() == [-1, 0, -1, 2, 0]
+    assert record.boundaries == (Boundary(0, FORWARD), Boundary(3, BACKWARD))
+
+
+def test_a_use_of_an_earlier_step_begins_a_backward() -> None:
+    light = LightProfiler()
+    assert light.phase is None
+    with saved_tensors_hooks(lambda t: t, lambda t: (light.used(EARLIER_STEP), t)[1]):
+        y = leaf().exp()
+    y.sum().backward()
+    record = light.end_step()
+    assert record.save_of.tolist() == [EARLIER_STEP]
+    assert record.boundaries == (Boundary(0, BACKWARD),)
+
+
+def test_a_step_without_hooks() -> None:
+    empty = seen(lambda: None)
+    assert (empty.num_hooks, empty.num_saves, empty.num_uses, empty.boundaries, empty.num_micro_batches) == (0, 0, 0, (), 0)
+    assert empty.fingerprint == seen(lambda: None).fingerprint
+
+
+# --- lateness
+
+
+def test_lateness_is_added_up_by_tensor_until_it_is_taken() -> None:
+    light = LightProfiler()
+    light.prefetched(3, 0.0)
+    light.prefetched(3, 12.5)
+    light.end_step()  # a device's events may be read after the step
+    light.prefetched(3, 7.5)
+    light.prefetched(5, 0.0)
+    assert light.take_lateness() == {3: Lateness(uses=3, late=2, stall_us=20.0), 5: Lateness(uses=1)}
+    assert light.take_lateness() == {}
+
+
+# --- records
+
+
+@pytest.mark.parametrize(
+    ("features", "save_of", "says"),
+    [
+        ([1, 2], [-1], "got 2 features and 1 save_of"),
+        ([1, 2], [-1, 1], "earlier save"),  # itself
+        ([1, 2, 3], [-1, 0, 1], "earlier save"),  # a use
+        ([1, 2], [1, -1], "earlier save"),  # a later one
+        ([1], [-3], "earlier save"),
+        ([1], [7], "earlier save"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(features: list[int], save_of: list[int], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        StepRecord(fingerprint=0, features=array("Q", features), save_of=array("i", save_of))

@@ -1,0 +1,323 @@
+"""What no plan can beat, and what plans that do not plan come to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy import (
+    Candidates,
+    LinkCost,
+    SwapPlan,
+    full_recomputation,
+    hidden_budget_bound,
+    ideal,
+    memory_curve,
+    peak_memory,
+    simulate,
+    smallest_budget,
+    smallest_hidden_budget,
+    swap_everything,
+    swap_first,
+)
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.units import KIB, MIB
+from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
+
+# 1024 bytes a microsecond out, 2048 back.
+LINK = LinkCost(d2h_gbps=1.024, h2d_gbps=2.048, duplex_gbps=3.072, copy_us=0.0)
+
+
+def two_saved() -> Trace:
+    """Two storages of 100 KiB, a and b, made in 40 us and 10 us, and used last first.
+
+    tick   0 op: a   1 save a   2 save   3 op: b   4 save b   5 save   6 op   7 op   8 use b   9 op   10 use a   11 op
+    us     40                            10                            50     60               60                20
+    idle                        a ...                         b ... until 7           a until 9
+    """
+    t = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    saved = []
+    for us in (40.0, 10.0):
+        x = t.tensor(100 * KIB, TensorKind.ACTIVATION)
+        t.op("aten::mm", 1, StepPhase.FORWARD, us, writes=(x,))
+        t.released(x)
+        t.save(x, 1)
+        t.sendable(x, t.save(-1, 1))
+        saved.append(x)
+    t.op("aten::mm", 2, StepPhase.FORWARD, 50.0)
+    for x in reversed(saved):
+        t.op("aten::mm", 3, StepPhase.BACKWARD, 60.0)
+        t.use(x, 1)
+        t.dies(x)
+    t.op("aten::mm", 4, StepPhase.BACKWARD, 20.0)
+    return t.finish()
+
+
+def test_the_ideal_of_a_small_step() -> None:
+    trace = two_saved()
+    assert smallest_budget(trace) == 100 * KIB
+    assert peak_memory(trace).nbytes == 200 * KIB
+    # 50 KiB too much from tick 3 to tick 8, the use of b: b dies there. Out in 50 us, back in 25.
+    # Tick 3, compute at 40: max(40, 50) + max(180, 25) + 20 = 250, the most; at tick 7, at 100: 100 + 120 + 20 = 240.
+    bound = ideal(trace, 150 * KIB, LINK)
+    assert (bound.step_us, bound.swapped_bytes, bound.recomputed_us) == (250.0, 50 * KIB, 0.0)
+    # 100 KiB: out in 100 us, back in 50. Tick 3: 100 + 180 + 20.
+    assert ideal(trace, 100 * KIB, LINK).step_us == 300.0
+    # 1 byte over what fits: no time.
+    assert ideal(trace, 200 * KIB - 1, LINK).step_us == 240.0
+    assert ideal(trace, 200 * KIB, LINK) == ideal(trace, 10**12, LINK)
+    assert ideal(trace, 200 * KIB, LINK).step_us == trace.duration_us == 240.0
+
+
+def test_the_ideal_with_recomputation() -> None:
+    trace = two_saved()
+    # The peak is at tick 3, where a alone is idle: 0.4 us a KiB to make again. 40 KiB cross until compute is there, 10 are made
+    # again: 40 + 184 + 20. One KiB more to cross would take 1 us, and save 0.4.
+    bound = ideal(trace, 150 * KIB, LINK, recompute=True)
+    assert bound.step_us == pytest.approx(244.0)
+    assert bound.swapped_bytes == pytest.approx(40 * KIB)
+    assert bound.recomputed_us == pytest.approx(4.0)
+
+
+def late_peak() -> Trace:
+    """As `two_saved`, but with 1 KiB more during the operator of tick 7, when both are idle and compute alone is at 100 us."""
+    trace = two_saved()
+    return replace(
+        trace,
+        tensor_bytes=np.append(trace.tensor_bytes, KIB),
+        tensor_kind=np.append(trace.tensor_kind, np.uint8(TensorKind.TEMPORARY)),
+        tensor_born=np.append(trace.tensor_born, np.int32(7)),
+        tensor_released=np.append(trace.tensor_released, np.int32(-2)),
+        tensor_sendable=np.append(trace.tensor_sendable, np.int32(-2)),
+        tensor_dies=np.append(trace.tensor_dies, np.int32(7)),
+    )
+
+
+def test_the_cheapest_mix_of_swapping_and_recomputing() -> None:
+    trace = late_peak()
+    assert peak_memory(trace).tick == 7
+    budget = 101 * KIB  # 100 KiB too much at the peak
+    # Swapped, all of it takes the 100 us that compute takes before the peak. Nothing has to be made again.
+    assert ideal(trace, budget, LINK, recompute=True).step_us == 240.0
+    # On a link of half the speed out, 50 KiB cross in that time. b makes 50 KiB again in 10 / 2 = 5 us.
+    slow = replace(LINK, d2h_gbps=0.512)
+    bound = ideal(trace, budget, slow, recompute=True)
+    assert bound.step_us == pytest.approx(245.0)
+    assert bound.swapped_bytes == pytest.approx(50 * KIB)
+    assert bound.recomputed_us == pytest.approx(5.0)
+    # On one that carries hardly anything: all of b, in 10 us.
+    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9)
+    bound = ideal(trace, budget, none, recompute=True)
+    assert (bound.step_us, bound.swapped_bytes, bound.recomputed_us) == (250.0, 0.0, 10.0)
+
+
+def test_the_side_of_backward_can_decide_the_mix() -> None:
+    trace = late_peak()
+    budget = 101 * KIB
+    # Out is fast. Back, 100 KiB take 400 us, where compute has 120 until a's use. Of b, y KiB are made again, in 0.1 us each,
+    # until both sides are as long: 120 + y / 10 = (100 - y) * 4, so y = 280 / 4.1.
+    slow = LinkCost(d2h_gbps=100.0, h2d_gbps=0.256, duplex_gbps=100.0)
+    bound = ideal(trace, budget, slow, recompute=True)
+    assert bound.recomputed_us == pytest.approx(28 / 4.1)
+    assert bound.step_us == pytest.approx(100 + 120 + 28 / 4.1 + 20)
+
+
+def test_the_share_of_the_bound() -> None:
+    bound = ideal(two_saved(), 10**9, LINK)
+    assert bound.reached_by(240.0) == 1.0
+    assert bound.reached_by(480.0) == 0.5
+    empty = TraceBuilder(device="d", simulated=True, start_bytes=0).finish()
+    assert ideal(empty, 0, LINK).reached_by(0.0) == 1.0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_budget_below_what_never_moves(recompute: bool) -> None:
+    with pytest.raises(InfeasibleBudget, match=r"expected a budget of 102400 bytes \(100.0 KiB\) or more, .* got 102399"):
+        ideal(two_saved(), 100 * KIB - 1, LINK, recompute=recompute)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([H200_LINK, LINK]))
+def test_no_plan_beats_the_ideal(random: Random, link: LinkCost) -> None:
+    trace = random_step(random)
+    timeline = simulate(trace, random_plan(random, trace), link)
+    bound = ideal(trace, timeline.peak_bytes, link)
+    assert trace.duration_us * (1 - 1e-9) <= bound.step_us <= timeline.step_us * (1 + 1e-9) + 1e-9
+    mixed = ideal(trace, timeline.peak_bytes, link, recompute=True)
+    assert trace.duration_us * (1 - 1e-9) <= mixed.step_us <= bound.step_us * (1 + 1e-9) + 1e-9
+    if timeline.step_us <= trace.duration_us:
+        assert timeline.peak_bytes >= hidden_budget_bound(trace, link)
+    assert smallest_budget(trace) <= hidden_budget_bound(trace, link) <= peak_memory(trace).nbytes
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1))
+def test_below_the_hidden_bound_the_ideal_takes_time(random: Random, share: float) -> None:
+    trace = random_step(random)
+    hidden = hidden_budget_bound(trace, LINK)
+    assert ideal(trace, hidden, LINK).step_us == pytest.approx(trace.duration_us)
+    least = smallest_budget(trace)
+    budget = least + int(share * (hidden - least)) - 1
+    if budget >= least:
+        assert ideal(trace, budget, LINK).step_us > trace.duration_us
+
+
+def test_the_hidden_bound_of_a_small_step() -> None:
+    # Tick 3, at 40 us: 40 KiB have crossed. At the other ticks at which both are there, 50 and more. Back, time for 120.
+    assert hidden_budget_bound(two_saved(), LINK) == 160 * KIB
+
+
+# --- plans that do not plan
+
+
+def test_swap_everything_at_once_and_on_demand_reaches_the_smallest_budget() -> None:
+    for trace in (chain(layers=4), chain(layers=3, micro_batches=2)):
+        plan = swap_everything(trace, H200_LINK, depth=0)
+        assert plan.peak_bytes == plan.hbm_budget_bytes == smallest_budget(trace)
+        assert plan.moved_bytes == Candidates.of(trace).nbytes.sum()
+
+
+def test_swap_everything_with_storages_on_their_way() -> None:
+    trace = chain(layers=4, saved_bytes=(8 * MIB,) * 4)
+    plans = [swap_everything(trace, H200_LINK, depth=depth) for depth in (0, 1, 3)]
+    # A chain of equal storages: each that is on its way when memory is fullest takes 8 MiB more.
+    assert [plan.peak_bytes - plans[0].peak_bytes for plan in plans] == [0, 8 * MIB, 24 * MIB]
+    assert plans[1].step_us < plans[0].step_us
+    by_use = sorted(plans[2].actions, key=lambda action: action.use_at)
+    assert [action.in_at for action in by_use[3:]] == [
+        max(b.reclaim_at, a.use_at) for a, b in zip(by_use, by_use[3:], strict=False)
+    ]
+    assert [action.in_at for action in by_use[:3]] == [action.use_at for action in by_use[:3]]
+
+
+def test_plans_tell_what_they_come_to() -> None:
+    trace = chain(layers=3)
+    budget = (smallest_budget(trace) + peak_memory(trace).nbytes) // 2
+    for plan in (swap_everything(trace, H200_LINK), swap_first(trace, budget, H200_LINK)):
+        timeline = simulate(trace, plan, H200_LINK)
+        assert (plan.peak_bytes, plan.host_bytes, plan.step_us, plan.stall_us) == (
+            timeline.peak_bytes,
+            timeline.host_bytes,
+            timeline.step_us,
+            timeline.stall_us,
+        )
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1), st.integers(0, 3))
+def test_swap_first_keeps_the_budget_with_the_largest(random: Random, share: float, depth: int) -> None:
+    trace = random_step(random)
+    least, peak = smallest_budget(trace), peak_memory(trace).nbytes
+    budget = least + int(share * (peak - least))
+    plan = swap_first(trace, budget, H200_LINK, depth=depth)
+    assert plan.peak_bytes <= budget
+    moved = {action.tensor for action in plan.actions}
+    c = Candidates.of(trace)
+    sizes = dict(zip(c.tensor.tolist(), c.size.tolist(), strict=True))
+    kept = [size for tensor, size in sizes.items() if tensor not in moved]
+    assert max(kept, default=0) <= min((sizes[tensor] for tensor in moved), default=max(kept, default=0))
+    assert all(action.nbytes == trace.tensors[action.tensor].nbytes for action in plan.actions)
+
+
+def test_swap_first_moves_no_more_than_it_must() -> None:
+    trace = chain(layers=4)
+    peak = peak_memory(trace).nbytes
+    assert swap_first(trace, peak, H200_LINK).actions == ()
+    # The largest of a layer have 24 MiB; one of them is enough for 1 byte.
+    assert [action.nbytes for action in swap_first(trace, peak - 1, H200_LINK).actions] == [24 * MIB]
+    assert len(swap_first(trace, peak - 24 * MIB - 1, H200_LINK, depth=0).actions) == 2
+
+
+def test_baselines_refuse_what_cannot_be() -> None:
+    trace = chain(layers=2)
+    least = smallest_budget(trace)
+    with pytest.raises(InfeasibleBudget, match=f"expected a budget of {least} bytes"):
+        swap_first(trace, least - 1, H200_LINK)
+    with pytest.raises(ValueError, match="depth: expected 0 storages on their way or more, got -1"):
+        swap_everything(trace, H200_LINK, depth=-1)
+
+
+# --- the smallest budget that hides all copies
+
+
+def test_the_smallest_budget_that_hides_all_copies() -> None:
+    trace = chain(layers=8, op_us=500.0)
+
+    def plan_for(budget: int) -> SwapPlan:
+        return swap_first(trace, budget, H200_LINK)
+
+    def hides(budget: int) -> bool:
+        return plan_for(budget).step_us <= trace.duration_us * 1.01
+
+    found = smallest_hidden_budget(trace, H200_LINK, plan_for, tolerance=0.01, precision_bytes=MIB)
+    assert hidden_budget_bound(trace, H200_LINK) <= found < peak_memory(trace).nbytes
+    assert hides(found)
+    assert not hides(found - MIB)
+
+
+def test_where_nothing_hides_the_smallest_is_the_peak() -> None:
+    trace = chain(layers=4, op_us=1.0)
+    budgets: list[int] = []
+
+    def plan_for(budget: int) -> SwapPlan:
+        budgets.append(budget)
+        raise InfeasibleBudget("expected more")
+
+    peak = peak_memory(trace).nbytes
+    assert smallest_hidden_budget(trace, H200_LINK, plan_for) == peak
+    assert len(budgets) <= 10  # by halving, to 1/256
+
+
+def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
+    trace = chain(layers=2)
+
+    def empty(budget: int) -> SwapPlan:
+        return plan_of(trace)
+
+    # A link on which nothing crosses: only the unswapped step hides what it copies.
+    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9)
+    assert smallest_hidden_budget(trace, none, empty) == peak_memory(trace).nbytes
+    with pytest.raises(ValueError, match="tolerance: expected a share of the step from 0 to below 1, got 1"):
+        smallest_hidden_budget(trace, none, empty, tolerance=1)
+
+
+# --- recomputation
+
+
+def test_full_recomputation_of_a_chain() -> None:
+    # 16 equal layers of 4 storages of 8 MiB, 4 MiB of static memory each and 2 MiB of temporaries at a time.
+    trace = chain(layers=16, saved_bytes=(8 * MIB,) * 4)
+    forward_us = sum(op.duration_us for op in trace.ops if op.phase is StepPhase.FORWARD)
+    result = full_recomputation(trace)
+    assert result.recomputed_us == pytest.approx(forward_us)
+    assert result.step_us == pytest.approx(trace.duration_us + forward_us)
+    # 64 saved storages. s segments keep s - 1 of them, those between two segments, and 64 / s while one runs again: least at 8,
+    # 7 + 8 = 15. The last segment has the loss's input beside it, and cuts may miss the best place by a storage either way.
+    static = 16 * 16 * MIB
+    assert static + 14 * 8 * MIB <= result.peak_bytes <= static + 19 * 8 * MIB
+    assert 5 <= result.segments <= 12
+
+
+@given(st.randoms(use_true_random=False))
+def test_full_recomputation_is_never_above_the_step_as_it_is(random: Random) -> None:
+    trace = random_step(random)
+    result = full_recomputation(trace)
+    assert result.peak_bytes <= peak_memory(trace).nbytes
+    assert result.peak_bytes >= (memory_curve(trace) - Candidates.of(trace).idle_curve(trace)).max(initial=0)
+    assert result.step_us == pytest.approx(trace.duration_us + result.recomputed_us)
+
+
+def test_recomputation_of_micro_batches_keeps_them_apart() -> None:
+    one, three = (full_recomputation(chain(layers=8, micro_batches=n)) for n in (1, 3))
+    assert three.peak_bytes <= one.peak_bytes * 1.1
+    assert three.recomputed_us == pytest.approx(3 * one.recomputed_us)
+
+
+def test_a_step_in_which_nothing_is_saved_has_nothing_to_make_again() -> None:
+    t = TraceBuilder(device="d", simulated=True, start_bytes=KIB)
+    t.op("aten::mm", 1, StepPhase.OPTIMIZER, 5.0)
+    result = full_recomputation(t.finish())
+    assert (result.segments, result.peak_bytes, result.step_us, result.recomputed_us) == (1, KIB, 5.0, 0.0)

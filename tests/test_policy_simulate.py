@@ -1,0 +1,425 @@
+"""What a plan comes to. Small timelines are computed by hand; random ones hold to what must hold of any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.device.sim.link import COPY_LATENCY_US
+from chameleon_mm.device.sim.link import CopyEngine as SimulatedEngine
+from chameleon_mm.policy import (
+    Action,
+    ActionKind,
+    Candidates,
+    LinkCost,
+    Simulator,
+    SwapPlan,
+    memory_curve,
+    peak_memory,
+    simulate,
+    smallest_budget,
+)
+from chameleon_mm.policy.engine import CopyEngine, EngineSpan
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.units import MIB, round_up
+from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
+
+# 1024 bytes a microsecond out, 2048 back; 2560 both ways; 10240 within device memory.
+LINK = LinkCost(d2h_gbps=1.024, h2d_gbps=2.048, duplex_gbps=2.56, copy_us=10.0, hbm_gbps=10.24)
+SIZE = 100 * 1024
+X = 0
+
+
+def small() -> Trace:
+    """One storage x of 100 KiB, and hooks around it. Ticks 0, 2, 4, ... are operators, 1, 3, 5, ... hooks. Compute alone:
+
+    operator    100 us makes x   50 us reads x   200 us   100 us   30 us   40 us: 520 in all
+    hook                0 saves x       1 sendable      2       3       4 uses x
+    reached at          100             150             350     450     480
+    """
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    x = b.tensor(SIZE, TensorKind.ACTIVATION)
+    b.op("aten::mm", 1, StepPhase.FORWARD, 100.0, writes=(x,))
+    b.save(x, 1)
+    b.op("aten::mm", 2, StepPhase.FORWARD, 50.0, reads=(x,))
+    b.released(x)
+    b.sendable(x, b.save(-1, 1))
+    b.op("aten::mm", 3, StepPhase.FORWARD, 200.0)
+    b.save(-1, 1)
+    b.op("aten::mm", 4, StepPhase.BACKWARD, 100.0)
+    b.use(-1, 1)
+    b.op("aten::mm", 5, StepPhase.BACKWARD, 30.0)
+    b.use(x, 1)
+    b.op("aten::mm", 6, StepPhase.BACKWARD, 40.0, reads=(x,))
+    b.dies(x)
+    return b.finish(0xF1)
+
+
+def act(out_at: int, reclaim_at: int, in_at: int, *, nbytes: int = SIZE, tensor: int = X, use_at: int = 4) -> Action:
+    return Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)
+
+
+def test_a_copy_out_that_is_hidden_and_one_back_that_is_late() -> None:
+    trace = small()
+    timeline = simulate(trace, plan_of(trace, [act(1, 2, 3)]), LINK)
+    # Out: from hook 1 at 150, 10 + 102400 / 1024 = 110 us: done at 260, before hook 2 at 350.
+    assert timeline.out_spans == (EngineSpan(X, 150.0, 260.0, SIZE),)
+    # Back: from hook 3 at 450, 10 + 102400 / 2048 = 60 us: done at 510. Compute is at hook 4 at 480, and waits 30 us.
+    assert timeline.in_spans == (EngineSpan(X, 450.0, 510.0, SIZE),)
+    assert (timeline.out_stalls_us, timeline.in_stalls_us) == ({}, {X: 30.0})
+    assert (timeline.stall_us, timeline.head_copy_us, timeline.step_us) == (30.0, 0.0, 550.0)
+    assert timeline.tick_us.tolist() == [0, 100, 100, 150, 150, 350, 350, 450, 450, 480, 510]
+    # Away from hook 2 (tick 5) until hook 3 (tick 7).
+    assert timeline.allocated_bytes.tolist() == [SIZE] * 5 + [0, 0] + [SIZE] * 4
+    assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE, SIZE)
+
+
+def test_reclaimed_at_the_hook_of_its_own_copy_out_and_back_at_its_use() -> None:
+    trace = small()
+    timeline = simulate(trace, plan_of(trace, [act(1, 1, 4)]), LINK)
+    # Compute waits from 150 to 260 for the whole copy out; at hook 4, then at 480 + 110 = 590, for the whole copy back.
+    assert timeline.out_spans == (EngineSpan(X, 150.0, 260.0, SIZE),)
+    assert timeline.in_spans == (EngineSpan(X, 590.0, 650.0, SIZE),)
+    assert (timeline.out_stalls_us, timeline.in_stalls_us, timeline.step_us) == ({X: 110.0}, {X: 60.0}, 690.0)
+    assert timeline.allocated_bytes.tolist() == [SIZE] * 3 + [0] * 6 + [SIZE] * 2
+
+
+def test_a_storage_that_moves_in_part() -> None:
+    trace, half = small(), SIZE // 2
+    timeline = simulate(trace, plan_of(trace, [act(1, 2, 3, nbytes=half)]), LINK)
+    # Out: 150 + 10 + 51200 / 1024 = 210. At hook 2, at 350, the other half is copied in 51200 / 10240 = 5 us. Hook 3 is at 455:
+    # back from there on, 10 + 25 us: 490; the half is copied back meanwhile, until 460. Hook 4 at 490: nobody waits.
+    assert timeline.out_spans == (EngineSpan(X, 150.0, 210.0, half),)
+    assert timeline.in_spans == (EngineSpan(X, 455.0, 490.0, half),)
+    assert (timeline.stall_us, timeline.head_copy_us, timeline.step_us) == (0.0, 10.0, 530.0)
+    # At hooks 2 and 3 (ticks 5 and 7) both the whole and its other half are there; in tick 6 that half alone.
+    assert timeline.allocated_bytes.tolist() == [SIZE] * 5 + [SIZE + half, half, SIZE + half] + [SIZE] * 3
+    assert (timeline.peak_bytes, timeline.host_bytes) == (SIZE + half, round_up(half, 4096))
+
+
+def test_the_head_is_copied_while_its_copy_out_runs() -> None:
+    trace, half = small(), SIZE // 2
+    timeline = simulate(trace, plan_of(trace, [act(1, 1, 3, nbytes=half)]), LINK)
+    # Out from 150 to 210, the head from 150 to 155: 55 us remain to wait.
+    assert (timeline.out_stalls_us, timeline.head_copy_us) == ({X: 55.0}, 10.0)
+
+
+def test_what_stays_counts_rounded_up() -> None:
+    trace = small()
+    # 102399 of 102400 bytes move: 1 byte stays, in 512.
+    timeline = simulate(trace, plan_of(trace, [act(1, 2, 4, nbytes=SIZE - 1)]), LINK)
+    assert timeline.allocated_bytes.tolist()[5:10] == [SIZE + 512, 512, 512, 512, SIZE + 512]
+    # 1 byte moves: 102399 stay, which take as much as before.
+    timeline = simulate(trace, plan_of(trace, [act(1, 2, 4, nbytes=1)]), LINK)
+    assert timeline.allocated_bytes.tolist()[5:10] == [2 * SIZE, SIZE, SIZE, SIZE, 2 * SIZE]
+    assert timeline.host_bytes == 4096
+
+
+def several(*sizes: int) -> Trace:
+    """Storages that are saved in order and used in reverse order, 100 us between any two hooks: hook k is at 100 * (k + 1).
+
+    Storage k is saved at hook k; hook n saves nothing; storage k is used at hook 2 n - k.
+    """
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    for nbytes in sizes:
+        x = b.tensor(nbytes, TensorKind.ACTIVATION)
+        b.op("aten::mm", 1, StepPhase.FORWARD, 100.0, writes=(x,))
+        b.released(x)
+        b.save(x, 1)
+        b.sendable(x, b.num_hooks)
+    b.op("aten::mm", 2, StepPhase.FORWARD, 100.0)
+    b.save(-1, 1)
+    for x in reversed(range(len(sizes))):
+        b.op("aten::mm", 3, StepPhase.BACKWARD, 100.0)
+        b.use(x, 1)
+        b.dies(x)
+    return b.finish()
+
+
+def test_the_use_goes_ahead_of_others_that_come_back_at_the_same_hook() -> None:
+    trace = several(SIZE, SIZE)
+    # Hooks: 0, 1 save, 2 nothing, 3 uses storage 1, 4 uses storage 0. The plan names storage 0 first.
+    actions = [act(1, 2, 3, tensor=0, use_at=4), act(2, 2, 3, tensor=1, use_at=3)]
+    timeline = simulate(trace, plan_of(trace, actions), LINK)
+    # Out: 200 to 310. At hook 2, at 300, compute waits for storage 0 until 310 and for storage 1, queued there behind it, until
+    # 420. Hook 3 at 520: storage 1 back until 580, compute waits; then storage 0: 580 to 640.
+    assert timeline.out_spans == (EngineSpan(0, 200.0, 310.0, SIZE), EngineSpan(1, 310.0, 420.0, SIZE))
+    assert timeline.in_spans == (EngineSpan(1, 520.0, 580.0, SIZE), EngineSpan(0, 580.0, 640.0, SIZE))
+    assert (timeline.out_stalls_us, timeline.in_stalls_us) == ({0: 10.0, 1: 110.0}, {1: 60.0})
+    assert timeline.step_us == trace.duration_us + 180.0
+
+
+def test_a_copy_back_waits_for_its_own_copy_out() -> None:
+    trace = several(SIZE)
+    # Hook 1 at 200: out until 310, and compute waits for it there; hook 1 is also where it comes back: 310 to 370.
+    timeline = simulate(trace, plan_of(trace, [act(1, 1, 1, use_at=2)]), LINK)
+    assert timeline.out_spans[0].end_us == timeline.in_spans[0].start_us == 310.0
+    # Nothing is gained: it goes before it comes back, and is there at the hook's end.
+    assert timeline.peak_bytes == SIZE
+    assert timeline.allocated_bytes.tolist() == memory_curve(trace).tolist()
+
+
+def test_whole_reclaims_come_before_those_in_part() -> None:
+    trace = several(SIZE, SIZE)
+    half = SIZE // 2
+    # At hook 2 storage 0 goes in part, storage 1 whole: with the whole one gone, 100 KiB + the head of 50 is the most.
+    actions = [act(1, 2, 4, tensor=0, nbytes=half, use_at=4), act(2, 2, 3, tensor=1, use_at=3)]
+    timeline = simulate(trace, plan_of(trace, actions), LINK)
+    tick = int(trace.hook_tick[2])
+    assert timeline.allocated_bytes[tick] == SIZE + half
+    assert timeline.allocated_bytes[tick + 1] == half
+
+
+def test_two_that_go_in_part_at_one_hook_go_in_the_plans_order() -> None:
+    trace = several(SIZE, 3 * SIZE)
+    heads = (SIZE // 4, SIZE)
+    small_one = act(1, 2, 4, tensor=0, nbytes=SIZE - heads[0], use_at=4)
+    large_one = act(2, 2, 3, tensor=1, nbytes=2 * SIZE, use_at=3)
+    tick = int(trace.hook_tick[2])
+    both = 4 * SIZE
+    # The first one's head beside both; then the second one's beside itself and what is left of the first.
+    after_small = both - SIZE + heads[0]
+    after_large = both - 3 * SIZE + heads[1]
+    for order, most in (
+        ([small_one, large_one], max(both + heads[0], after_small + heads[1])),
+        ([large_one, small_one], max(both + heads[1], after_large + heads[0])),
+    ):
+        timeline = simulate(trace, plan_of(trace, order), LINK)
+        assert timeline.allocated_bytes[tick] == most
+        assert timeline.allocated_bytes[tick + 1] == sum(heads)
+
+
+def test_the_plans_order_among_copies_out_of_one_hook() -> None:
+    trace = several(SIZE, SIZE)
+    actions = [act(2, 3, 3, tensor=1, use_at=3), act(2, 3, 4, tensor=0, use_at=4)]
+    assert [span.tensor for span in simulate(trace, plan_of(trace, actions), LINK).out_spans] == [1, 0]
+    assert [span.tensor for span in simulate(trace, plan_of(trace, actions[::-1]), LINK).out_spans] == [0, 1]
+
+
+def test_host_memory_is_held_until_the_last_use() -> None:
+    trace = several(1000, 5000)
+    # Blocks of 4096 and 8192 bytes. Both at once from hook 2 on.
+    actions = [act(1, 2, 4, tensor=0, nbytes=1000, use_at=4), act(2, 3, 3, tensor=1, nbytes=5000, use_at=3)]
+    assert simulate(trace, plan_of(trace, actions), LINK).host_bytes == 4096 + 8192
+    # Storage 0's copy out begins at the last use of storage 1: the block is still held at that hook, and gone at the next.
+    late = [act(3, 3, 4, tensor=0, nbytes=1000, use_at=4), actions[1]]
+    assert simulate(trace, plan_of(trace, late), LINK).host_bytes == 4096 + 8192
+    later = [act(4, 4, 4, tensor=0, nbytes=1000, use_at=4), actions[1]]
+    assert simulate(trace, plan_of(trace, later), LINK).host_bytes == 8192
+
+
+# --- the engines
+
+
+def test_copies_both_ways_share_what_the_link_carries() -> None:
+    out, back = CopyEngine.pair(LINK)
+    # 1024000 bytes out: 10 + 1000 us, alone. Back from 500 on, so from 510 at the 1536 bytes a microsecond that are left.
+    assert out.queue(0, 1_024_000, 0.0) == 1010.0
+    assert back.queue(1, 153_600, 500.0) == 610.0
+    # Until 1010 at the rest, from 620 on: 390 * 1536 = 599040; the other 204800 at 2048: 100 us more.
+    assert back.queue(2, 599_040 + 204_800, 0.0) == 1110.0
+    # Out once more, behind the first: from 1020 on at the 512 that are left until 1110, 46080 in all; then at 1024 for 50 us.
+    assert out.queue(3, 46_080 + 51_200, 0.0) == 1160.0
+    assert [span.start_us for span in (*out.spans, *back.spans)] == [0.0, 1010.0, 500.0, 610.0]
+
+
+def test_copies_are_cut_into_pieces_of_fixed_cost() -> None:
+    out, _ = CopyEngine.pair(replace(LINK, piece_bytes=1024))
+    assert out.queue(0, 1024, 0.0) == 11.0
+    assert out.queue(0, 1025, 0.0) == pytest.approx(11.0 + 20.0 + 1025 / 1024, rel=1e-15)
+
+
+def test_a_link_that_carries_nothing_more_both_ways() -> None:
+    out, back = CopyEngine.pair(LinkCost(d2h_gbps=1.024, h2d_gbps=1.024, duplex_gbps=1.024, copy_us=0.0))
+    assert out.queue(0, 102_400, 0.0) == 100.0
+    assert back.queue(1, 102_400, 50.0) == 200.0  # nothing crosses until 100
+
+
+@given(copies=st.lists(st.tuples(st.booleans(), st.integers(1, 200_000), st.floats(0, 500)), min_size=1, max_size=12))
+def test_the_engines_are_the_simulated_devices(copies: list[tuple[bool, int, float]]) -> None:
+    cost = LinkCost(d2h_gbps=1.0, h2d_gbps=1.5, duplex_gbps=2.0, copy_us=COPY_LATENCY_US, piece_bytes=50_000)
+    ours = CopyEngine.pair(cost)
+    theirs = SimulatedEngine(1.0, 0.5), SimulatedEngine(1.5, 1.0)
+    for number, (back, nbytes, ready) in enumerate(copies):
+        end = ours[back].queue(number, nbytes, ready)
+        for offset in range(0, nbytes, cost.piece_bytes):
+            span = theirs[back].schedule(min(cost.piece_bytes, nbytes - offset), ready, theirs[not back])
+        assert end == pytest.approx(span.end_us, rel=1e-9)
+
+
+# --- what holds of any plan
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_empty_plan_is_the_step_as_it_was(random: Random) -> None:
+    trace = random_step(random)
+    timeline = simulate(trace, plan_of(trace), H200_LINK)
+    assert timeline.peak_bytes == peak_memory(trace).nbytes
+    assert np.array_equal(timeline.allocated_bytes, memory_curve(trace))
+    assert timeline.step_us == pytest.approx(trace.duration_us, rel=1e-12)
+    assert (timeline.stall_us, timeline.head_copy_us, timeline.host_bytes) == (0.0, 0.0, 0)
+    assert timeline.out_spans == timeline.in_spans == ()
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([H200_LINK, LINK]))
+def test_engines_run_one_copy_at_a_time_and_compute_loses_what_it_waits(random: Random, link: LinkCost) -> None:
+    trace = random_step(random)
+    plan = random_plan(random, trace)
+    timeline = simulate(trace, plan, link)
+    moved = {action.tensor: action.nbytes for action in plan.actions}
+    out, back = ({span.tensor: span for span in spans} for spans in (timeline.out_spans, timeline.in_spans))
+    for spans, rate in ((timeline.out_spans, link.d2h_gbps), (timeline.in_spans, link.h2d_gbps)):
+        assert {span.tensor: span.nbytes for span in spans} == moved
+        assert len(spans) == len(moved)
+        assert all(a.end_us <= b.start_us for a, b in pairwise(spans))
+        assert all(span.end_us - span.start_us >= 0.999999 * (link.copy_us + span.nbytes / rate / 1e3) for span in spans)
+    for action in plan.actions:
+        reached = timeline.tick_us[trace.hook_tick]
+        first, second = out[action.tensor], back[action.tensor]
+        assert reached[action.out_at] <= first.start_us + 1e-6
+        assert max(reached[action.in_at], first.end_us) <= second.start_us + 1e-6
+    assert all(us > 0 for stalls in (timeline.out_stalls_us, timeline.in_stalls_us) for us in stalls.values())
+    stalls = sum(timeline.out_stalls_us.values()) + sum(timeline.in_stalls_us.values())
+    assert timeline.stall_us == pytest.approx(stalls)
+    heads = sum(2 * (trace.tensors[t].nbytes - nbytes) / link.hbm_gbps / 1e3 for t, nbytes in moved.items())
+    assert timeline.head_copy_us == pytest.approx(heads)
+    assert timeline.step_us == pytest.approx(trace.duration_us + stalls + heads)
+    if len(timeline.tick_us):
+        assert (np.diff(timeline.tick_us) >= -1e-9).all()
+
+
+@given(st.randoms(use_true_random=False))
+def test_memory_is_that_of_a_step_carried_out_one_by_one(random: Random) -> None:
+    trace = random_step(random)
+    plan = random_plan(random, trace)
+    timeline = simulate(trace, plan, H200_LINK)
+    allocated, host = carried_out(trace, plan)
+    assert timeline.allocated_bytes.tolist() == allocated
+    assert timeline.peak_bytes == max(allocated, default=trace.start_bytes)
+    assert timeline.host_bytes == host
+    assert timeline.peak_bytes >= smallest_budget(trace)
+
+
+def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
+    """The most allocated during each tick, and of the host at once: with one entry for every block, taken and given back."""
+    blocks: dict[tuple[str, int], int] = {}
+    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
+    last_use = {hook.tensor: k for k, hook in enumerate(trace.hooks) if hook.use}
+    hook_of = {hook.tick: k for k, hook in enumerate(trace.hooks)}
+    host: dict[int, int] = {}
+    most, most_on_host = [], 0
+
+    def there() -> int:
+        return untouched + sum(blocks.values())
+
+    for tick in range(trace.num_ticks):
+        for number, tensor in enumerate(trace.tensors):
+            if tensor.dies < tick:
+                blocks.pop(("storage", number), None)
+            elif max(tensor.born, 0) == tick:
+                blocks["storage", number] = round_up(tensor.nbytes, 512)
+        moments = []
+        if tick in hook_of:
+            k = hook_of[tick]
+            sizes = {a.tensor: trace.tensors[a.tensor].nbytes for a in plan.actions}
+            reclaims = [a for a in plan.actions if a.reclaim_at == k]
+            for action in reclaims:
+                if action.nbytes == sizes[action.tensor]:
+                    del blocks["storage", action.tensor]
+            for action in reclaims:
+                if action.nbytes < sizes[action.tensor]:
+                    blocks["head", action.tensor] = round_up(sizes[action.tensor] - action.nbytes, 512)
+                    moments.append(there())
+                    del blocks["storage", action.tensor]
+            moments.append(there())
+            backs = [a for a in plan.actions if a.in_at == k]
+            for action in [a for a in backs if a.use_at == k] + [a for a in backs if a.use_at != k]:
+                blocks["storage", action.tensor] = round_up(sizes[action.tensor], 512)
+                moments.append(there())
+                blocks.pop(("head", action.tensor), None)
+            host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
+            most_on_host = max(most_on_host, sum(host.values()))
+            host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
+        most.append(max(moments, default=there()))
+    return most, most_on_host
+
+
+def test_one_simulator_for_many_plans() -> None:
+    trace = chain(layers=2)
+    simulator = Simulator(trace, H200_LINK)
+    for seed in range(5):
+        plan = random_plan(Random(seed), trace)
+        one, other = simulator.run(plan), simulate(trace, plan, H200_LINK)
+        assert (one.peak_bytes, one.step_us, one.out_spans, one.in_spans) == (
+            other.peak_bytes,
+            other.step_us,
+            other.out_spans,
+            other.in_spans,
+        )
+
+
+# --- what is no plan for the trace
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([act(0, 2, 3)], "tensor 0: expected .* out_at of 1 or later, .* got 102400, 0, 2 and 4; make a plan for this trace"),
+        ([act(1, 2, 3, use_at=3)], "use_at 4, got 102400, 1, 2 and 3"),
+        ([act(1, 2, 3, nbytes=SIZE + 1)], "expected at most 102400 bytes to move, .* got 102401"),
+        ([act(1, 2, 3, tensor=1)], "tensor 1: expected one of the 1 candidates, got another"),
+        ([act(1, 2, 3, tensor=-1)], "tensor -1: expected one of the 1 candidates"),
+        ([act(1, 2, 3), act(1, 2, 4)], "expected one action for a tensor, got two"),
+        ([replace(act(1, 2, 3), kind=ActionKind.RECOMPUTE)], "expected a swap, got recompute"),
+        ([replace(act(1, 2, 3), kind=ActionKind.ENCODE, codec="pack12")], "expected a swap, got encode"),
+    ],
+)
+def test_actions_that_do_not_fit_are_refused(actions: list[Action], message: str) -> None:
+    trace = small()
+    with pytest.raises(ValueError, match=message):
+        simulate(trace, plan_of(trace, actions), LINK)
+
+
+def test_a_storage_is_not_reclaimed_while_others_hold_it() -> None:
+    trace = several(SIZE)
+    held = replace(trace, tensor_released=np.array([4], np.int32))  # until after hook 1; hook 2 uses it
+    assert len(Candidates.of(trace)) == 1
+    assert len(Candidates.of(held)) == 0
+    longer = small()
+    held = replace(longer, tensor_released=np.array([4], np.int32))
+    with pytest.raises(ValueError, match="reclaim_at of 2 or later"):
+        simulate(held, plan_of(held, [act(1, 1, 3)]), LINK)
+    assert simulate(held, plan_of(held, [act(1, 2, 3)]), LINK).peak_bytes == SIZE
+
+
+def test_a_plan_for_another_trace_is_refused() -> None:
+    trace = small()
+    with pytest.raises(
+        ValueError, match="expected one for fingerprint 0xf1 and 5 hooks, as this trace, got one for 0xf2 and 5"
+    ):
+        simulate(trace, replace(plan_of(trace), fingerprint=0xF2), LINK)
+    with pytest.raises(ValueError, match="got one for 0xf1 and 6; make a plan for this trace"):
+        simulate(trace, replace(plan_of(trace), num_hooks=6), LINK)
+
+
+def test_everything_moves_in_a_chain_and_nothing_overlaps() -> None:
+    trace = chain(layers=40, saved_bytes=(40 * MIB, 8 * MIB))
+    c = Candidates.of(trace)
+    columns = (c.tensor, c.nbytes, c.sendable, c.first, c.use)
+    actions = [
+        Action(tensor=tensor, nbytes=nbytes, out_at=sendable, reclaim_at=first, in_at=use, use_at=use)
+        for tensor, nbytes, sendable, first, use in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+    timeline = simulate(trace, plan_of(trace, actions), H200_LINK)
+    assert timeline.peak_bytes == smallest_budget(trace)
+    # Each may leave at one hook, is reclaimed there and comes back on demand: compute waits for both of its copies, alone on
+    # the link. 40 MiB are two pieces, 8 MiB one.
+    alone_us = sum(2 * 3.1 * (1 + (n > 32 * MIB)) + n / 54.9e3 + n / 55.4e3 for n in c.nbytes.tolist())
+    assert timeline.stall_us == pytest.approx(alone_us)
+    assert timeline.step_us == pytest.approx(trace.duration_us + alone_us)

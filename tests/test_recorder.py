@@ -1,0 +1,331 @@
+"""A recorded step: its memory is the device's to the byte, its contents are the same every time, and it changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.profiler.record_hooks import RecordingHooks
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.trace import StepPhase, TensorKind, Trace
+
+KB = 1024
+"""float32 [16, 16]: every tensor of the little programs below has this size."""
+
+
+def square() -> Tensor:
+    return torch.ones(16, 16)
+
+
+def rounded(trace: Trace) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return -(-trace.tensor_bytes // 512) * 512
+
+
+def curve(trace: Trace) -> list[int]:
+    """Allocated bytes at each tick, and after the last: what there was, with each storage from its birth to its death."""
+    change = np.zeros(trace.num_ticks + 2, np.int64)
+    here = trace.tensor_born >= 0
+    np.add.at(change, trace.tensor_born[here], rounded(trace)[here])
+    np.add.at(change, trace.tensor_dies + 1, -rounded(trace))
+    return list(map(int, trace.start_bytes + np.cumsum(change[: trace.num_ticks + 1])))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0, is_causal=True)
+        return F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.2, self.training)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@dataclass
+class Case:
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    micro_batches: int = 1
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.RReLU()
+    )
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(layers=2, width=32, heads=2, context=16))
+
+
+CASES = {
+    "mlp": Case(mlp, lambda: torch.randn(8, 16)),
+    "mlp, plain loops": Case(mlp, lambda: torch.randn(8, 16), lambda p: torch.optim.AdamW(p, foreach=False)),
+    "mlp, fused": Case(mlp, lambda: torch.randn(8, 16), lambda p: torch.optim.AdamW(p, fused=True)),
+    "mlp, momentum": Case(mlp, lambda: torch.randn(8, 16), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    "mlp, accumulated": Case(mlp, lambda: torch.randn(8, 16), micro_batches=3),
+    "convolutional": Case(convolutional, lambda: torch.randn(4, 2, 12, 12)),
+    "attention": Case(Attention, lambda: torch.randn(2, 8, 32)),
+    "gpt": Case(gpt, lambda: torch.randint(256, (2, 16))),
+    "gpt, accumulated": Case(gpt, lambda: torch.randint(256, (2, 16)), micro_batches=2),
+    "recomputed": Case(lambda: Recomputed(reentrant=False), lambda: torch.randn(4, 16), micro_batches=2),
+    "recomputed, reentrant": Case(lambda: Recomputed(reentrant=True), lambda: torch.randn(4, 16)),
+    "recurrent": Case(lambda: nn.LSTM(8, 12, num_layers=2, dropout=0.1), lambda: torch.randn(5, 3, 8)),
+}
+
+
+class Training:
+    """A loop as users write it: the loss and the output of a step live on into the next."""
+
+    def __init__(self, case: Case, device: SimDevice) -> None:
+        torch.manual_seed(3)
+        self.case, self.device = case, device
+        with device.compute():
+            self.model = case.model()
+            self.optimizer = case.optimizer(self.model.parameters())
+        self.out: Tensor | None = None
+        self.loss: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(self.case.micro_batches):
+            out = self.model(self.case.batch())
+            self.out = out[0] if isinstance(out, tuple) else out
+            self.loss = self.out.square().mean()
+            self.loss.backward()
+            with torch._C._DisableTorchDispatch():
+                self.seen.append(self.loss.detach().clone())
+        self.optimizer.step()
+
+    def plain(self, steps: int = 1) -> None:
+        with self.device.compute():
+            for _ in range(steps):
+                self.step()
+
+    def recorded(self, *, hooks: bool = True, named: bool = True) -> Trace:
+        """A step's trace; the device's peak is that of the step."""
+        with self.device.compute():
+            self.device.reset_peaks()
+            model, optimizers = (self.model, [self.optimizer]) if named else (None, [])
+            recorder = Recorder(self.device, model=model, optimizers=optimizers)
+            with recorder, RecordingHooks(recorder) if hooks else nullcontext():
+                self.step()
+            return recorder.finish()
+
+    def bits(self) -> list[Tensor]:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        state = [v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return [*self.seen, *self.model.parameters(), *self.model.buffers(), *grads, *state, torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(("warm", "named"), [(0, True), (2, True), (1, False)])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("no_gc")
+def test_the_memory_of_a_trace_is_the_devices(case: Case, warm: int, named: bool) -> None:
+    """A first step, which makes the optimizer's state, and later ones, in which gradients and outputs of the last one go."""
+    training = Training(case, SimDevice())
+    training.plain(warm)
+    trace = training.recorded(named=named)
+    assert max(curve(trace)) == training.device.peak_allocated_bytes()
+    assert curve(trace)[-1] == training.device.allocated_bytes()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_memory_of_a_trace_at_every_operator(case: Case) -> None:
+    """Not only at the peak: read after each operator, below the recorder."""
+    training = Training(case, SimDevice())
+    training.plain()
+    readings: list[int] = []
+
+    class Reads(Recorder):
+        def _note(self, *args: Any) -> None:
+            super()._note(*args)
+            readings.append(training.device.allocated_bytes())
+
+    with training.device.compute():
+        recorder = Reads(training.device, model=training.model, optimizers=[training.optimizer])
+        with recorder:
+            training.step()
+        trace = recorder.finish()
+    assert [curve(trace)[tick] for tick in trace.op_tick] == readings
+
+
+@pytest.mark.parametrize("hooks", [True, False], ids=["hooks", "no hooks"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_recording_changes_no_bit(case: Case, hooks: bool) -> None:
+    plain, recorded = Training(case, SimDevice()), None
+    plain.plain(2)
+    expected = plain.bits()
+    recorded = Training(case, SimDevice())
+    for _ in range(2):
+        recorded.recorded(hooks=hooks)
+    assert len(recorded.bits()) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(recorded.bits(), expected, strict=True))
+
+
+COMPARED = (
+    "op_name", "op_content", "op_phase", "op_tick", "read_offsets", "read_tensors", "write_offsets", "write_tensors",
+    "tensor_bytes", "tensor_kind", "tensor_born", "tensor_released", "tensor_sendable", "tensor_dies", "hook_tick", "hook_use",
+    "hook_tensor", "hook_feature",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_two_recordings_of_the_same_step_are_the_same(case: Case) -> None:
+    first, second = Training(case, SimDevice()), Training(case, SimDevice())
+    kept = [square() for _ in range(7)]  # so that nothing lies where it lay
+    second.plain(1)
+    first.plain(1)
+    a, b = first.recorded(), second.recorded()
+    assert a.op_names == b.op_names and a.num_ticks == b.num_ticks > 0
+    assert [column for column in COMPARED if not np.array_equal(getattr(a, column), getattr(b, column))] == []
+    assert np.array_equal(a.op_us, b.op_us)
+    assert len(kept) == 7
+
+
+def contents_of_a_program() -> list[int]:
+    device = SimDevice()
+    with device.compute():
+        recorder = Recorder(device)
+        with recorder:
+            x = torch.ones(4, 6, requires_grad=True)
+            F.dropout(x.t() @ x.double().float(), 0.5).add(1.0).sum().backward()
+        return [int(content) for content in recorder.finish().op_content]
+
+
+def test_contents_are_the_same_in_another_process() -> None:
+    program = f"import runpy; print(runpy.run_path({__file__!r})['contents_of_a_program']())"
+    other = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    here = contents_of_a_program()
+    assert other.stdout.strip() == str(here)
+    assert len(set(here)) > 8
+
+
+def test_contents_tell_operators_shapes_strides_dtypes_and_arguments_apart(sim: SimDevice) -> None:
+    with sim.compute():
+        a, b = torch.ones(4, 4), torch.ones(4, 4, dtype=torch.float64)
+        recorder = Recorder(sim)
+        with recorder:
+            acts: tuple[Callable[[], Tensor], ...] = (
+                lambda: a + 1, lambda: a + 1.0, lambda: a + True, lambda: a * 1, lambda: a[:2] + 1, lambda: a.t() + 1,
+                lambda: b + 1, lambda: torch.add(a, 1, alpha=2), lambda: a.sum(0), lambda: a.sum(1), lambda: a + 1,
+            )  # fmt: skip
+            for act in acts:
+                act()
+        trace = recorder.finish()
+    contents = [op.content for op in trace.ops if op.name.partition(".")[0] in ("aten::add", "aten::mul", "aten::sum")]
+    assert len(contents) == 11
+    assert contents[0] == contents[-1]
+    assert len(set(contents)) == 10
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_nothing_is_kept_alive() -> None:
+    """Neither by a recorder that is at work, nor by one that has finished, and no collection is needed."""
+    device = SimDevice()
+    with device.compute():
+        recorder = Recorder(device, model=(model := mlp()))
+        with recorder, RecordingHooks(recorder):
+            before = device.allocated_bytes()
+            model(torch.randn(8, 16)).sum().backward()
+            model.zero_grad()
+            assert device.allocated_bytes() == before
+            x = torch.randn(8, 16)
+            storage = weakref.ref(x.untyped_storage())
+            del x
+            assert storage() is None
+        recorder.finish()
+        gone = weakref.ref(recorder)
+        del recorder
+        assert gone() is None
+        del model
+        assert device.allocated_bytes() == 0
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_recorder_that_was_stopped_writes_nothing_and_watches_nothing(sim: SimDevice) -> None:
+    with sim.compute():
+        model = mlp()
+        recorder = Recorder(sim, model=model)
+        with recorder, RecordingHooks(recorder):
+            x = torch.randn(8, 16)
+            out = model(x)
+            watched = weakref.getweakrefcount(x.untyped_storage())
+            before = recorder.num_ops
+            with recorder.paused(), recorder.untimed():
+                recorder.stop()
+            out.sum().backward()
+            assert recorder.num_ops == before > 0
+            assert weakref.getweakrefcount(x.untyped_storage()) == watched - 1
+        with pytest.raises(RuntimeError, match="expected a recorder that saw the whole step"):
+            recorder.finish()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_was_saved_is_told_with_its_ticks(sim: SimDevice) -> None:
+    with sim.compute():
+        w = square().requires_grad_()
+        recorder = Recorder(sim)
+        with recorder, RecordingHooks(recorder):
+            a = w.exp()  # saves its result: hook 0
+            b = a.sin()  # saves a: hook 1
+            held = b
+            c = b.cos()  # saves b: hook 2
+            del a, b
+            d = c * 1.5
+            del c
+            del held
+            loss = d.sum()
+            del d
+            loss.backward()
+        trace = recorder.finish()
+    exp, sin, cos, mul, total = (next(op for op in trace.ops if op.name == f"aten::{name}") for name in (
+        "exp", "sin", "cos", "mul.Tensor", "sum"))  # fmt: skip
+    of_a, of_b = (trace.tensors[op.writes[0]] for op in (exp, sin))
+    assert [hook.tensor for hook in trace.hooks[:3]] == [exp.writes[0], exp.writes[0], sin.writes[0]]
+    assert (of_a.born, of_b.born) == (exp.tick, sin.tick)
+    # `a` is let go of after cos ran; `b` when `held` goes, which is after the product.
+    assert (of_a.released, of_b.released) == (cos.tick, mul.tick)
+    # The operator that saved it is over by the next hook of another: of cos, and in backward.
+    assert (of_a.sendable, of_b.sendable) == (1, 3)
+    assert (total.phase, trace.ops[-1].phase) == (StepPhase.FORWARD, StepPhase.BACKWARD)
+    uses = [hook for hook in trace.hooks if hook.use]
+    assert [hook.tensor for hook in uses] == [sin.writes[0], exp.writes[0], exp.writes[0]]
+    # Each dies with the product that is the last of the formulas it is used in: of cos, then of sin and exp.
+    products = [op.tick for op in trace.ops if op.name == "aten::mul.Tensor" and op.phase is StepPhase.BACKWARD]
+    assert len(products) == 4
+    assert (of_b.dies, of_a.dies) == (products[1], products[3])
+    assert of_a.kind is of_b.kind is TensorKind.ACTIVATION

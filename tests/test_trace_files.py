@@ -1,0 +1,307 @@
+"""Traces as files: what is read back is what was written, what does not fit is told by line, differences are readable."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces, load_trace, save_trace
+from chameleon_mm.trace.files import SCHEMA
+from chameleon_mm.units import MIB
+from tests._traces import chain, random_step
+
+
+def assert_equal(a: Trace, b: Trace) -> None:
+    for column in fields(a):
+        if not column.init:
+            continue
+        x, y = getattr(a, column.name), getattr(b, column.name)
+        if isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype, column.name
+            assert x.tobytes() == y.tobytes(), column.name
+        else:
+            assert x == y, column.name
+
+
+@given(random=st.randoms(use_true_random=False), name=st.sampled_from(["a.jsonl", "a.jsonl.gz"]))
+def test_a_random_step_comes_back_equal(tmp_path_factory: pytest.TempPathFactory, random: Random, name: str) -> None:
+    path = tmp_path_factory.mktemp("trace") / name
+    trace = random_step(random)
+    save_trace(trace, path)
+    assert_equal(load_trace(path), trace)
+
+
+@given(
+    times=st.lists(st.floats(min_value=0, allow_nan=False, allow_infinity=False), max_size=5),
+    contents=st.lists(st.integers(0, 2**64 - 1), min_size=5, max_size=5),
+    names=st.lists(st.text(), min_size=5, max_size=5),
+    born=st.integers(-1, 5),
+    lives=st.integers(0, 6),
+    released=st.integers(-2, 4),
+    fingerprint=st.integers(-(2**63), 2**64),
+)
+def test_any_values_come_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    times: list[float],
+    contents: list[int],
+    names: list[str],
+    born: int,
+    lives: int,
+    released: int,
+    fingerprint: int,
+) -> None:
+    b = TraceBuilder(device='"odd"\n', simulated=False, start_bytes=2**40)
+    b.tensor(2**50, TensorKind.INPUT, born=-1)
+    for us, content, name in zip(times, contents, names, strict=False):
+        b.op(name.encode("utf-8", "replace").decode(), content, StepPhase.OPTIMIZER, us, reads=(0, 0))
+    b.save(-1, contents[0])
+    trace = b.finish(fingerprint)
+    ticks = trace.num_ticks
+    born = min(born, ticks)
+    trace = replace(
+        trace,
+        tensor_born=np.array([born], np.int32),
+        tensor_dies=np.array([min(born + lives, ticks)], np.int32),
+        tensor_released=np.array([min(released, ticks - 1)], np.int32),
+        tensor_sendable=np.array([min(released, 0)], np.int32),
+    )
+    path = tmp_path_factory.mktemp("trace") / "t"
+    save_trace(trace, path)
+    assert_equal(load_trace(path), trace)
+
+
+def test_equal_traces_make_equal_files(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        one, two = tmp_path / "one" / name, tmp_path / "two" / f"other {name}"
+        for path in (one, two):
+            path.parent.mkdir(exist_ok=True)
+            save_trace(chain(), path)
+        assert one.read_bytes() == two.read_bytes()
+    assert gzip.decompress((tmp_path / "one" / "a.jsonl.gz").read_bytes()) == (tmp_path / "one" / "a.jsonl").read_bytes()
+
+
+def test_times_and_features_of_another_run_change_no_line_of_what_happened(tmp_path: Path) -> None:
+    trace = chain(layers=2)
+    other = replace(trace, op_us=trace.op_us * 1.1, hook_feature=trace.hook_feature + np.uint64(1), fingerprint=1)
+    save_trace(trace, tmp_path / "a")
+    save_trace(other, tmp_path / "b")
+    lines = zip((tmp_path / "a").read_text().splitlines(), (tmp_path / "b").read_text().splitlines(), strict=True)
+    differ = [json.loads(a)[0] for a, b in lines if a != b]
+    assert differ == ["us", "features"]
+
+
+def test_an_operator_more_changes_few_lines(tmp_path: Path) -> None:
+    def step(extra: bool) -> list[str]:
+        b = TraceBuilder(device="d", simulated=True, start_bytes=0)
+        for i in range(50):
+            if extra and i == 20:
+                b.op("aten::relu", 3, StepPhase.FORWARD, 1.0, writes=(b.tensor(64),))
+            x = b.tensor(512)
+            b.op("aten::mm", i, StepPhase.FORWARD, 1.0, writes=(x,), reads=(x - 1,) if i else ())
+            b.dies(x)
+        save_trace(b.finish(), tmp_path / "t")
+        return (tmp_path / "t").read_text().splitlines()
+
+    before, after = step(extra=False), step(extra=True)
+    assert len(after) == len(before) + 2
+    assert len(set(after) - set(before)) <= 5  # header, the storage, the operator, times; and who reads across it: none here
+
+
+def test_the_file_of_a_small_step(tmp_path: Path) -> None:
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=512)
+    w = b.tensor(100, TensorKind.PARAMETER, born=-1)
+    x = b.tensor(1000, TensorKind.ACTIVATION)
+    b.op("aten::mm", 0xAB, StepPhase.FORWARD, 0.1, reads=(w,), writes=(x,))
+    b.save(x, 1)
+    b.sendable(x, b.save(-1, 2))
+    b.released(x)
+    b.use(x, 3)
+    b.dies(x)
+    save_trace(b.finish(-5), tmp_path / "t.jsonl")
+    header, *lines = (tmp_path / "t.jsonl").read_text().splitlines()
+    assert header == (
+        '{"schema":"chameleon_mm.trace/1","device":"simulated h200","simulated":true,"start_bytes":512,"ops":1,"tensors":2,'
+        '"hooks":3,"op_names":["aten::mm"]}'
+    )
+    assert lines == [
+        '["tensor","parameter",100,null,null,null,null]',
+        '["tensor","activation",1000,0,2,1,3]',
+        '["op","aten::mm","00000000000000ab","forward",[2],[1]]',
+        '["save",1]',
+        '["save",null]',
+        '["use",1]',
+        '["us",0,[0.1]]',
+        '["features",-5,["0000000000000001","0000000000000002","0000000000000003"]]',
+    ]
+
+
+def lines_of(trace: Trace, tmp_path: Path) -> list[str]:
+    save_trace(trace, tmp_path / "whole")
+    return (tmp_path / "whole").read_text().splitlines()
+
+
+def load_lines(lines: list[str], tmp_path: Path) -> Trace:
+    (tmp_path / "t").write_text("".join(f"{line}\n" for line in lines))
+    return load_trace(tmp_path / "t")
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    save_trace(chain(layers=1), tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    # From every 7th byte on; the last newline alone is no loss.
+    for size in [*range(0, len(whole) - 1, 7), len(whole) - 2]:
+        (tmp_path / "t").write_bytes(whole[:size])
+        line = whole[: size + 1].count(b"\n") + 1  # a line without its newline alone is whole: the next one is missing
+        with pytest.raises(ValueError, match=rf"line {line}: expected .*, got "):
+            load_trace(tmp_path / "t")
+
+
+def test_a_compressed_file_cut_short_is_refused(tmp_path: Path) -> None:
+    save_trace(chain(layers=1), tmp_path / "t.gz")
+    whole = (tmp_path / "t.gz").read_bytes()
+    for size in (0, 5, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "t.gz").write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"line \d+: expected .*, got .*cut short"):
+            load_trace(tmp_path / "t.gz")
+    (tmp_path / "t.gz").write_bytes(b"[1]\n")
+    with pytest.raises(ValueError, match="line 1: expected UTF-8 text, whole where it is compressed"):
+        load_trace(tmp_path / "t.gz")
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ValueError, match="line 1: expected UTF-8 text"):
+        load_trace(tmp_path / "t")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_trace(tmp_path / "none")
+
+
+def edited(line: int, change: Callable[[Any], Any]) -> Callable[[list[str]], list[str]]:
+    def edit(lines: list[str]) -> list[str]:
+        lines, value = lines.copy(), change(json.loads(lines[line]))
+        lines[line] = value if isinstance(value, str) else json.dumps(value)
+        return lines
+
+    return edit
+
+
+def put(index: int, value: Any) -> Callable[[list[Any]], list[Any]]:
+    return lambda line: [*line[:index], value, *line[index + 1 :]]
+
+
+def times(written: str) -> Callable[[list[str]], list[str]]:
+    """In place of the first time."""
+    return edited(-2, lambda line: json.dumps(line).replace("120.0", written, 1))
+
+
+# Lines of chain(layers=1): 1 header, 2-5 a layer's parameter, gradient and moments, 6 the first activation, 7 the operator that
+# makes it, 8 its save; the last two are times and features.
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/2"}), f"line 1: expected .* the schema {SCHEMA}, got"),
+        (edited(0, lambda h: [h]), "line 1: expected a header with the schema"),
+        (edited(0, lambda h: {**h, "ops": "many"}), "line 1: expected ops of type int in the header, got 'many'"),
+        (edited(0, lambda h: {**h, "device": None}), "line 1: expected device of type str"),
+        (edited(0, lambda h: {**h, "op_names": [1]}), "line 1: expected text, got 1"),
+        (edited(0, lambda h: {**h, "ops": 3}), "expected 3 ops, as the header says, got 23"),
+        (edited(0, lambda h: {**h, "tensors": 1}), "expected 1 tensors, as the header says"),
+        (edited(0, lambda h: {**h, "hooks": 11}), "expected 11 hooks, as the header says, got 10"),
+        (edited(1, lambda _: '["tensor"'), "line 2: expected one JSON value, got"),
+        (edited(1, lambda line: line[:-1]), "line 2: expected a tensor, op, .* line with all its values"),
+        (edited(1, put(1, "weight")), "line 2: expected a kind of tensor: parameter, .*, got 'weight'"),
+        (edited(1, put(2, 1.5)), "line 2: expected a whole number, got 1.5"),
+        (edited(1, put(2, True)), "line 2: expected a whole number, got True"),
+        (edited(1, put(2, 1 << 70)), "line 2: expected a whole number"),
+        (edited(1, put(2, -1)), "sizes of 0 bytes or more"),
+        (edited(6, put(1, "aten::unheard")), "line 7: expected an operator that the header names, got 'aten::unheard'"),
+        (edited(6, put(2, "xyz")), "line 7: expected a hash of 16 hexadecimal digits, got 'xyz'"),
+        (edited(6, put(3, "sideways")), "line 7: expected a phase: forward, backward, optimizer, got 'sideways'"),
+        (edited(6, put(5, [99])), "numbers below"),
+        (edited(7, put(1, 1 << 40)), "hook_tensor from -1"),
+        (edited(7, put(0, "load")), "line 8: expected a tensor, op, save, use, us or features line"),
+        (times("NaN"), "expected finite numbers, got NaN"),
+        (times("1e999"), "expected finite times in microseconds, got inf"),
+        (times('"long"'), "expected finite times in microseconds, got 'long'"),
+        (times("-1"), "finite times of 0 us or more, got -1"),
+        (edited(-2, put(1, 7)), "expected times from operator 0 on, got 7; is a line missing"),
+        (edited(-1, put(2, ["0" * 16])), "expected 10 hooks, as the header says, got 1"),
+        (lambda lines: lines[:-2] + lines[-1:], "expected 23 ops, as the header says, got 0; was the file cut short"),
+        (lambda lines: [*lines, lines[1]], "expected the end of the file after the features"),
+        (lambda lines: lines[:1] + lines[2:], "expected .* tensors, as the header says"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_line(tmp_path: Path, edit: Callable[[list[str]], list[str]], message: str) -> None:
+    lines = lines_of(chain(layers=1), tmp_path)
+    assert_equal(load_lines(lines, tmp_path), chain(layers=1))
+    with pytest.raises(ValueError, match=message):
+        load_lines(edit(lines), tmp_path)
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_step_does_not_differ_from_itself(random: Random) -> None:
+    trace = random_step(random)
+    assert diff_traces(trace, trace) == []
+
+
+def test_a_layer_more_is_told_as_what_was_inserted() -> None:
+    # A layer of chain(): 5 saves, 10 operators in forward, 10 in backward, one of the optimizer. All layers are equal, so the
+    # alignment may take any of them as the new one; it tells their number.
+    told = diff_traces(chain(layers=2), chain(layers=3))
+    assert "operators: 44, now 65" in told
+    inserted = [line for line in told if "inserted" in line and line.startswith("operators")]
+    assert sum(int(line.split(": ")[1].split()[0]) for line in inserted) == 21
+    back = diff_traces(chain(layers=3), chain(layers=2))
+    assert sum(int(line.split(": ")[1].split()[0]) for line in back if "removed" in line and line.startswith("operators")) == 21
+
+
+def test_an_operator_in_place_of_another() -> None:
+    def step(name: str, content: int) -> Trace:
+        b = TraceBuilder(device="d", simulated=True, start_bytes=0)
+        for i in range(3):
+            b.op(name if i == 1 else "aten::mm", content if i == 1 else i, StepPhase.FORWARD, 1.0)
+        return b.finish()
+
+    assert diff_traces(step("aten::relu", 10), step("aten::gelu", 11)) == ["operators 1 to 1: aten::relu, now aten::gelu"]
+
+
+def test_sizes_kinds_phases_and_saves_that_changed() -> None:
+    def step(nbytes: int, kind: TensorKind, phase: StepPhase, saved: bool) -> Trace:
+        b = TraceBuilder(device="d", simulated=True, start_bytes=0)
+        x = b.tensor(nbytes, kind)
+        b.op("aten::mm", 1, phase, 1.0, writes=(x,))
+        b.save(x if saved else -1, 5)
+        return b.finish()
+
+    one = step(MIB, TensorKind.TEMPORARY, StepPhase.FORWARD, saved=True)
+    two = step(2 * MIB, TensorKind.ACTIVATION, StepPhase.BACKWARD, saved=False)
+    assert diff_traces(one, two) == [
+        "operator 0 (aten::mm): in forward, now in backward",
+        "operator 0 (aten::mm): writes 1048576 bytes, now 2097152",
+        "operator 0 (aten::mm): writes a storage of kind temporary, now activation",
+        "hook calls 0 to 0: save of 1048576 bytes, now save of what stays",
+    ]
+
+
+def test_totals_that_changed() -> None:
+    trace = chain(layers=1)
+    other = replace(trace, device="other", simulated=False, start_bytes=0, op_us=trace.op_us * 2)
+    assert diff_traces(trace, other) == [
+        "device: simulated h200, now other",
+        "simulated: True, now False",
+        "allocated at the start: 16.0 MiB, now 0 B",
+        "operators' time: 3.87 ms, now 7.74 ms",
+    ]

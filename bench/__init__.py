@@ -13,6 +13,8 @@ THEMES: dict[str, str] = {
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",
     "pinned": "chameleon_mm.bench.pinned",
+    "planner": "chameleon_mm.bench.planner",
+    "profiler": "chameleon_mm.bench.profiler",
     "training": "chameleon_mm.bench.training",
 }
 """Theme -> module with `add_arguments(parser)` and `run(args, console) -> int` (0 done, 1 failed; `ValueError`: bad usage)."""

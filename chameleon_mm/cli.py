@@ -1,6 +1,6 @@
 """The command line: arguments in, text out. Everything it prints comes from below.
 
-    chameleon-mm demo | doctor | bench THEME
+    chameleon-mm demo | doctor | plan MODEL | bench THEME
     0 done   1 failed   2 bad usage   130 interrupted
 
 Only the command that was named is imported, so that help does not wait for the others.
@@ -35,6 +35,7 @@ examples:
   chameleon-mm demo --device sim:a100 --steps 5  the same on a simulated A100; needs no GPU
   chameleon-mm doctor                            what this machine offers
   chameleon-mm bench copy --json copy.json       copy rates of this machine
+  chameleon-mm plan llama-7b --gpu rtx4090       what a step needs, and what a plan makes of it; needs no GPU
 
 Sizes are bytes or text such as 300MiB, 1.5GiB or 8GB. Exit codes: 0 done, 1 failed, 2 bad usage.
 """
@@ -56,12 +57,25 @@ _DOCTOR = """\
 Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
 A part that is missing is a finding, not an error.
 """
+_PLAN = """\
+Says what one training step of a model needs on a GPU, whether it fits, and what swapping makes of it. Nothing is computed and
+nothing is loaded: the step runs on shapes alone, its times are a roofline's, so every figure is predicted.
+"""
+_PLAN_EPILOG = """\
+examples:
+  chameleon-mm plan llama-7b --batch 4 --hbm-budget 80GiB
+  chameleon-mm plan models:tiny --gpu a100 --json tiny.json --png tiny.png
+  chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
+
+Exits with 1 if no plan keeps within the budgets.
+"""
 _BENCH = {
     "codec": "lossless codecs on what a model really saves: share that is exact, ratio, and rates of the kernels",
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
     "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
     "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
     "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
+    "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }
 
@@ -118,6 +132,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     doctor.set_defaults(handler=_run_doctor)
 
+    plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
+    if command == "plan":
+        from chameleon_mm.planning.command import add_arguments
+
+        add_arguments(plan)
+        plan.set_defaults(handler=_run_plan)
+
     bench = _add(
         commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
     )
@@ -142,6 +163,12 @@ def _add(
 
 def _run_demo(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.demo.command import run
+
+    return run(args, console, _environment)
+
+
+def _run_plan(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.planning.command import run
 
     return run(args, console, _environment)
 

@@ -10,6 +10,13 @@ class ChameleonError(Exception):
 class InfeasibleBudget(ChameleonError, ValueError):
     """The HBM budget cannot be met by swapping: it is below what never moves (parameters, gradients, optimizer state)."""
 
+    def __init__(self, message: str = "", *, smallest_bytes: int | None = None, smallest_host_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        """The smallest HBM budget for which there is a plan within the host budget; None: not known."""
+        self.smallest_host_bytes = smallest_host_bytes
+        """The pinned memory that a plan for this HBM budget needs, where that is what is missing."""
+
 
 class HostMemoryExhausted(ChameleonError, MemoryError):
     """A pinned-host allocation passed its limit, or the machine could not pin that much."""

@@ -47,9 +47,10 @@ def raising(error: BaseException) -> Run:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["demo", "doctor", "bench", "examples:", "Exit codes"]),
+        (["--help"], ["demo", "doctor", "plan", "bench", "examples:", "Exit codes"]),
         (["demo", "--help"], ["--hbm-budget", "half of what it uses unswapped", "default 0.1", "examples:"]),
         (["doctor", "--help"], ["--json"]),
+        (["plan", "--help"], ["MODEL", "--hbm-budget", "--json", "--png", "llama-7b", "predicted", "examples:"]),
         (["bench", "--help"], list(THEMES)),
         *([["bench", theme, "--help"], ["--device", "--json", "--markdown"]] for theme in THEMES),
     ],
@@ -181,9 +182,10 @@ def test_python_dash_m_is_the_command() -> None:
 
 def test_help_imports_no_benchmark_and_no_demo() -> None:
     root = Path(chameleon_mm.__file__).resolve().parents[1]
+    commands = tuple(f"chameleon_mm.{name}" for name in ("bench.", "demo", "doctor", "planning"))
     program = (
         "import sys; from chameleon_mm.cli import main; main(['--help']); "
-        "print([m for m in sys.modules if m.startswith(('chameleon_mm.bench.', 'chameleon_mm.demo', 'chameleon_mm.doctor'))])"
+        f"print([m for m in sys.modules if m.startswith({commands})])"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

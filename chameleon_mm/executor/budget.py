@@ -35,6 +35,9 @@ UNKNOWN_SHARE = 0.5
 The other half is for the climb until the next look: an operator's result and its temporaries.
 """
 
+_NO_BOUND = 1 << 62
+"""More bytes than any device has."""
+
 ROUND_BYTES = 512
 """The caching allocator counts blocks rounded up to this."""
 
@@ -58,6 +61,8 @@ class BudgetGuard:
         """Of copies by a plan: given back when it says so, or under pressure."""
         self.trusts_plan = False
         """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
+        self.astray = False
+        """Whether the step is none that is known: then what earlier ones took at the same place says little."""
         self.headroom = Headroom()
         self.peak_seen_bytes = 0
         """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
@@ -87,6 +92,26 @@ class BudgetGuard:
         self._allocated = self._device.allocated_bytes()
         return self._allocated
 
+    def spare_bytes(self) -> int:
+        """What may be taken for a moment, beside what the model will."""
+        budget = self._limits.hbm_budget_bytes
+        if budget is None:
+            return _NO_BOUND
+        return max(0, budget - self._allocated - (self._need() or 0))
+
+    def spare_until_used_bytes(self) -> int:
+        """What may be taken now and kept for a while, as far as it is known what the model will take meanwhile."""
+        budget, need = self._limits.hbm_budget_bytes, self._need(ahead=PREFETCH_HORIZON)
+        if budget is None:
+            return _NO_BOUND
+        return 0 if need is None else max(0, budget - self._allocated - need)
+
+    def _need(self, ahead: int = 0) -> int | None:
+        """What the model takes until the next look, or the most until any of the next `ahead`; None: not known."""
+        if self.trusts_plan:
+            return 0
+        return self.headroom.most() if self.astray else self.headroom.need(ahead)
+
     def took(self, nbytes: int) -> None:
         """A swap-in was allocated."""
         rounded = round_up(nbytes, ROUND_BYTES)
@@ -101,7 +126,7 @@ class BudgetGuard:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
-        need = 0 if self.trusts_plan else self.headroom.need()
+        need = self._need()
         if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
             self.reclaim.flush(lambda: False)
             self._allocated = self._device.allocated_bytes()
@@ -130,7 +155,7 @@ class BudgetGuard:
         return (
             budget is not None
             and not self.trusts_plan
-            and self.headroom.need() is None
+            and self._need() is None
             and self._allocated > budget * UNKNOWN_SHARE
         )
 
@@ -168,11 +193,7 @@ class BudgetGuard:
             ahead = sum(saved.nbytes for saved in self._live() if saved.place is Place.ARRIVING)
             if ahead + nbytes > self._limits.ahead_bytes:
                 return False
-        budget = self._limits.hbm_budget_bytes
-        if budget is None:
-            return True
-        need = self.headroom.need(ahead=PREFETCH_HORIZON)
-        return need is not None and self._allocated + nbytes + need <= budget
+        return nbytes <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> None:
         """The step is over; `completed` says whether there is something to learn from it."""

@@ -103,7 +103,7 @@ class Guide:
         self._matcher: Matcher | None = None
         self._cursor: Cursor | None = None
         self._due = _NOTHING_DUE
-        self._guard.trusts_plan = False
+        self._guard.trusts_plan = self._guard.astray = False
 
     @property
     def on_course(self) -> bool:
@@ -180,7 +180,7 @@ class Guide:
                 self._recorder.stop()  # a step that has a plan needs no trace
                 self._recorder = None
         else:
-            self._strayed = True
+            self._strayed = self._guard.astray = True
             self._guard.trusts_plan = False
             if self._matcher is not None:
                 self._matcher.begin_step(hook)

@@ -80,7 +80,7 @@ class SwapIns:
         if saved.place in (Place.ARRIVING, Place.RESTORED) and (saved.lost_on_the_way or not saved.home_is(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
         if saved.carrier is not None and saved.place is Place.ON_HOST and saved.alive_elsewhere(compute) is None:
-            self._unpack(saved.carrier, compute)
+            self._unpack(saved.carrier, saved, compute)
         if saved.place is Place.LEAVING:
             saved.take_back()
         if saved.place is Place.ON_HOST:
@@ -110,14 +110,18 @@ class SwapIns:
         self._guard.took(nbytes)
         return made
 
-    def _unpack(self, carrier: Carrier, compute: Stream) -> None:
-        """All that waits in the carrier, by one kernel: what was saved together is used together."""
+    def _unpack(self, carrier: Carrier, wanted: SavedStorage, compute: Stream) -> None:
+        """`wanted` and what else waits in the carrier, as far as there is room, by one kernel: what was saved together is used
+        together."""
         if carrier.place is Place.ON_HOST:
             self._staging.make_room(carrier.nbytes)  # where copies are refused it comes back all the same: a use needs it
         packed = self._bring_held(carrier, compute)
-        members = carrier.waiting()
-        self._allocate(
-            sum(member.nbytes for member, _ in members), lambda: carrier.unpack_members(members, packed, compute), keep=carrier
-        )
-        if carrier.place is Place.RESTORED:
+        waiting = carrier.waiting()
+        members, nbytes, room = [], wanted.nbytes, self._guard.spare_until_used_bytes()
+        for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
+            if member is wanted or nbytes + member.nbytes <= room:
+                members.append((member, place))
+                nbytes += 0 if member is wanted else member.nbytes
+        self._allocate(nbytes, lambda: carrier.unpack_members(members, packed, compute), keep=carrier)
+        if carrier.place is Place.RESTORED and len(members) == len(waiting):
             carrier.let_go()

@@ -128,7 +128,9 @@ class SwapOuts:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
         waiting, self._small, self._small_bytes = self._small, [], 0
         members = [saved for saved in waiting if saved.place is Place.RESIDENT and saved.worth_a_copy]
-        for together in self._staging.loads(members, at_most=2 * CARRIER_BYTES):
+        # While a carrier is packed, its members are still there: a tight budget has room for small ones only.
+        at_most = min(2 * CARRIER_BYTES, self._guard.spare_bytes())
+        for together in self._staging.loads(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with
                 self.send_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):

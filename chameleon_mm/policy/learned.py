@@ -51,6 +51,12 @@ class Headroom:
             return None
         return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
+    def most(self) -> int | None:
+        """The most bytes until any look of the previous step, as far as this one is larger times that. None: nothing is known."""
+        if self._scale is None or not self._known:
+            return None
+        return ceil(self._scale * max(self._known))
+
     def end_step(self) -> None:
         """The step is over: the next one is expected to be like it."""
         self._known, self._growing, self._scale = self._growing, [], 1.0

@@ -42,10 +42,7 @@ def place(
     taken = dict(taken)
     ready = problem.sendable if ready is None else ready
     while True:
-        in_at = _copies_back(problem, budget, taken)
-        if latest is not None:
-            wait_until = latest(taken)
-            in_at = {i: max(hook, wait_until.get(i, 0)) for i, hook in in_at.items()}
+        in_at = _copies_back(problem, budget, taken, latest(taken) if latest is not None else {})
         reclaim_at = _reclaims(problem, budget, taken, in_at, ready)
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
         draft = Draft(
@@ -87,22 +84,35 @@ def lead_of(problem: Problem, who: Sequence[int], lead_us: Lead) -> NDArray[np.f
     return np.full(len(who), lead_us)
 
 
-def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int]) -> dict[int, int]:
-    """Candidate -> first hook at which there is room for it to be back, room until its use; last used, last back."""
+def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
+    """Candidate -> first hook at which there is room for it to be back, room until its use; last used, last back.
+
+    held: hooks before which it is not back even so.
+    """
     first, use = problem.first, problem.use
     waiting = sorted(taken, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
+    holding = sorted(held, key=held.__getitem__)
     here = [0] * (len(problem.level) + 1)  # by hook: bytes of what was not away before it
     in_at: dict[int, int] = {}
     away, seen = 0, len(problem.level)
     for k, excess in zip(*map(reversed, problem.over(budget, problem.falls)), strict=True):
         away -= sum(here[k + 1 : seen + 1])
         seen = k
+        while holding and held[holding[-1]] > k:
+            i = holding.pop()
+            if i not in in_at:
+                in_at[i] = held[i]
+                if first[i] <= k:
+                    away += taken[i]
+                    here[first[i]] += taken[i]
         while away < excess:
             i = waiting.pop()
-            if first[i] <= k:
+            if first[i] <= k and i not in in_at:
                 in_at[i] = k + 1
                 away += taken[i]
                 here[first[i]] += taken[i]
+    for i in holding:  # not needed by what comes after it; the reclaims may still prefer it
+        in_at.setdefault(i, held[i])
     return in_at
 
 

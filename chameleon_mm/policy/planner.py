@@ -27,19 +27,26 @@ from chameleon_mm.units import MIB, format_size
 
 
 def generate_plan(
-    trace: Trace, hbm_budget: int, host_budget: int | None, cost_model: LinkCost, *, lead_us: Lead = 0.0
+    trace: Trace,
+    hbm_budget: int,
+    host_budget: int | None,
+    cost_model: LinkCost,
+    *,
+    lead_us: Lead = 0.0,
+    drafts: int = 4_500,
 ) -> SwapPlan:
     """What of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the least time.
 
     host_budget: bytes of pinned memory; None: no limit. lead_us: how much earlier than in time copies back are to be done, for
-    all or by tensor; where memory has no room for that, as early as it has. Plans nothing where the step fits as it is.
+    all or by tensor; where memory has no room for that, as early as it has. drafts: how many a local search may try where there
+    are 16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
 
     Deterministic. About n log n in what autograd saved, and linear in operators.
 
     Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget or a
     lead that is no budget or lead at all.
     """
-    return candidate_plans(trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, at_most=1)[0]
+    return candidate_plans(trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, drafts=drafts, at_most=1)[0]
 
 
 def candidate_plans(
@@ -49,6 +56,7 @@ def candidate_plans(
     cost_model: LinkCost,
     *,
     lead_us: Lead = 0.0,
+    drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
 ) -> list[SwapPlan]:
@@ -56,13 +64,16 @@ def candidate_plans(
 
     A model of the link and of the operators is not exact: whoever can measure may try them all. Raises as `generate_plan` does.
     """
-    _check_arguments(hbm_budget, host_budget, lead_us, at_most, within)
+    _check_arguments(hbm_budget, host_budget, lead_us, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_empty_plan(problem, hbm_budget, trace.fingerprint)]
     if problem.least_bytes > hbm_budget:
         raise _infeasible(trace, problem, hbm_budget)
-    search = _search(problem, hbm_budget, host_budget, cost_model, lead_us)
+    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us)
+    search.try_ranks()
+    search.try_everything()
+    search.improve(drafts)
     if not search.found:
         raise _host_too_small(problem, hbm_budget, host_budget or 0, search.least_host_bytes or 0, cost_model)
     if at_most > 1:
@@ -84,14 +95,6 @@ def candidate_plans(
         if all(plan.actions != other.actions for other in plans):
             plans.append(plan)
     return plans
-
-
-def _search(problem: Problem, budget: int, host_budget: int | None, cost: LinkCost, lead_us: Lead) -> Search:
-    search = Search(problem, budget, host_budget, cost, lead_us)
-    search.try_ranks()
-    search.try_everything()
-    search.improve()
-    return search
 
 
 def _empty_plan(problem: Problem, budget: int, fingerprint: int) -> SwapPlan:
@@ -140,7 +143,7 @@ def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_
     )
 
 
-def _check_arguments(hbm_budget: int, host_budget: int | None, lead_us: Lead, at_most: int, within: float) -> None:
+def _check_arguments(hbm_budget: int, host_budget: int | None, lead_us: Lead, drafts: int, at_most: int, within: float) -> None:
     if hbm_budget <= 0:
         raise ValueError(
             f"hbm_budget: expected more than 0 bytes, got {hbm_budget}; say how much device memory a step may take"
@@ -151,5 +154,7 @@ def _check_arguments(hbm_budget: int, host_budget: int | None, lead_us: Lead, at
     for lead in leads:
         if not isfinite(lead) or lead < 0:
             raise ValueError(f"lead_us: expected finite times of 0 us or more, got {lead}")
-    if at_most < 1 or not within >= 0:
-        raise ValueError(f"expected at_most of 1 plan or more and within of 0 or more, got {at_most} and {within}")
+    if drafts < 0 or at_most < 1 or not within >= 0:
+        raise ValueError(
+            f"expected drafts of 0 or more, at_most of 1 or more and within of 0 or more, got {drafts}, {at_most} and {within}"
+        )

@@ -3,10 +3,10 @@
 search = Search(problem, budget, host_budget, cost, lead_us)
 search.try_ranks()          a few covers of all candidates; enough where nothing stalls
 search.try_everything()     what swapping all that may move comes to: never worse than that
-search.improve()            random small changes to the best one, kept when they are no worse (variation.py)
+search.improve(drafts)      random small changes to the best ones, kept when they are hardly worse (variation.py)
 search.found                drafts, best first
 
-How many drafts it tries falls with their size: a step of a million operators gets one or two, a dozen candidates a thousand.
+How many drafts it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from chameleon_mm.policy.variation import Variation, start_of, vary
 
 _CANDIDATES_BY_RANK = 2_000
 """Candidates times ranks that are tried, the first rank apart."""
-_DRAFTS = 3_000
-"""Of the local search: about half a second."""
 _CLIMBS = 3
-"""Starts of it."""
-_STRICTNESS = 50.0
+"""Starts of the local search."""
+_STRICTNESS = 30.0
 """Of it: one over the share by which, on average, a change may be worse."""
 _MOST_VARIED = 16
 """Candidates up to which there is one. Among more of them a single one hardly matters, and ranks find what a search would."""
@@ -83,6 +81,9 @@ class Search:
         """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
         n = len(self._problem.size)
         self._try_rank(used_latest, eager=False)
+        if self.best is not None and self.best.stall_us < _NO_WORSE_US:
+            # All that it costs are copies of what stays of storages that move in part: they may move whole.
+            self._place({i: self._problem.size[i] for i in self.best.draft.who}, eager=False)
         left = _CANDIDATES_BY_RANK // max(n, 1)
         for eager in (True, False):
             for rank in RANKS:
@@ -115,14 +116,14 @@ class Search:
         if len(problem.size) <= _CANDIDATES_BY_RANK:
             self._place(everything, eager=True)
 
-    def improve(self) -> None:
-        """A local search from the best covers. The same one every time."""
+    def improve(self, drafts: int) -> None:
+        """A local search from the best covers over that many drafts. The same one every time."""
         if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
             return
         random = Random(0)
         starts = [start_of(self._problem, rank, eager=eager) for rank in RANKS for eager in (False, True)]
         for start in sorted(starts, key=self._vary_us)[:_CLIMBS]:
-            self._climb(start, random, self._drafts + _DRAFTS // _CLIMBS)
+            self._climb(start, random, self._drafts + drafts // _CLIMBS)
 
     def _climb(self, variation: Variation, random: Random, until_draft: int) -> None:
         late_us = self._vary_us(variation)

@@ -138,7 +138,7 @@ class Matcher:
         """The explanations now that a save with this feature came, the best one first: at a tie one in which it matches."""
         places = self._places.get(feature, ())
         candidates = set[int]()
-        for chain in self._chains:  # the next place ahead, and behind the nearest that is still to be had
+        for chain in self._chains:  # the nearest place on each side: further ones are reached through chains that end nearer
             behind = bisect_left(places, chain.place)
             ahead = bisect_right(places, chain.place, behind)
             candidates.update(places[max(0, behind - 1) : behind], places[ahead : ahead + 1])

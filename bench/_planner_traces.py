@@ -1,0 +1,133 @@
+"""Made-up steps for the planner: the shape of a decoder's training step, with as many operators as asked for.
+
+layer_chain(LayerShape(...), layers)       a dense decoder: what its layers save, how long their operators take
+step_of(operators)                         any number of operators, 25 saved storages and 150 hook calls in each 1000
+
+No model is run. Times are FLOPs over a sustained rate, and bytes over the memory's: what a plan comes to is simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.units import MIB
+
+FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
+
+SAVED_PER_1000, HOOKS_PER_1000 = 25, 150
+"""Of a thousand operators of a dense decoder in eager mode, forward and backward together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One decoder layer on one GPU. The defaults are those of a 7B model, in two bytes a value."""
+
+    tokens: int = 4096
+    hidden: int = 4096
+    ffn: int = 11008
+    flops_per_us: float = 400e6
+    """Sustained by matrix products."""
+    bytes_per_us: float = 3.5e6
+    """Sustained by everything else, of device memory."""
+
+    def parts(self) -> list[tuple[str, float, int]]:
+        """Forward's operators: name, microseconds, bytes of what it saves."""
+        row, wide = 2 * self.tokens * self.hidden, 2 * self.tokens * self.ffn
+        square = 2.0 * self.tokens * self.hidden * self.hidden / self.flops_per_us
+        mlp = 2.0 * self.tokens * self.hidden * self.ffn / self.flops_per_us
+        attention = 2.0 * self.tokens * self.tokens * self.hidden / self.flops_per_us  # causal: half of both products
+        norm, gate = 3 * row / self.bytes_per_us, 3 * wide / self.bytes_per_us
+        return [
+            ("norm", norm, row), ("query", square, row), ("key", square, row), ("value", square, row),
+            ("attention", attention, row), ("output", square, row), ("norm", norm, row),
+            ("gate", mlp, wide), ("up", mlp, wide), ("silu", gate, wide), ("product", gate, wide), ("down", mlp, row),
+        ]  # fmt: skip
+
+
+def layer_chain(shape: LayerShape, layers: int) -> Trace:
+    """One step: each operator of each layer saves what it makes, and backward, twice as long, uses it in reverse."""
+    step = _Step(start_bytes=64 * MIB)
+    parts = shape.parts()
+    for _ in range(layers):
+        for name, us, nbytes in parts:
+            step.forward(name, us, nbytes)
+    for _ in range(layers):
+        for name, us, _ in reversed(parts):
+            step.backward(name, 2 * us)
+    return step.finish()
+
+
+def step_of(operators: int) -> Trace:
+    """One step of `operators` operators, as many hooks and saved storages as a dense decoder has to so many."""
+    step = _Step(start_bytes=64 * MIB)
+    saves = max(1, operators * SAVED_PER_1000 // 1000)
+    others = operators * HOOKS_PER_1000 // 1000 - 2 * saves
+    fillers = operators - 2 * saves
+    done = 0
+    for i in range(2 * saves):
+        while done < (i + 1) * fillers // (2 * saves):
+            step.filler(hooked=(done + 1) * others // fillers > done * others // fillers, forward=i < saves)
+            done += 1
+        if i < saves:
+            step.forward("product", 8.0 + i % 7, (2 + i % 5) * MIB)
+        else:
+            step.backward("product", 16.0)
+    return step.finish()
+
+
+class _Step:
+    """A step under way: what it saved and has not used."""
+
+    def __init__(self, start_bytes: int) -> None:
+        self._builder = TraceBuilder(device="none: made up", simulated=True, start_bytes=start_bytes)
+        self._builder.tensor(start_bytes, TensorKind.PARAMETER, born=-1)
+        self._saved: list[int] = []
+        self._held: list[int] = []
+        """Saved, and what made them or uses them next is not over."""
+        self._fresh: list[int] = []
+        """Saved, and no hook came since."""
+
+    def forward(self, name: str, us: float, nbytes: int) -> None:
+        b = self._builder
+        made = b.tensor(nbytes, TensorKind.ACTIVATION)
+        b.op(f"aten::{name}", 1, FORWARD, us, reads=self._saved[-1:], writes=(made,))
+        self._release()
+        b.save(made, 1)
+        self._sendable()
+        self._fresh.append(made)
+        self._held.append(made)
+        self._saved.append(made)
+
+    def backward(self, name: str, us: float) -> None:
+        b = self._builder
+        used = self._saved.pop()
+        self._release()
+        b.use(used, 1)
+        self._sendable()
+        b.op(f"aten::{name}_backward", 2, BACKWARD, us, reads=(used,))
+        b.dies(used)
+
+    def filler(self, *, hooked: bool, forward: bool) -> None:
+        """An operator of a microsecond whose result is gone after it, and a hook call that is nobody's where asked for."""
+        b = self._builder
+        made = b.tensor(MIB)
+        b.op("aten::view", 3, FORWARD if forward else BACKWARD, 1.0, writes=(made,))
+        b.dies(made)
+        if hooked and forward:
+            b.save(-1, 2)
+            self._sendable()
+        elif hooked:
+            b.use(-1, 2)
+            self._sendable()
+
+    def finish(self) -> Trace:
+        return self._builder.finish(fingerprint=1)
+
+    def _release(self) -> None:
+        while self._held:
+            self._builder.released(self._held.pop())
+
+    def _sendable(self) -> None:
+        while self._fresh:
+            self._builder.sendable(self._fresh.pop(), self._builder.num_hooks - 1)

@@ -1,0 +1,112 @@
+"""`chameleon-mm plan`: arguments in, a step under fake tensors, tables, files and an exit code out.
+
+check everything that can be checked          # bad usage costs a moment
+step = record_step(...)                       # seconds, whatever the model's size
+prediction = predict(step, ...)               # a fraction of one
+tables, JSON, PNG; 0: there is a plan, 1: there is none within the budgets
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from chameleon_mm.device import SPECS, Device
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.planning.builtin import BUILT_IN
+from chameleon_mm.planning.plot import save_plot
+from chameleon_mm.planning.prediction import Prediction, predict
+from chameleon_mm.planning.record import DTYPES, OPTIMIZERS, record_step
+from chameleon_mm.planning.show import show
+from chameleon_mm.planning.sources import source_of
+from chameleon_mm.policy import DefaultRule
+from chameleon_mm.units import parse_size
+
+Environment = Callable[[str, Device], Mapping[str, Any]]
+"""Theme and device -> the header of a result file: device, simulated, commit, versions."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options on `parser`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"built in: {', '.join(BUILT_IN)}; or module:function, which returns (model, batch) or (model, batch, loss_fn), "
+        "given --batch and --seq as batch and seq; or the file, folder or name of a Hugging Face configuration (needs "
+        "transformers: pip install 'chameleon-mm[plan]')",
+    )
+    step = parser.add_argument_group("the step")
+    step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
+    step.add_argument(
+        "--seq",
+        type=int,
+        metavar="N",
+        help="tokens of a row (default: the model's context; 4096 at most where it is not built in)",
+    )
+    step.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and activations (default bfloat16)")
+    step.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), default="adamw",
+        help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
+    )  # fmt: skip
+    where = parser.add_argument_group("where it would run and what it may use")
+    where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
+    where.add_argument("--hbm-budget", metavar="SIZE", help='device memory: "40GiB" (default: all that the GPU has)')
+    where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory (default: as much as it takes)")
+    where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
+    out = parser.add_argument_group("what it writes")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
+    out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
+
+
+def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
+    """Run it and return the exit code: 0 where there is a plan within the budgets, or none is needed; 1 where there is none.
+
+    Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
+    written.
+    """
+    prediction = _predict(args, console)
+    show(prediction, console)
+    if args.png is not None:
+        save_plot(prediction, args.png)
+        _written(console, args.png)
+    if args.json is not None:
+        header = environment("plan", SimDevice(prediction.spec))
+        args.json.write_text(json.dumps(prediction.to_dict(header), indent=1) + "\n", encoding="utf-8")
+        _written(console, args.json)
+    return 0 if prediction.infeasible is None else 1
+
+
+def _predict(args: argparse.Namespace, console: Console) -> Prediction:
+    _check_files(args)
+    spec = spec_by_name(args.gpu)
+    hbm_budget = spec.hbm_bytes if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    if hbm_budget == 0:
+        raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
+    host_budget = None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget")
+    min_bytes = DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes")
+    build = source_of(args.model, batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype])
+    with console.status("recording one step under fake tensors"):
+        step = record_step(build, spec, dtype=DTYPES[args.dtype], optimizer=args.optimizer, min_bytes=min_bytes)
+    with console.status("planning"):
+        return predict(step, spec, hbm_budget, host_budget)
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for path in (args.json, args.png):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"expected a file in an existing folder, got {path}; make {path.parent} first")
+    if args.png is not None and args.png.suffix.lower() != ".png":
+        raise ValueError(f"--png: expected a file name that ends in .png, got {args.png}")
+    if args.png is not None and find_spec("matplotlib") is None:
+        raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
+
+
+def _written(console: Console, path: Path) -> None:
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,53 @@
+"""What somebody else's code raised, as one line that says where.
+
+with told_as("models:tiny failed"):
+    models.tiny()                       # ModelUnusable: models:tiny failed: TypeError: ... (models.py:12)
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from chameleon_mm.planning.workload import ModelUnusable
+
+_NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
+"""What torch says of devices that its build does not know, before CUDA's name or after it."""
+
+_OURS = Path(__file__).resolve().parents[1]
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
+
+
+@contextmanager
+def told_as(what: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
+    try:
+        yield
+    except ModelUnusable:
+        raise
+    except Exception as error:  # a model may fail in any way, and that is an answer about the model
+        said = " ".join(str(error).split()) or "no message"
+        raise ModelUnusable(f"{what}: {type(error).__name__}: {said}{_place(error)}{_way_out(error)}") from error
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the user's own, where there is one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in (_OURS, *_INSTALLED)):
+            return f" ({path.name}:{frame.lineno})"
+    return ""
+
+
+def _way_out(error: Exception) -> str:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return "; fake tensors have shapes and no values: a step whose operators depend on values cannot be planned ahead"
+    if _NO_SUCH_DEVICE.search(str(error)):
+        return "; build model and batch on the CPU: nothing is computed, and no GPU is needed"
+    return ""

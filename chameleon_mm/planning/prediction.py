@@ -1,0 +1,208 @@
+"""What a step comes to within a budget, every way there is of fitting it there: predicted, by arithmetic over its trace.
+
+prediction = predict(step, spec, hbm_budget, host_budget=None)
+prediction.ways             no swapping, the plan, swap everything, full recomputation: peak, stall, step time
+prediction.infeasible       why there is no plan within the budget, where there is none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.planning.needs import Need, needs_of, peak_phase
+from chameleon_mm.planning.record import RecordedStep
+from chameleon_mm.policy import (
+    LinkCost,
+    Peak,
+    Recomputation,
+    SwapPlan,
+    Timeline,
+    full_recomputation,
+    generate_plan,
+    ideal,
+    least_memory,
+    peak_memory,
+    simulate,
+    smallest_budget,
+    smallest_hidden_budget,
+    swap_everything,
+)
+from chameleon_mm.trace import StepPhase, Trace
+
+SCHEMA = "chameleon_mm.plan/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way of running the step, predicted."""
+
+    name: str
+    peak_bytes: int
+    host_bytes: int
+    """Of pinned memory."""
+    moved_bytes: int
+    """Each way over the link."""
+    stall_us: float
+    """Compute waits for copies."""
+    step_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prediction:
+    """A step on one GPU within one budget."""
+
+    step: RecordedStep
+    spec: GpuSpec
+    hbm_budget_bytes: int
+    host_budget_bytes: int | None
+    needs: tuple[Need, ...]
+    peak: Peak
+    """Nothing swapped."""
+    phase: StepPhase
+    """Of the peak."""
+    least_phase: StepPhase
+    """Of the peak that is left where all that may be away is."""
+    ways: tuple[Way, ...]
+    """Nothing swapped first; then the plan, if there is one."""
+    smallest_budget_bytes: int
+    """That there is a plan for, whatever it costs in time."""
+    hidden_budget_bytes: int
+    """The smallest whose plan costs no time."""
+    infeasible: str | None
+    """Why there is no plan within the budgets; None: there is one."""
+    plan: SwapPlan | None
+    timeline: Timeline | None
+    """Of `plan`."""
+    ideal_us: float | None
+    """T*: no plan within the budget takes less."""
+    mixed_ideal_us: float | None
+    """Nor does any that also makes again what it drops."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits as it is."""
+        return self.peak.nbytes <= self.hbm_budget_bytes
+
+    @property
+    def can_be_lowered(self) -> bool:
+        """Whether swapping lowers the peak at all."""
+        return self.smallest_budget_bytes < self.peak.nbytes
+
+    @property
+    def ideal_share(self) -> float | None:
+        """The share of T* that the plan reaches."""
+        if self.plan is None or self.ideal_us is None:
+            return None
+        return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
+
+    def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything as plain data; all of it is predicted. `environment` comes first: device, simulated, commit, versions."""
+        trace, plan = self.step.trace, self.plan
+        return {
+            **environment,
+            "schema": SCHEMA,
+            "predicted": True,
+            "model": self.step.about,
+            "notes": list(self.step.notes),
+            "num_parameters": self.step.num_parameters,
+            "dtype": self.step.dtype,
+            "optimizer": self.step.optimizer,
+            "min_bytes": self.step.min_bytes,
+            "num_operators": len(trace.op_us),
+            "num_saves_and_uses": len(trace.hook_tick),
+            "hbm_budget_bytes": self.hbm_budget_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
+            "needs": [asdict(need) for need in self.needs],
+            "peak_bytes": self.peak.nbytes,
+            "peak_phase": self.phase.name.lower(),
+            "peak_idle_bytes": self.peak.idle_bytes,
+            "fits": self.fits,
+            "feasible": self.infeasible is None,
+            "infeasible": self.infeasible,
+            "smallest_budget_bytes": self.smallest_budget_bytes,
+            "hidden_budget_bytes": self.hidden_budget_bytes,
+            "ideal_us": self.ideal_us,
+            "mixed_ideal_us": self.mixed_ideal_us,
+            "ideal_share": self.ideal_share,
+            "ways": [asdict(way) for way in self.ways],
+            "plan": None if plan is None else {"num_moved": len(plan.actions), "moved_bytes": plan.moved_bytes},
+        }
+
+
+def link_of(spec: GpuSpec) -> LinkCost:
+    """The link of a GPU by its spec, and what copies within its memory reach in practice."""
+    cost = CostModel(spec=spec)
+    hbm_gbps = spec.hbm_gbps * cost.memory_efficiency / 2  # a copy reads and writes every byte
+    return LinkCost(d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=hbm_gbps)
+
+
+def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None) -> Prediction:
+    """What `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned memory (None: any).
+
+    Raises `ValueError` for a budget that is none. One that is too small is an answer: `Prediction.infeasible`.
+    """
+    trace, cost = step.trace, link_of(spec)
+    peak = peak_memory(trace)
+    plan, infeasible, ideal_us, mixed_ideal_us = None, None, None, None
+    try:
+        plan = generate_plan(trace, hbm_budget, host_budget, cost)
+        ideal_us = ideal(trace, hbm_budget, cost).step_us
+        mixed_ideal_us = ideal(trace, hbm_budget, cost, recompute=True).step_us
+    except InfeasibleBudget as error:
+        infeasible = str(error)
+    everything = swap_everything(trace, cost)
+    ways = [
+        _unswapped(trace, peak),
+        *([] if plan is None else [_way("this plan", plan)]),
+        _way("swap everything", everything),
+        _recomputed(full_recomputation(trace)),
+    ]
+    return Prediction(
+        step=step,
+        spec=spec,
+        hbm_budget_bytes=hbm_budget,
+        host_budget_bytes=host_budget,
+        needs=needs_of(trace, peak),
+        peak=peak,
+        phase=peak_phase(trace, peak),
+        least_phase=peak_phase(trace, least_memory(trace)),
+        ways=tuple(ways),
+        smallest_budget_bytes=smallest_budget(trace),
+        hidden_budget_bytes=smallest_hidden_budget(trace, cost, lambda budget: generate_plan(trace, budget, host_budget, cost)),
+        infeasible=infeasible,
+        plan=plan,
+        timeline=None if plan is None else simulate(trace, plan, cost),
+        ideal_us=ideal_us,
+        mixed_ideal_us=mixed_ideal_us,
+    )
+
+
+def _unswapped(trace: Trace, peak: Peak) -> Way:
+    return Way(name="no swapping", peak_bytes=peak.nbytes, host_bytes=0, moved_bytes=0, stall_us=0.0, step_us=trace.duration_us)
+
+
+def _way(name: str, plan: SwapPlan) -> Way:
+    return Way(
+        name=name,
+        peak_bytes=plan.peak_bytes,
+        host_bytes=plan.host_bytes,
+        moved_bytes=plan.moved_bytes,
+        stall_us=plan.stall_us,
+        step_us=plan.step_us,
+    )
+
+
+def _recomputed(way: Recomputation) -> Way:
+    return Way(
+        name="full recomputation",
+        peak_bytes=way.peak_bytes,
+        host_bytes=0,
+        moved_bytes=0,
+        stall_us=0.0,
+        step_us=way.step_us,
+    )

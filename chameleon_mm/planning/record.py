@@ -1,0 +1,134 @@
+"""One training step of a model that is not there, as a trace: operators run on shapes alone, their times are a roofline's.
+
+    step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, min_bytes=1 << 20)
+    step.trace                  as a recorder on that GPU would have it, were the host never late
+
+The step is one in the middle of training: the optimizer has its state already, gradients are made and let go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.planning.failures import told_as
+from chameleon_mm.planning.gpu_operators import GpuOperators
+from chameleon_mm.planning.shapes_alone import shapes_alone
+from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
+from chameleon_mm.profiler.op_times import PricedTimes
+from chameleon_mm.profiler.record_hooks import RecordingHooks
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.trace import Trace
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+OPTIMIZERS = {
+    "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
+    "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
+    "sgd": "SGD with momentum, as it runs by default on CUDA",
+    "none": "forward and backward alone",
+}
+"""Name -> what it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """A step, and of what."""
+
+    about: str
+    notes: tuple[str, ...]
+    num_parameters: int
+    dtype: str
+    optimizer: str
+    """Of `OPTIMIZERS`."""
+    min_bytes: int
+    trace: Trace
+
+
+def record_step(build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: str, min_bytes: int) -> RecordedStep:
+    """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
+
+    dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
+    Needs tens of microseconds for each operator. Raises `ModelUnusable` where the model fails.
+    """
+    device = SimDevice(spec)
+    with shapes_alone(), _default_dtype(dtype), GpuOperators():
+        workload = build()
+        step = _Step(workload, optimizer)
+        recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
+        with recorder:
+            with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
+                loss = step.forward_backward()
+            step.update()
+        trace = recorder.finish()
+        del loss  # until here, as a training loop has it
+    return RecordedStep(
+        about=workload.about,
+        notes=workload.notes,
+        num_parameters=sum(p.numel() for p in workload.model.parameters()),
+        dtype=str(dtype).removeprefix("torch."),
+        optimizer=optimizer,
+        min_bytes=min_bytes,
+        trace=trace,
+    )
+
+
+class _Step:
+    """One step of a training loop, with its optimizer in the state that it has from the second step on."""
+
+    def __init__(self, workload: Workload, optimizer: str) -> None:
+        trained = [p for p in workload.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ModelUnusable(f"{workload.about}: expected parameters that require gradients, got none; nothing is trained")
+        elsewhere = {str(p.device) for p in workload.model.parameters()} - {"cpu"}
+        if elsewhere:
+            raise ModelUnusable(
+                f"{workload.about}: expected a model on the CPU, got parameters on {', '.join(sorted(elsewhere))}; build it "
+                f"there: nothing is computed, and no GPU is needed"
+            )
+        self._workload = workload
+        self.optimizers = _optimizers(optimizer, trained)
+        for parameter in trained if self.optimizers else ():
+            parameter.grad = torch.zeros_like(parameter)
+        self.update()
+
+    def forward_backward(self) -> Tensor:
+        loss = self._workload.loss()
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._workload.model.zero_grad(set_to_none=True)
+
+
+def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
+    # `foreach` by name: it is what torch picks on CUDA, and on the CPU it would pick a loop over the parameters.
+    match name:
+        case "adamw":
+            return [AdamW(parameters, foreach=True)]
+        case "adamw-fused":
+            return [AdamW(parameters, fused=True)]
+        case "sgd":
+            return [SGD(parameters, lr=1e-3, momentum=0.9, foreach=True)]
+        case "none":
+            return []
+    raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,142 @@
+"""A prediction for people: what the step needs, what every way of running it comes to, and what that means.
+
+show(prediction, console)
+verdicts(prediction), assumptions(prediction)        # lines; pure, so that tests read them
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.planning.prediction import Prediction, Way
+from chameleon_mm.trace import StepPhase
+from chameleon_mm.units import format_size, format_us
+
+_UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
+"""What torch's fused attention becomes where no fused kernel takes its arguments."""
+
+
+def show(prediction: Prediction, console: Console) -> None:
+    """Print both tables, the verdicts and the assumptions."""
+    spec, step = prediction.spec, prediction.step
+    _line(console, f"chameleon-mm plan: {step.about}", style="bold")
+    _line(
+        console,
+        f"{_count(step.num_parameters)} parameters, {step.dtype}, optimizer {step.optimizer}; one training step on "
+        f"{spec.name}, predicted: nothing ran",
+    )
+    console.print(_needs(prediction))
+    console.print(_ways(prediction))
+    for text in verdicts(prediction):
+        _line(console, text, style="bold" if prediction.infeasible is None else "bold red")
+    _line(console, "assumptions:")
+    lines = Table.grid(padding=(0, 1))
+    for text in assumptions(prediction):
+        lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
+    console.print(lines)
+
+
+def verdicts(prediction: Prediction) -> list[str]:
+    """What the figures mean, one line each; the first says whether the step fits."""
+    budget, peak = format_size(prediction.hbm_budget_bytes), prediction.peak
+    if prediction.infeasible is not None:
+        lines = [f"does not fit, and no plan makes it: {prediction.infeasible}"]
+    elif prediction.fits:
+        lines = [f"fits as it is: {format_size(peak.nbytes)} of {budget}; nothing needs to move"]
+    else:
+        lines = [f"does not fit as it is, {format_size(peak.nbytes)} of {budget}; with this plan it does"]
+    if prediction.ideal_us is not None and prediction.mixed_ideal_us is not None:
+        ideal, mixed = format_us(prediction.ideal_us), format_us(prediction.mixed_ideal_us)
+        lines.append(
+            f"ideal bound T* within this budget: {ideal}, and {mixed} with recomputation mixed in; this plan reaches "
+            f"{prediction.ideal_share:.1%} of T*"
+        )
+    if prediction.can_be_lowered:
+        lines.append(
+            f"smallest budget: {format_size(prediction.smallest_budget_bytes)} with any plan, "
+            f"{format_size(prediction.hidden_budget_bytes)} with all copies hidden"
+        )
+    else:
+        lines.append("swapping cannot lower the peak: nothing that could be away is idle then")
+    if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
+        lines.append("what is left is the optimizer's: --optimizer adamw-fused has no temporaries")
+    return lines
+
+
+def assumptions(prediction: Prediction) -> list[str]:
+    """What the figures rest on, one sentence each."""
+    spec, trace = prediction.spec, prediction.step.trace
+    cost = CostModel(spec=spec)
+    arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
+    lines = [
+        f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth; the host is not late",
+        f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
+        "memory is that of the tensors: CUDA's context, the allocator's gaps and library workspaces come on top",
+        "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
+    ]
+    host_us = int(np.count_nonzero(trace.op_us)) * cost.launch_us
+    if host_us > trace.duration_us:
+        lines.append(
+            f"the host would be late: launching the kernels takes it {format_us(host_us)}, at {cost.launch_us:g} us each"
+        )
+    if any("scaled_dot_product_flash_attention" in name for name in trace.op_names):
+        lines.append("attention is fused: it saves q, k, v, its output and one float32 a row, no matrix of scores")
+    if not _UNFUSED.isdisjoint(trace.op_names):
+        lines.append("some attention ran unfused and saved matrices of scores: its arguments suit no fused kernel of a CPU")
+    lines.append("full recomputation is an estimate, its segments cut where the least crosses; no plan of ours does it")
+    lines.extend(prediction.step.notes)
+    return lines
+
+
+def _needs(prediction: Prediction) -> Table:
+    table = Table(title="what the step needs", title_justify="left")
+    table.add_column("", no_wrap=True)
+    table.add_column("at most", justify="right", no_wrap=True)
+    table.add_column(f"at the peak, in {_phase(prediction.phase)}", justify="right")
+    for need in prediction.needs:
+        table.add_row(need.name, format_size(need.most_bytes), format_size(need.at_peak_bytes))
+    table.add_section()
+    table.add_row("all at once", format_size(prediction.peak.nbytes), format_size(prediction.peak.nbytes))
+    table.add_row("of it idle, could be swapped", "-", format_size(prediction.peak.idle_bytes))
+    return table
+
+
+def _ways(prediction: Prediction) -> Table:
+    budget = prediction.hbm_budget_bytes
+    table = Table(title=f"what it comes to within {format_size(budget)} (predicted)", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("peak", "pinned host", "stall", "step", "slower by"):
+        table.add_column(heading, justify="right")
+    unswapped = prediction.ways[0]
+    for way in prediction.ways:
+        mark = "*" if way.peak_bytes > budget else " "
+        host, stall = format_size(way.host_bytes), format_us(way.stall_us)
+        table.add_row(way.name, format_size(way.peak_bytes) + mark, host, stall, *_time(way, unswapped))
+    if any(way.peak_bytes > budget for way in prediction.ways):
+        table.caption, table.caption_justify = "* over the budget", "left"
+    return table
+
+
+def _time(way: Way, unswapped: Way) -> tuple[str, str]:
+    share = way.step_us / unswapped.step_us - 1 if unswapped.step_us else 0.0
+    share = round(share, 3) + 0.0  # no "-0.0%"
+    return format_us(way.step_us), "-" if way is unswapped else f"{share:.1%}"
+
+
+def _count(number: int) -> str:
+    for factor, unit in ((1e9, " billion"), (1e6, " million")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return str(number)
+
+
+def _phase(phase: StepPhase) -> str:
+    return {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "the optimizer"}[phase]
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,235 @@
+"""Known steps: kept by use, guessed by what followed what, told apart at the first hook that tells."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.profiler.known import CONTEXTS_PER_STEP, KnownSequences
+from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
+
+
+def step(text: str, fingerprint: int | None = None) -> StepRecord:
+    """A step with a save for every letter."""
+    return StepRecord(
+        fingerprint=hash(text) if fingerprint is None else fingerprint,
+        features=array("Q", map(ord, text)),
+        save_of=array("i", [NOT_A_USE] * len(text)),
+    )
+
+
+def knowing(*texts: str, capacity: int = 16) -> KnownSequences[str]:
+    """Each step with its own text for a plan, the last one the most recently used."""
+    known = KnownSequences[str](capacity)
+    for text in texts:
+        known.put(step(text), text)
+    return known
+
+
+def run(known: KnownSequences[str], text: str) -> list[str]:
+    """Go through a step. Returns the plan in use before its first hook and after each one; "-": none from there on."""
+    guess = known.begin_step()
+    plans = ["-" if guess is None else guess.plan]
+    for letter in text:
+        follows = known.follow(ord(letter))
+        plans.append("-" if not follows or known.current is None else known.current.plan)
+    known.end_step(step(text))
+    return plans
+
+
+# --- following
+
+
+def test_nothing_is_known_at_first() -> None:
+    known = KnownSequences[str](2)
+    assert run(known, "ab") == ["-", "-", "-"]
+    assert known.current is None
+    assert (known.deviated, known.told_apart, known.hits) == (False, False, 0)
+
+
+def test_a_known_step_is_followed_to_its_end() -> None:
+    known = knowing("abc")
+    assert run(known, "abc") == ["abc"] * 4
+    assert (known.agreed, known.deviated, known.hits) == (3, False, 1)
+
+
+def test_another_takes_over_at_the_hook_that_tells_them_apart() -> None:
+    known = knowing("abcx", "abcy")
+    assert run(known, "abcx") == ["abcy"] * 4 + ["abcx"]
+    known = knowing("abxq", "abcx", "abcy", "zzzz")
+    assert run(known, "abxq") == ["zzzz", "abcy", "abcy", "abxq", "abxq"]
+    assert known.hits == 1
+
+
+def test_only_what_agreed_all_the_way_takes_over() -> None:
+    known = knowing("qbd", "abc")
+    assert run(known, "abd") == ["abc", "abc", "abc", "-"]  # "qbd" has the d, but another beginning
+    assert known.deviated
+    assert known.current is not None
+    assert (known.current.plan, known.agreed, known.hits) == ("abc", 2, 0)
+
+
+def test_a_longer_step_takes_over_where_a_shorter_one_ends() -> None:
+    known = knowing("abab", "ab")
+    assert run(known, "abab") == ["ab", "ab", "ab", "abab", "abab"]
+    assert run(known, "ababa") == ["abab"] * 5 + ["-"]
+
+
+def test_after_a_deviation_nothing_is_followed() -> None:
+    known = knowing("abc")
+    assert run(known, "axc") == ["abc", "abc", "-", "-"]
+    assert (known.agreed, known.deviated) == (1, True)
+    assert run(known, "abc") == ["abc"] * 4
+
+
+def test_told_apart_once_no_other_agrees() -> None:
+    known = knowing("abcx", "abcy", "abz")
+    known.begin_step()
+    seen = []
+    for letter in "abcy":
+        known.follow(ord(letter))
+        seen.append(known.told_apart)
+    assert seen == [False, False, False, True]
+    known = knowing("abc")
+    known.begin_step()
+    seen = [known.told_apart]  # nothing was seen yet
+    known.follow(ord("a"))
+    seen.append(known.told_apart)
+    assert seen == [False, True]
+    assert not known.follow(ord("x"))
+    assert (known.deviated, known.told_apart) == (True, False)
+
+
+@given(st.lists(st.text("ab", max_size=6), max_size=8), st.text("abc", max_size=7))
+def test_whatever_is_known_it_is_followed_as_far_as_it_goes(texts: list[str], text: str) -> None:
+    known = knowing(*texts)
+    plans = run(known, text)
+    for hooks, plan in enumerate(plans[1:], 1):
+        begins = text[:hooks]
+        if plan == "-":
+            assert not any(other.startswith(begins) for other in texts)
+        else:
+            assert plan.startswith(begins)
+    assert known.hits == (text in texts)
+
+
+# --- what is expected
+
+
+def hits_at_once(known: KnownSequences[str], pattern: str, rounds: int, settle: int) -> bool:
+    """Whether from round `settle` on every step of `pattern`, one for each letter, was guessed before its first hook."""
+    guesses = [run(known, name * 3)[0] == name * 3 for _ in range(rounds) for name in pattern]
+    return all(guesses[settle * len(pattern) :])
+
+
+@pytest.mark.parametrize("pattern", ["a", "ab", "abc", "aab", "aabb", "abac"])
+def test_patterns_are_guessed_before_the_first_hook(pattern: str) -> None:
+    """Two lengths in turn, two micro-batches and then one, an evaluation in between: whatever two steps tell."""
+    assert hits_at_once(knowing(*(name * 3 for name in set(pattern))), pattern, rounds=6, settle=2)
+
+
+def test_a_rare_step_is_no_new_habit() -> None:
+    known = knowing("tt", "ee")
+    guesses = [run(known, name * 2)[0] for name in "ttttettttt"]
+    assert guesses[2:] == ["tt", "tt", "tt", "ee", "tt", "tt", "tt", "tt"]  # "ee" was the latest used: nothing else was known
+    guesses = [run(known, name * 2)[0] for name in "tettt"]
+    assert guesses == ["tt"] * 5
+
+
+def test_a_change_for_good_is_one() -> None:
+    known = knowing("ff", "ss")
+    guesses = [run(known, name * 2)[0] for name in "ssssffff"]
+    assert guesses[5:] == ["ff"] * 3
+
+
+def test_a_step_that_did_not_end_teaches_nothing() -> None:
+    known = knowing("aa", "bb")
+    for name in ("aa", "bb", "aa", "bb"):
+        run(known, name)
+    known.begin_step()
+    known.abandon_step()
+    assert known.current is None
+    assert not known.follow(ord("a"))
+    guess = known.begin_step()
+    assert guess is not None
+    assert guess.plan == "bb"  # the most recently used: nobody knows what came before
+
+
+def test_what_followed_a_step_that_is_gone_is_not_guessed() -> None:
+    known = knowing("aa", capacity=1)
+    run(known, "aa")
+    run(known, "aa")
+    known.put(step("bb"), "bb")
+    assert run(known, "bb")[0] == "bb"
+
+
+def test_what_followed_what_is_bounded() -> None:
+    known = knowing("aa", capacity=2)
+    for number in range(200):
+        run(known, f"{number:03}")
+    assert len(known._followed_by) == CONTEXTS_PER_STEP * 2
+
+
+# --- what is kept
+
+
+def test_the_least_recently_used_goes() -> None:
+    known = knowing("aa", "bb", "cc", capacity=3)
+    assert known.get(hash("aa")) == "aa"
+    run(known, "bb")
+    known.put(step("dd"), "dd")
+    assert [known.get(hash(text)) for text in ("aa", "bb", "cc", "dd")] == ["aa", "bb", None, "dd"]
+    assert len(known) == 3
+
+
+def test_a_plan_is_replaced() -> None:
+    known = knowing("aa", "ab", capacity=2)
+    known.put(step("aa"), "better")
+    assert (len(known), known.get(hash("aa")), known.get(hash("ab"))) == (2, "better", "ab")
+    assert run(known, "aa") == ["ab", "ab", "better"]
+
+
+def test_a_step_that_went_is_no_longer_told_apart_from() -> None:
+    known = knowing("abcd", "abxx", capacity=2)
+    known.get(hash("abcd"))
+    known.put(step("zz"), "zz")  # "abxx" goes
+    known.get(hash("abcd"))
+    known.begin_step()
+    known.follow(ord("a"))
+    assert known.told_apart
+
+
+def test_equal_fingerprints_of_different_steps_are_not_mixed_up() -> None:
+    known = KnownSequences[str](4)
+    known.put(step("ab", fingerprint=7), "ab")
+    known.begin_step()
+    assert [known.follow(ord(letter)) for letter in "ac"] == [True, False]
+    assert known.end_step(step("ac", fingerprint=7)) is None
+    assert known.hits == 0
+    found = known.end_step(step("ab", fingerprint=7))
+    assert found is not None
+    assert found.plan == "ab"
+
+
+def test_a_step_is_found_at_its_end_though_nobody_followed_it() -> None:
+    known = knowing("ab")
+    known.begin_step()
+    found = known.end_step(step("ab"))
+    assert found is not None
+    assert (found.plan, found.fingerprint) == ("ab", hash("ab"))
+
+
+def test_steps_without_hooks_are_known_too() -> None:
+    known = knowing("", "ab")
+    assert run(known, "") == ["ab"]
+    assert known.hits == 1
+    assert run(known, "ab") == ["", "ab", "ab"]
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_capacity_below_one_is_refused(capacity: int) -> None:
+    with pytest.raises(ValueError, match="capacity of 1 or more"):
+        KnownSequences[str](capacity)

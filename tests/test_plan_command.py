@@ -1,0 +1,502 @@
+"""`chameleon-mm plan`: a step that never ran needs what it needs when it runs, and every wrong question is answered."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+import chameleon_mm
+from chameleon_mm.cli import main
+from chameleon_mm.device import SPECS
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, built_in
+from chameleon_mm.planning.command import add_arguments
+from chameleon_mm.planning.gpu_operators import GpuOperators
+from chameleon_mm.planning.llama import Llama, LlamaShape
+from chameleon_mm.planning.prediction import Prediction, link_of, predict
+from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, _Step, record_step
+from chameleon_mm.planning.shapes_alone import shapes_alone
+from chameleon_mm.planning.show import assumptions, show, verdicts
+from chameleon_mm.planning.sources import source_of
+from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
+from chameleon_mm.policy import memory_curve, peak_memory, simulate
+from chameleon_mm.trace import StepPhase, TensorKind
+from chameleon_mm.units import GIB, MIB
+
+H200 = SPECS["h200"]
+LLAMA = LlamaShape(layers=2, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=100, context=64)
+MODELS = """
+import torch
+from torch import nn
+
+constant = torch.ones(64)
+
+class Mlp(nn.Module):
+    def __init__(self, layers=8):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * constant
+        return x
+
+def tiny(batch, seq=128):
+    return Mlp(), torch.randn(batch, seq, 64), lambda out, x: (out - x).float().pow(2).mean()
+
+def scalar():
+    class Model(Mlp):
+        def forward(self, x, y):
+            return {"loss": (super().forward(x) - y).sum()}
+    return Model(), {"x": torch.randn(2, 64), "y": torch.randn(2, 64)}
+
+def converted():
+    return Mlp().to(torch.float16), (torch.randn(2, 64, dtype=torch.float16),), lambda out, batch: out.sum()
+
+def nothing(): pass
+def numbers(): return 3, 4
+def no_loss(): return Mlp(), torch.randn(2, 64)
+def bad_loss(): return Mlp(), torch.randn(2, 64), "mean"
+def fails(): return Mlp(1 // 0), torch.randn(2, 64)
+def looks(): return Mlp(), torch.randn(2, 64), lambda out, x: out.sum() if out.sum().item() > 0 else out.mean()
+def frozen(): return Mlp().requires_grad_(False), torch.randn(2, 64)
+def elsewhere(): return Mlp().to("meta"), torch.randn(2, 64, device="meta"), lambda out, x: out.sum()
+number = 3
+"""
+
+
+def llama() -> Workload:
+    model, ids = Llama(LLAMA), torch.zeros(2, 64, dtype=torch.int64)
+    return Workload(about="a small llama", model=model, loss=lambda: model.loss(ids))
+
+
+def gpt2() -> Workload:
+    model, ids = Gpt2(Gpt2Shape(layers=2, width=64, heads=4, vocabulary=100)), torch.zeros(2, 64, dtype=torch.int64)
+    return Workload(about="a small gpt2", model=model, loss=lambda: model.loss(ids, ids))
+
+
+def recorded(build: Build, *, optimizer: str = "adamw", min_bytes: int = 1) -> RecordedStep:
+    return record_step(build, H200, dtype=torch.float32, optimizer=optimizer, min_bytes=min_bytes)
+
+
+def predicted(hbm_budget: Callable[[RecordedStep], int], host_budget: int | None = None, optimizer: str = "sgd") -> Prediction:
+    step = recorded(llama, optimizer=optimizer)
+    return predict(step, H200, hbm_budget(step), host_budget)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working directory."""
+    name = "models_of_a_user"
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)  # so that the entry is gone after the test
+    monkeypatch.delitem(sys.modules, name)
+    return name
+
+
+# --- the step
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, optimizer: str) -> None:
+    """To the byte and to the microsecond, on the simulated GPU with a host that takes no time."""
+    trace = recorded(build, optimizer=optimizer).trace
+    device = SimDevice(H200, cost=CostModel(spec=H200, launch_us=0.0, view_us=0.0, event_us=0.0))
+    with device.compute(), GpuOperators():
+        step = _Step(build(), optimizer)
+        device.reset_peaks()
+        start_bytes = device.allocated_bytes()
+        start = device.current_stream().record(timed=True)
+        loss = step.forward_backward()
+        step.update()
+        end = device.current_stream().record(timed=True)
+    del loss
+    device.synchronize()
+    assert peak_memory(trace).nbytes == device.peak_allocated_bytes()
+    assert trace.start_bytes == start_bytes
+    assert trace.duration_us == pytest.approx(end.elapsed_us(start), rel=1e-9)  # added up in another order
+
+
+def test_the_step_is_one_in_the_middle_of_training() -> None:
+    trace = recorded(llama).trace
+    assert set(trace.op_phase.tolist()) == set(StepPhase)
+    assert memory_curve(trace)[-1] < trace.start_bytes + MIB  # the state was there, the gradients are gone
+    assert int(trace.tensor_born[trace.tensor_dies == trace.num_ticks].max()) >= 0  # the loss lives on
+
+
+def test_it_takes_no_memory_and_leaves_torch_as_it_was() -> None:
+    before = torch.get_default_dtype()
+    step = record_step(source_of("gpt2", batch=1, seq=64, dtype=torch.bfloat16), H200, dtype=torch.bfloat16,
+                       optimizer="none", min_bytes=MIB)  # fmt: skip
+    assert step.num_parameters == 124_439_808  # as published
+    assert torch.get_default_dtype() is before
+    assert type(torch.empty(1)) is torch.Tensor
+    with pytest.raises(ModelUnusable):
+        record_step(lambda: Workload(about="x", model=torch.nn.ReLU(), loss=torch.Tensor), H200, dtype=torch.float16,
+                    optimizer="none", min_bytes=1)  # fmt: skip
+    assert torch.get_default_dtype() is before
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("llama-7b", 6_738_415_616), ("llama-3-8b", 8_030_261_248), ("gpt2-xl", 1_557_611_200)]
+)
+def test_what_is_built_in_has_the_published_number_of_parameters(name: str, count: int) -> None:
+    with shapes_alone():
+        model = built_in(name, batch=1, seq=8)().model
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_attention_that_drops_is_fused_all_the_same() -> None:
+    def build(p: float) -> Build:
+        def workload() -> Workload:
+            model = torch.nn.Linear(64, 64, bias=False)
+            x = torch.randn(1, 4, 512, 64)
+
+            def loss() -> torch.Tensor:
+                q = model(x)
+                by_name = F.scaled_dot_product_attention(q, q, q, dropout_p=p, is_causal=True)
+                return F.scaled_dot_product_attention(q, by_name, q, None, p, True).sum()
+
+            return Workload(about="attention", model=model, loss=loss)
+
+        return workload
+
+    dropping, plain = recorded(build(0.1)).trace, recorded(build(0.0)).trace
+    assert peak_memory(dropping) == peak_memory(plain)
+    assert dropping.op_content.tolist() == plain.op_content.tolist()
+    assert int(plain.tensor_bytes.max()) < 4 * 512 * 512 * 4  # no matrix of scores
+
+
+def test_dropout_saves_a_mask_of_bools_as_on_a_gpu() -> None:
+    def build() -> Workload:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.1))
+        return Workload(about="dropout", model=model, loss=lambda: model(torch.zeros(1024, 64)).sum())
+
+    trace = recorded(build).trace
+    assert "aten::native_dropout" in trace.op_names
+    saved = trace.tensor_bytes[trace.tensor_kind == TensorKind.ACTIVATION].tolist()
+    assert sorted(saved) == [1024 * 64, 1024 * 64 * 4]  # the mask, and the layer's input
+
+
+def test_what_is_below_min_bytes_never_moves() -> None:
+    everything, large = recorded(llama).trace, recorded(llama, min_bytes=32 * 1024).trace
+    sizes = [sorted(trace.tensor_bytes[np.unique(trace.hook_tensor)[1:]].tolist()) for trace in (everything, large)]
+    assert [nbytes for nbytes in sizes[0] if nbytes >= 32 * 1024] == sizes[1]
+    assert 0 < len(sizes[1]) < len(sizes[0])
+
+
+# --- the prediction
+
+
+def test_a_budget_between_is_met_and_nothing_beats_the_bound() -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4)
+    assert outcome.plan is not None
+    assert outcome.timeline is not None
+    assert outcome.ideal_us is not None
+    assert not outcome.fits
+    assert outcome.smallest_budget_bytes <= outcome.plan.peak_bytes <= outcome.hbm_budget_bytes
+    assert outcome.timeline.peak_bytes == outcome.plan.peak_bytes
+    assert outcome.timeline.step_us == pytest.approx(outcome.plan.step_us)
+    assert outcome.step.trace.duration_us <= outcome.ideal_us <= outcome.plan.step_us
+    assert outcome.mixed_ideal_us is not None
+    assert outcome.mixed_ideal_us <= outcome.ideal_us
+    assert outcome.ideal_share == outcome.ideal_us / outcome.plan.step_us
+    names = ["no swapping", "this plan", "swap everything", "full recomputation"]
+    assert [way.name for way in outcome.ways] == names
+    unswapped, plan, everything, recomputed = outcome.ways
+    assert unswapped.peak_bytes == outcome.peak.nbytes == int(memory_curve(outcome.step.trace).max())
+    assert unswapped.step_us == outcome.step.trace.duration_us
+    assert plan.step_us <= everything.step_us
+    assert recomputed.step_us > unswapped.step_us
+    assert recomputed.peak_bytes < unswapped.peak_bytes
+
+
+def test_the_smallest_budget_that_hides_all_copies_does() -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes)
+    again = predict(outcome.step, H200, outcome.hidden_budget_bytes, None)
+    assert again.plan is not None
+    assert simulate(again.step.trace, again.plan, link_of(H200)).step_us <= outcome.step.trace.duration_us * 1.001
+
+
+def test_a_step_that_fits_moves_nothing() -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes)
+    assert outcome.fits
+    assert outcome.plan is not None
+    assert outcome.plan.actions == ()
+    assert outcome.ideal_share == 1.0
+    assert verdicts(outcome)[0].startswith("fits as it is")
+    assert predict(outcome.step, H200, outcome.peak.nbytes - 1, None).fits is False
+
+
+def test_a_budget_that_is_too_small_is_an_answer_that_names_the_smallest() -> None:
+    outcome = predicted(lambda step: 1024)
+    assert outcome.plan is None
+    assert outcome.infeasible is not None
+    assert str(outcome.smallest_budget_bytes) in outcome.infeasible
+    assert outcome.infeasible in verdicts(outcome)[0]
+    assert [way.name for way in outcome.ways] == ["no swapping", "swap everything", "full recomputation"]
+    assert predict(outcome.step, H200, outcome.smallest_budget_bytes, None).infeasible is None
+
+
+def test_too_little_pinned_memory_is_an_answer_too() -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4, host_budget=4096)
+    assert outcome.infeasible is not None
+    assert "host_budget" in outcome.infeasible
+
+
+def test_the_classes_add_up_to_the_peak() -> None:
+    outcome = predicted(lambda step: GIB)
+    assert sum(need.at_peak_bytes for need in outcome.needs) + outcome.peak.untouched_bytes == outcome.peak.nbytes
+    assert all(need.at_peak_bytes <= need.most_bytes for need in outcome.needs)
+    assert {need.name for need in outcome.needs} >= {"parameters", "gradients", "optimizer state", "activations", "temporaries"}
+    with shapes_alone():
+        parameters = list(llama().model.parameters())
+    parameter_bytes = sum(-(-p.numel() * 4 // 512) * 512 for p in parameters)
+    by_name = {need.name: need.most_bytes for need in outcome.needs}
+    assert by_name["parameters"] == by_name["gradients"] == by_name["optimizer state"] == parameter_bytes  # one momentum each
+
+
+def test_a_peak_that_is_the_optimizers_is_said_to_be() -> None:
+    def build() -> Workload:
+        model = torch.nn.Linear(512, 512)
+        return Workload(about="wide", model=model, loss=lambda: model(torch.zeros(1, 512)).sum())
+
+    outcome = predict(recorded(build), H200, GIB, None)
+    assert outcome.phase is StepPhase.OPTIMIZER
+    assert not outcome.can_be_lowered
+    assert outcome.hidden_budget_bytes == outcome.peak.nbytes
+    text = "\n".join(verdicts(outcome))
+    assert "swapping cannot lower the peak" in text
+    assert "--optimizer adamw-fused" in text
+    fused = predict(recorded(build, optimizer="adamw-fused"), H200, GIB, None)
+    assert fused.peak.nbytes < outcome.peak.nbytes
+    assert "adamw-fused" not in "\n".join(verdicts(fused))
+
+
+def test_it_says_what_the_figures_rest_on() -> None:
+    text = "\n".join(assumptions(predicted(lambda step: GIB)))
+    assert "attention is fused" in text
+    assert "the host would be late" in text  # kernels this small take less than launching them
+    assert "unfused" not in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_all_of_it_is_shown_within_the_terminal(columns: int) -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4)
+    file = io.StringIO()
+    show(outcome, Console(width=columns, file=file))
+    words = file.getvalue()
+    lines = words.splitlines()
+    tables = [line for line in lines if line.startswith(("│", "┃"))]
+    assert max(map(len, tables)) <= columns
+    assert not any("…" in line for line in tables)
+    assert all(need.name in words for need in outcome.needs)
+    assert all(way.name in words for way in outcome.ways)
+    assert "predicted" in words
+    assert "T*" in words
+
+
+# --- the command
+
+
+def test_a_users_function_gives_tables_and_json(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    command = ["plan", f"{models}:tiny", "--batch", "64", "--gpu", "RTX 4090", "--hbm-budget", "64MiB", "--json", str(path)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f"{models}:tiny, batch 64" in out
+    assert "RTX 4090" in out
+    data: dict[str, Any] = json.loads(path.read_text())
+    assert data["schema"] == "chameleon_mm.plan/1"
+    assert data["predicted"] is data["simulated"] is True
+    assert data["device"] == "simulated RTX 4090"
+    assert (data["dtype"], data["optimizer"], data["min_bytes"]) == ("bfloat16", "adamw", MIB)
+    assert data["hbm_budget_bytes"] == 64 * MIB
+    assert data["feasible"] and not data["fits"]
+    ways = {way["name"]: way for way in data["ways"]}
+    assert ways["this plan"]["peak_bytes"] <= 64 * MIB < ways["no swapping"]["peak_bytes"] == data["peak_bytes"]
+    assert ways["this plan"]["moved_bytes"] == data["plan"]["moved_bytes"] > 0
+    assert 0 < data["ideal_share"] <= 1
+    assert data["smallest_budget_bytes"] <= 64 * MIB
+    assert data["smallest_budget_bytes"] <= data["hidden_budget_bytes"] <= data["peak_bytes"]
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.parametrize("function", ["scalar", "converted"])
+def test_models_as_people_write_them(models: str, function: str) -> None:
+    assert main(["plan", f"{models}:{function}"]) == 0
+
+
+def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    command = ["plan", f"{models}:tiny", "--batch", "64", "--hbm-budget", "1MiB", "--json", str(path)]
+    assert main(command) == 1
+    captured = capsys.readouterr()
+    data = json.loads(path.read_text())
+    assert data["feasible"] is False
+    assert data["plan"] is data["ideal_us"] is data["ideal_share"] is None
+    assert str(data["smallest_budget_bytes"]) in captured.out
+    assert captured.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["MODEL"]),
+        (["gpt2", "--gpu", "b300"], ["h200, h100, a100, rtx4090", "'b300'"]),
+        (["gpt2", "--hbm-budget", "0"], ["--hbm-budget", "more than 0 bytes"]),
+        (["gpt2", "--hbm-budget", "much"], ["--hbm-budget", "'much'"]),
+        (["gpt2", "--batch", "-1"], ["--batch", "1 or more, got -1"]),
+        (["gpt2", "--seq", "0"], ["--seq", "1 or more, got 0"]),
+        (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),
+        (["gpt2", "--optimizer", "adam"], ["--optimizer", "adamw-fused"]),
+        (["gpt2", "--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["gpt2", "--json", "no/such/folder.json"], ["existing folder"]),
+        (["gpt2", "--png", "plan.pdf"], [".png", "plan.pdf"]),
+        (["llama7b"], ["llama-7b", "'llama7b'"]),
+        (["no_such_module:f"], ["can be imported", "no_such_module"]),
+        ([":f"], ["module:function", "':f'"]),
+        (["{models}:"], ["module:function"]),
+        (["{models}:absent"], ["a function 'absent'", "no such name"]),
+        (["{models}:number"], ["a function 'number'", "int"]),
+        (["{models}:tiny"], ["'batch'", "say --batch"]),
+        (["{models}:nothing", "--seq", "3"], ["--seq", "leave it out"]),
+        (["{models}:nothing"], ["(model, batch)", "None"]),
+        (["{models}:numbers"], ["torch.nn.Module", "int"]),
+        (["{models}:bad_loss"], ["loss_fn(output, batch)", "str"]),
+        (["{models}:no_loss"], ["scalar", "(2, 64)", "loss_fn(output, batch)"]),
+        (["{models}:fails"], ["ZeroDivisionError", "models_of_a_user.py:"]),
+        (["{models}:looks"], ["models_of_a_user.py:", "fake tensors have shapes and no values"]),
+        (["{models}:frozen"], ["require gradients"]),
+        (["{models}:elsewhere"], ["on the CPU", "meta"]),
+    ],
+)
+def test_bad_usage_is_one_line_and_exits_with_2(
+    arguments: list[str], words: list[str], models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *(argument.format(models=models) for argument in arguments)]) == 2
+    captured = capsys.readouterr()
+    assert [word for word in words if word not in captured.err] == []
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 or captured.err.startswith("usage:")
+
+
+def test_help_names_what_is_built_in() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    text = parser.format_help().replace("\n", " ")
+    words = [*BUILT_IN, *SPECS, *OPTIMIZERS, "module:function", "Hugging Face"]
+    assert [word for word in words if word not in " ".join(text.split()).replace("- ", "-")] == []
+
+
+# --- what needs more than the library does
+
+
+def _without(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    find_spec = importlib.util.find_spec
+    for module in ("command", "hugging_face"):
+        monkeypatch.setattr(
+            f"chameleon_mm.planning.{module}.find_spec", lambda name: None if name == absent else find_spec(name)
+        )
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_started(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _without(monkeypatch, "matplotlib")
+    assert main(["plan", f"{models}:fails", "--png", "plan.png"]) == 2  # not what the function fails with
+    captured = capsys.readouterr()
+    assert "matplotlib" in captured.err
+    assert "chameleon-mm[plan]" in captured.err
+    assert not Path("plan.png").exists()
+
+
+def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _without(monkeypatch, "transformers")
+    assert main(["plan", "somebody/some-model"]) == 2
+    err = capsys.readouterr().err
+    assert [word for word in ("llama-7b", "module:function", "chameleon-mm[plan]") if word not in err] == []
+
+
+@pytest.mark.parametrize("budget", ["32MiB", "1GiB", "1MiB"], ids=["planned", "fits", "infeasible"])
+def test_a_picture_is_written(models: str, budget: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    command = ["plan", f"{models}:tiny", "--batch", "64", "--hbm-budget", budget, "--png", str(path)]
+    assert main(command) == (1 if budget == "1MiB" else 0)
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
+    assert (width, height) == (1430, 806)
+    assert "matplotlib.pyplot" not in sys.modules  # no window, no state of the process
+
+
+def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        num_hidden_layers=3, hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=1000, max_position_embeddings=512,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    shape = LlamaShape(layers=3, width=256, heads=8, kv_heads=4, ffn=688, vocabulary=1000, context=512)
+
+    def ours() -> Workload:
+        model, ids = Llama(shape), torch.zeros(2, 512, dtype=torch.int64)
+        return Workload(about="ours", model=model, loss=lambda: model.loss(ids))
+
+    def step(build: Build) -> RecordedStep:
+        return record_step(build, H200, dtype=torch.bfloat16, optimizer="adamw", min_bytes=MIB)
+
+    theirs = step(source_of(str(tmp_path / "config.json"), batch=2, seq=None, dtype=torch.bfloat16))
+    mine = step(ours)
+    assert theirs.num_parameters == mine.num_parameters
+    saved = [one.trace.tensor_bytes[one.trace.tensor_kind == TensorKind.ACTIVATION].tolist() for one in (theirs, mine)]
+    assert sorted(saved[0]) == sorted(saved[1])
+    assert theirs.about.endswith("(LlamaForCausalLM), 2 x 512 tokens")
+
+
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text("[]")
+    assert main(["plan", str(path)]) == 2
+    assert "transformers can read" in capsys.readouterr().err
+
+
+# --- at its size
+
+_MEASURED = """
+import json, resource, sys
+from chameleon_mm.cli import main
+code = main(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_SELF)
+print(json.dumps({"code": code, "cpu_s": used.ru_utime + used.ru_stime, "peak_kib": used.ru_maxrss}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_7b_llama_is_planned_within_20_seconds_and_4_gib(batch: int) -> None:
+    root = Path(chameleon_mm.__file__).resolve().parents[1]
+    command = [sys.executable, "-c", _MEASURED, "plan", "llama-7b", "--batch", str(batch), "--hbm-budget", "70GiB"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=True)
+    used = json.loads(done.stdout.splitlines()[-1])
+    assert used["code"] == 0
+    assert used["peak_kib"] * 1024 <= 4 * GIB
+    assert used["cpu_s"] <= 40  # of two cores: a busy machine makes the clock on the wall say nothing

@@ -38,6 +38,13 @@ KNOWN_STEPS = 32
 CANDIDATES = 2
 """Plans that are tried for a step, where their simulated times are close."""
 
+RECORDINGS = 3
+"""Of one step, where none could be made into a plan: after them the default rule has it, without a recorder's cost."""
+
+SPARE_PART = 256
+"""Of the budget a plan leaves this part: a step of the same fingerprint may differ in what the hooks do not see, such as a scalar
+that the loop keeps."""
+
 LEAD_SHARE = 1.0
 """Of a stall that was not foreseen: how much earlier the copy back is to begin next time."""
 
@@ -97,6 +104,8 @@ class Adaptation:
         self._make_recorder = make_recorder
         self._link_cost = link_cost
         self._known: Known = KnownSequences(KNOWN_STEPS)
+        self._flawed: deque[int] = deque(maxlen=KNOWN_STEPS * RECORDINGS)
+        """Fingerprints of the latest steps whose recording was of no use."""
         self._measuring: deque[tuple[Course, Variant, StepTiming]] = deque()
         """Steps whose last event was not complete when they ended."""
 
@@ -113,7 +122,8 @@ class Adaptation:
         course = None if expected is None else expected.plan
         self._to(PlanPhase.PROFILE if course is None else PlanPhase.STEADY)
         self.steps_by_phase[self.phase.value] += 1
-        recorder = self._make_recorder() if course is None else None
+        hopeless = expected is not None and self._flawed.count(expected.fingerprint) >= RECORDINGS
+        recorder = self._make_recorder() if course is None and not hopeless else None
         self._meter.timed = self._meter.timed or (course is not None and not course.settled)
         self._meter.timing = StepTiming(compute) if self._meter.timed and course is not None else None
         self._guide.begin_step(self._known, recorder, self._needs_more)
@@ -134,7 +144,7 @@ class Adaptation:
             if timing is not None and followed is not None and followed in entry.plan.variants:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
-        elif recorder is not None and whole:
+        elif recorder is not None and whole and recorder.flaw is None:
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
@@ -142,15 +152,24 @@ class Adaptation:
             course.offer(self._plans(course.trace, at_most=CANDIDATES))
             self._known.put(record, course)
             self.latest = course
-        elif entry is None:
-            self._known.put(record, None)
+        else:
+            if recorder is not None and recorder.flaw is not None:
+                self._flawed.append(record.fingerprint)
+                _log.info("no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
+            if entry is None:
+                self._known.put(record, None)
 
     def _plans(self, trace: Trace, *, at_most: int, lead_us: dict[int, float] | None = None) -> list[SwapPlan]:
         began = perf_counter()
         plans: list[SwapPlan] = []
         try:
             plans = candidate_plans(
-                trace, self._hbm_budget_bytes, self._host_budget(), self._link_cost(), lead_us=lead_us or 0.0, at_most=at_most
+                trace,
+                self._hbm_budget_bytes - self._hbm_budget_bytes // SPARE_PART,
+                self._host_budget(),
+                self._link_cost(),
+                lead_us=lead_us or 0.0,
+                at_most=at_most,
             )
         except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
             _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", len(trace.hooks), str(refusal))

@@ -62,7 +62,7 @@ class BudgetGuard:
         self.trusts_plan = False
         """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
         self.astray = False
-        """Whether the step is none that is known: then what earlier ones took at the same place says little."""
+        """Whether the step may be another than the one before: then what that took at the same place says little."""
         self.headroom = Headroom()
         self.peak_seen_bytes = 0
         """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
@@ -149,15 +149,14 @@ class BudgetGuard:
                 )
 
     @property
+    def is_blind(self) -> bool:
+        """Whether there is a budget, and no knowing how far allocation will climb until the next look."""
+        return self._limits.hbm_budget_bytes is not None and self._need() is None
+
+    @property
     def tight_and_unknown(self) -> bool:
         """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
-        budget = self._limits.hbm_budget_bytes
-        return (
-            budget is not None
-            and not self.trusts_plan
-            and self._need() is None
-            and self._allocated > budget * UNKNOWN_SHARE
-        )
+        return self.is_blind and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
     def give_back_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""

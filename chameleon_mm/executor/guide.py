@@ -216,6 +216,8 @@ class Guide:
         self._due = behind or _NOTHING_DUE
         untouched = all(saved.place is Place.RESIDENT for saved in self._first_saves.values())
         self._guard.trusts_plan = self._script is not None and behind is None and untouched
+        # A step that is known to have no plan is like the one before it, hook for hook; any other may be like none.
+        self._guard.astray = not self._guard.trusts_plan and (course is None or self.light.num_hooks > 0)
         for hook, saved in self._first_saves.items():
             self._give_role(saved, hook)
 
@@ -255,7 +257,7 @@ class Guide:
         due, self._due = self._due, _NOTHING_DUE
         for action in due.ins:
             saved = self._cast.get(action.tensor)
-            if saved is None or saved.place is not Place.ON_HOST or saved.first() is not None:
+            if saved is None or saved.place is not Place.ON_HOST or saved.carrier is not None or saved.first() is not None:
                 continue
             if not self.on_course and not self._guard.room_for(saved.arrival_bytes):
                 return

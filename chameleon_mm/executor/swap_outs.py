@@ -115,8 +115,10 @@ class SwapOuts:
             self._guard.planned.add(saved)
 
     def pack_waiting(self) -> None:
-        """Pack the small ones that wait, once they fill a carrier or the link is idle."""
-        if self._small and (self._small_bytes >= CARRIER_BYTES or self._tools.transfer.out_is_idle()):
+        """Pack the small ones that wait, once they fill a carrier, the link is idle, or nobody knows what memory is needed next."""
+        if not self._small:
+            return
+        if self._small_bytes >= CARRIER_BYTES or self._guard.is_blind or self._tools.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:

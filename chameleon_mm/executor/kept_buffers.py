@@ -1,0 +1,67 @@
+"""A model's buffers as they are when a step begins, to be put back: what they hold, and which tensors they are.
+
+    kept = KeptBuffers(model)              # once
+    kept.keep()                            # before every step
+    kept.restore()
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.executor.dense import dense_bytes
+
+
+class KeptBuffers:
+    """Copies of a model's buffers, on the buffers' own device.
+
+    All are copied for every step: batch norm writes its running statistics without moving their version counters, so nothing
+    tells which have changed. They are small; in one call they cost little.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        """Of each module, its table of buffers as it is, and as it was."""
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """By id of the buffer: itself and its copy."""
+
+    def keep(self) -> None:
+        """Copy what the buffers hold now. Raises `torch.OutOfMemoryError`."""
+        self._places = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
+        buffers = {id(b): b for _, table in self._places for b in table.values() if b is not None}
+        known, self._copies = self._copies, {}
+        again: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for key, buffer in buffers.items():
+                pair = known.get(key)
+                # Resized or made another kind in place: `clone` takes it as it is.
+                if pair is not None and pair[0] is buffer and _same_kind(pair[1], buffer):
+                    again.append(pair)
+                else:
+                    pair = buffer, buffer.detach().clone()
+                self._copies[key] = pair
+            if again:
+                torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
+
+    def restore(self) -> None:
+        """Put back which tensors the buffers were, and what they held. No version counter moves: graphs may have saved them."""
+        for table, as_it_was in self._places:
+            table.clear()
+            table.update(as_it_was)
+        with torch.no_grad():
+            for buffer, copy in self._copies.values():
+                into, of = dense_bytes(buffer), dense_bytes(copy)
+                if into is not None and of is not None and into.numel() == of.numel():
+                    into.copy_(of)
+                else:
+                    buffer.copy_(copy)
+
+
+def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
+    return (
+        type(copy) is type(buffer)
+        and copy.layout is torch.strided is buffer.layout
+        and (copy.shape, copy.dtype, copy.device) == (buffer.shape, buffer.dtype, buffer.device)
+    )

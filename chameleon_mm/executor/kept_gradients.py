@@ -1,0 +1,78 @@
+"""A gradient as it is now, to be put back later, bit for bit.
+
+    kept = copy_of(parameter.grad, device, pool)       # None where there is none
+    ... a step adds to it, zeroes it, drops it ...
+    kept.restore(parameter)                            # as often as it takes
+    kept.release()
+
+On the host, for device memory is what is short. By a copy: one set aside and added again later would be another sum, for
+(g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must find what it would have found.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from chameleon_mm.device import Device, Event
+from chameleon_mm.errors import HostMemoryExhausted
+from chameleon_mm.executor.dense import dense_bytes
+from chameleon_mm.pinned import PinnedBlock, PinnedPool
+
+
+class HostCopy:
+    """A gradient's bits, on the host. The gradient itself is not held: a step that drops it has its memory."""
+
+    __slots__ = ("_block", "_bytes", "_device", "_last", "_like", "_of")
+
+    def __init__(self, grad: Tensor, source: Tensor, device: Device, pool: PinnedPool) -> None:
+        compute = device.current_stream()
+        try:
+            self._block: PinnedBlock = pool.allocate(source.numel(), compute)
+        except HostMemoryExhausted:
+            self._block = pool.allocate_pageable(source.numel(), compute)
+        self._device = device
+        self._of = TensorWeakRef(grad)
+        self._like = (tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
+        # On compute: in order after what wrote the gradient, and before whatever the step does with it.
+        compute.copy(self._block.buffer, source)
+        self._last: Event = compute.record()
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        """Into the tensor that it was, which a bucket may be made of; where nobody holds that any more, into one like it."""
+        grad = self._of()
+        destination = None if grad is None else dense_bytes(grad)
+        if destination is None or destination.numel() != self._block.nbytes:
+            shape, stride, dtype, device = self._like
+            grad = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            destination = dense_bytes(grad)
+        assert destination is not None
+        compute = self._device.current_stream()
+        compute.copy(destination, self._block.buffer)
+        self._last = compute.record()
+        parameter.grad = grad
+
+    def release(self) -> None:
+        self._block.release(after=self._last)
+
+
+class DeviceCopy:
+    """A gradient that is more than bytes in a row: sparse, or a wrapper subclass."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, grad: Tensor) -> None:
+        self._copy = grad.detach().clone()
+
+    def restore(self, parameter: nn.Parameter) -> None:
+        parameter.grad = self._copy.clone()  # the step may write to it, and fail again
+
+
+def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> KeptGradient | None:
+    if grad is None:
+        return None
+    source = dense_bytes(grad)
+    if source is None or not source.numel() or not device.owns(grad):
+        return DeviceCopy(grad)
+    return HostCopy(grad, source, device, pool)

@@ -1,0 +1,112 @@
+"""What a step begins with, so that it can begin again; and whether its parameters are still as they were.
+
+    start = StepStart(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
+    with start.watching(): ...                         # the step, which fails
+    start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
+    start.restore()                                    # as often as it takes
+    start.drop()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from chameleon_mm.device import Device
+from chameleon_mm.executor.kept_buffers import KeptBuffers
+from chameleon_mm.executor.kept_gradients import KeptGradient, copy_of
+from chameleon_mm.pinned import PinnedPool
+
+
+class RandomState:
+    """The states of torch's default generators: the host's, and the device's where it has one of its own."""
+
+    __slots__ = ("_device", "_device_state", "_host_state")
+
+    def __init__(self, device: Device) -> None:
+        self._device = device.torch_device
+        self._host_state = torch.get_rng_state()
+        self._device_state: Tensor | None = None
+        if self._device.type != "cpu":
+            self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host_state)
+        if self._device_state is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
+
+
+class StepStart:
+    """Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed."""
+
+    def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: KeptBuffers) -> None:
+        self._stepped = False
+        self._random = RandomState(device)
+        self._buffers = buffers
+        self._model = model
+        self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
+        buffers.keep()
+        self._gradients: list[tuple[nn.Parameter, KeptGradient | None]] = []
+        try:
+            for parameter, _ in self._parameters:
+                self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))
+        except BaseException:
+            self.drop()
+            raise
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note whether an optimizer steps on the model: fused ones write parameters without moving their version counters."""
+        ids = {id(parameter) for parameter, _ in self._parameters}
+
+        def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
+                self._stepped = True
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def obstacle(self) -> str | None:
+        """Why the step may not begin again; None: nothing speaks against it."""
+        if self._stepped:
+            return "its optimizer had begun to step, and a second step would add to the first"
+        now = list(self._model.parameters())
+        if len(now) != len(self._parameters) or any(
+            parameter is not before or _mark(parameter) != mark
+            for parameter, (before, mark) in zip(now, self._parameters, strict=True)
+        ):
+            return "a parameter of the model had changed, and would be changed twice"
+        return None
+
+    def restore(self) -> None:
+        """Random states, buffers and gradients as they were. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        for parameter, copy in self._gradients:
+            if copy is None:
+                parameter.grad = None
+            else:
+                copy.restore(parameter)
+        self._buffers.restore()
+        self._random.restore()
+
+    def drop(self) -> None:
+        """It will not begin again: give the copies of gradients back."""
+        for _, copy in self._gradients:
+            if isinstance(copy, HostCopy):
+                copy.release()
+        self._gradients = []
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int]:
+    """Differs once the parameter was written to, or its data replaced. Not where `.data` was written to: nothing tells that."""
+    plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+    version = -1 if parameter.is_inference() else parameter._version
+    return version, parameter.data_ptr() if plain else 0

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch._dynamo  # else importing it is part of whichever test comes first
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
@@ -27,6 +28,8 @@ from chameleon_mm.units import MIB
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    # Flex attention recommends compiling it.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
     # ... and says what it breaks its graph at, when it meets the hooks being installed.
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning"),
 ]
@@ -160,6 +163,54 @@ def test_shapes_that_change_are_compiled_again_in_the_middle_of_a_session(unwatc
         train("around", "aot_eager", unwatched, swapped=False, rows=rows),
         train("around", "aot_eager", unwatched, swapped=True, rows=rows),
     )
+
+
+def test_compiled_steps_are_planned_once_nothing_is_compiled_any_more(unwatched: Device) -> None:
+    """The step in which dynamo compiles is no measure of those that follow: the next one is recorded. Nothing it had compiled
+    is compiled again for the recorder's sake, and nothing is run by eager instead."""
+    torch.manual_seed(2)
+    net = Mixed("aot_eager").to(unwatched.torch_device)
+    batch = torch.randn(16, 32, device=unwatched.torch_device)
+
+    def step() -> list[Tensor]:
+        loss = net(batch).square().mean()
+        return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+
+    expected = step()
+    torch._dynamo.reset()
+    session = cm.SwapSession(unwatched.allocated_bytes() + 16 * MIB, "16MiB", unwatched, min_bytes=0)
+    frames, detailed = [], []
+    before = compiled_frames()
+    with session:
+        for _ in range(4):
+            with session.step():
+                assert_same(expected, step())
+            frames.append(compiled_frames() - before)
+            detailed.append(session.report().detailed_steps)
+    assert frames == [1, 1, 1, 1]
+    assert detailed == [0, 1, 1, 1]
+    assert session.report().plan_cache_hits == 2
+    assert session.pool.stats().num_live == 0
+
+
+def test_flex_attention_in_a_recorded_step(unwatched: Device) -> None:
+    """It compiles itself, and refuses to be run by eager. The simulator's own compute takes no operator of higher order."""
+    x = torch.randn(1, 2, 16, 16, device=unwatched.torch_device, requires_grad=True)
+
+    def step() -> list[Tensor]:
+        query = x * 2 if x.is_cuda else x.detach()  # on a CPU it has no backward
+        mixed = flex_attention(query, query, query)
+        return [mixed.detach(), *torch.autograd.grad((deep(x * 2) * mixed).sum(), x)]
+
+    expected = step()
+    session = cm.SwapSession(unwatched.allocated_bytes() + 16 * MIB, "16MiB", unwatched, min_bytes=0)
+    with session:
+        for _ in range(3):
+            with session.step():
+                assert_same(expected, step())
+    assert session.report().detailed_steps == 1
+    assert session.report().plan_cache_hits > 0
+    assert session.pool.stats().num_live == 0
 
 
 def test_under_the_simulators_own_compute_dynamo_stays_out_of_the_way(sim: cm.SimDevice) -> None:

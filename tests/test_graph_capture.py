@@ -134,6 +134,55 @@ def test_a_capture_in_the_middle_of_a_step(captures: Captures) -> None:
     assert session.pool.stats().num_live == 0
 
 
+def test_a_step_with_a_capture_in_it_makes_no_plan_and_those_without_do(captures: Captures) -> None:
+    """Its operators are replayed by nobody's hooks: what was recorded is not what comes."""
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = gradient(captures, x)
+    session = opened(captures)
+    plans = []
+    with session:
+        for step in range(5):
+            with session.step():
+                out = deep(x).sum()
+                if step == 0:
+                    captures.is_capturing = True
+                    assert torch.equal(torch.autograd.grad(deep(x).sum(), x)[0], expected)
+                    captures.is_capturing = False
+                assert torch.equal(torch.autograd.grad(out, x)[0], expected)
+                del out
+            plans.append(session.report().plans > 0)
+    assert captures.asked == []
+    assert plans == [False, True, True, True, True]
+    report = session.report()
+    assert (report.detailed_steps, report.plan_cache_hits) == (1, 3)
+    assert session.pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize("begins", ["before the step", "in it"])
+@pytest.mark.parametrize("ends", ["in it", "after it"])
+def test_a_capture_that_does_not_begin_or_end_with_its_step(begins: str, ends: str, captures: Captures) -> None:
+    x = torch.randn(64, 64, requires_grad=True)
+    expected = gradient(captures, x)
+    session = opened(captures)
+    with session:
+        captures.is_capturing = begins == "before the step"
+        with session.step():
+            captures.is_capturing = True
+            assert torch.equal(torch.autograd.grad(deep(x).sum(), x)[0], expected)
+            captures.is_capturing = ends == "after it"
+            if not captures.is_capturing:
+                assert torch.equal(torch.autograd.grad(deep(x).sum(), x)[0], expected)
+        captures.is_capturing = False
+        for _ in range(3):
+            with session.step():
+                assert torch.equal(torch.autograd.grad(deep(x).sum(), x)[0], expected)
+    assert captures.asked == []
+    report = session.report()
+    assert (report.detailed_steps, report.plan_cache_hits) == (1, 2)
+    assert session.pool.stats().num_live == 0
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
 def test_a_graph_dropped_in_a_capture_gives_its_blocks_back_after_it(captures: Captures) -> None:
     x = torch.randn(64, 64, requires_grad=True)
     session = opened(captures)

@@ -79,8 +79,8 @@ def leaf() -> Tensor:
     return torch.randn(64, 64, requires_grad=True)
 
 
-def a_session() -> cm.SwapSession:
-    return cm.SwapSession(64 * MIB, 8 * MIB, cm.SimDevice(SLOW_LINK), min_bytes=0)
+def a_session(*, plans: bool = True) -> cm.SwapSession:
+    return cm.SwapSession(64 * MIB, 8 * MIB, cm.SimDevice(SLOW_LINK), min_bytes=0, plans=plans)
 
 
 def entered(session: cm.SwapSession) -> cm.SwapSession:
@@ -277,14 +277,14 @@ def forked(work: Callable[[], None]) -> None:
 
 
 class Training:
-    """A graph in the middle of a step: blocks live, copies pending, and what its gradient must be."""
+    """A graph in the middle of a step, blocks live and copies pending (`moves`), and what its gradient must be."""
 
-    def __init__(self, session: cm.SwapSession) -> None:
+    def __init__(self, session: cm.SwapSession, *, moves: bool = True) -> None:
         self.session = session
         self.x = leaf()
         (self.expected,) = torch.autograd.grad(deep(self.x).sum(), self.x)
         self.out: Tensor | None = deep(self.x).sum()
-        assert session.pool.stats().num_live > 0
+        assert (session.pool.stats().num_live > 0) is moves
 
     def drop(self) -> None:
         self.out = None
@@ -407,22 +407,68 @@ def a_child_exits_inside_a_step() -> None:
         training.finish()
 
 
+def drop_in_the_middle_of_a_backward(training: Training) -> None:
+    """Forks where some storages are back, some on their way, some on the host."""
+    half = deep(training.x)
+    half.register_hook(lambda grad, training=training: forked(training.drop))  # bound now
+    (got,) = torch.autograd.grad(deep(half).sum(), training.x)
+    (expected,) = torch.autograd.grad(deep(deep(training.x)).sum(), training.x)
+    assert torch.equal(got, expected)
+    del half
+    training.finish()
+
+
 @case()
 def a_child_drops_a_graph_that_is_coming_back() -> None:
-    """Forked in the middle of a backward: some storages are back, some on their way, some on the host."""
+    forbid_the_device_in_children()
+    gc.disable()
+    with a_session(plans=False) as session:
+        for _ in range(2):  # from the second step on, uses prefetch
+            with session.step():
+                drop_in_the_middle_of_a_backward(Training(session))
+
+
+@case()
+def a_child_is_forked_in_a_recorded_step_and_in_planned_ones() -> None:
+    """It inherits the recorder on its thread; the parent's trace is none the worse: the budget is ample, so nothing moves."""
     forbid_the_device_in_children()
     gc.disable()
     with a_session() as session:
-        for _ in range(2):  # from the second step on, uses prefetch
+        for step in range(3):
             with session.step():
-                training = Training(session)
-                half = deep(training.x)
-                half.register_hook(lambda grad, training=training: forked(training.drop))  # bound now
-                (got,) = torch.autograd.grad(deep(half).sum(), training.x)
-                (expected,) = torch.autograd.grad(deep(deep(training.x)).sum(), training.x)
-                assert torch.equal(got, expected)
-                del half
-                training.finish()
+                drop_in_the_middle_of_a_backward(Training(session, moves=step == 0))
+    report = session.report()
+    assert (report.detailed_steps, report.plans, report.plan_cache_hits) == (1, 1, 2)
+
+
+@case()
+def a_child_is_forked_while_another_thread_records() -> None:
+    """The recorder's lock is held for ever in the child, which runs operators under it and drops what was saved."""
+    forbid_the_device_in_children()
+    gc.disable()
+    with a_session() as session, session.step():
+        training = Training(session)
+        recorder: Any = torch._C._get_dispatch_stack_at(torch._C._len_torch_dispatch_stack() - 1)
+        held, done = threading.Event(), threading.Event()
+
+        def holds() -> None:
+            with recorder._lock:
+                held.set()
+                done.wait()
+
+        holder = threading.Thread(target=holds)
+        holder.start()
+        held.wait()
+
+        def trains_and_drops() -> None:
+            x = torch.linspace(-1, 1, 64, requires_grad=True)
+            deep(x).sum().backward()
+            training.drop()
+
+        forked(trains_and_drops)
+        done.set()
+        holder.join()
+        training.finish()
 
 
 # --- the script

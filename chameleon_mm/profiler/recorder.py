@@ -20,35 +20,53 @@ What the hooks of whoever swaps call, in this order, one line each:
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall, Tensors
 from chameleon_mm.device.operators import COMPOSITE, OpFacts
+from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
+from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
+
+_log = logging.getLogger(__name__)
+
+OTHER_FORMULAS = frozenset({"prod", "cumprod", "linalg_pinv", "linalg_lstsq"})
+"""Operators whose backward rounds otherwise while any dispatch mode is on, because autograd then does without writes in place:
+all that did so in torch's own operator samples."""
 
 UNMOVABLE = -1
 """The tensor of a hook call that is about no storage, or about several."""
 
+NO_HOOK = -1
+"""The number of a hook call that was not written down."""
+
 OPS_PER_READING = 16
 """On a GPU, where reading the allocator's counters takes the host longer than an operator does."""
+
+_INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
+
+_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
+"""Of classes that leave operators as they are."""
 
 _FRESH = ("lift_fresh", "lift")
 """Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
@@ -61,13 +79,19 @@ class Recorder(TorchDispatchMode):
     gradients as theirs, buffers and optimizer state by who writes them. `times` takes the operators' time (None: events on
     the device). Where `free_something` is given, an operator that finds no memory is run again after it: see `OomRetry`.
 
-    Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators, and
-    torch runs eagerly what it had compiled (and refuses flex_attention, which it only compiles).
-    Holds no storage. Under a `FakeTensorMode` (entered before it) it records the step that would have been. Operators that run
-    on another thread than the one inside of it, or than its backward's, are not seen. Thread-safe.
+    Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators. What
+    dynamo compiles is compiled, and seen by the operators that are left of it and by what it saves. Where the recorder cannot
+    see all of the step, or must not look, `flaw` says so; it writes down no more, and the step goes on.
+    Holds no storage. Made under a `FakeTensorMode` it records the step that would have been. What a tracer runs in the middle
+    of the step is no part of it, nor is what a forked child does. Thread-safe.
     """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Under any other mode dynamo leaves what it had compiled to eager, whose bits are others."""
+        return True
 
     def __init__(
         self,
@@ -81,6 +105,10 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._device = device
         self._device_type = device.torch_device.type
+        self._surroundings = Surroundings(device)
+        self._flaw: str | None = None
+        self.must_leave = False
+        """Whether it must be left before the step's backward: bits would change."""
         self._start_bytes = device.allocated_bytes()
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
@@ -113,15 +141,46 @@ class Recorder(TorchDispatchMode):
         """Operators written down so far."""
         return self._builder.num_ops
 
+    @property
+    def flaw(self) -> str | None:
+        """Why a plan must not be made from the step, as far as it has come; None: nothing speaks against it."""
+        if self._flaw is None and self._surroundings.compiled:
+            return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
+        return self._flaw
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
+        self._thread.entered = getattr(self._thread, "entered", 0) + 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        entered = getattr(self._thread, "entered", 0)
+        if is_on(self):
+            leave(self, kind, error, trace)
+        elif entered:  # torch's own modes take away the innermost: one that was left before took this for itself
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
+        else:
+            self._give_up("it was left on a thread that had not entered it")
+            return
+        self._thread.entered = entered - 1
+        if entered == 1 and getattr(self._thread, "paused", 0):
+            self._give_up(_INTERRUPTED)
+
     # --- operators
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        surroundings = self._surroundings
+        if surroundings.forked or surroundings.tracing:
+            return func(*args, **kwargs)
         for kind in types:
-            if not issubclass(kind, FakeTensor) and is_traceable_wrapper_subclass_type(kind):
-                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+            if not issubclass(kind, FakeTensor):
+                if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+                    return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+            elif not surroundings.fake:
+                return func(*args, **kwargs)
         if getattr(self._thread, "paused", 0):
             return func(*args, **kwargs)
         facts = self._facts.get(func)
@@ -134,24 +193,57 @@ class Recorder(TorchDispatchMode):
         if facts.question:
             return func(*args, **kwargs)
         call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
-        return self._run(call) if self._stopped else self._record(call)
+        if facts.name in OTHER_FORMULAS and any(t.requires_grad for t in call.inputs.values()):
+            self.must_leave = True
+            self._give_up(f"autograd takes another formula for {facts.name} while it looks")
+        return self._record(call) if self._writes() else self._run(call)
 
     def _run(self, call: OpCall) -> Any:
         return call.run() if self._retry is None else self._retry.run(call)
 
     def _record(self, call: OpCall) -> Any:
-        with self._lock:
+        read: list[TracedStorage] = []
+        newcomers: list[torch.UntypedStorage] = []
+        with self._lock, self._forgiving(call):
             self._begin_tick()
             self._follow_phase()
             read, newcomers = self._look_up(call.inputs)
-        out = self._run(call)
-        with self._lock:
-            if self._stopped:
-                return out
-            self._book.settle()
-            given, made = self._number(call, newcomers)
-            self._note(call, [*read, *given], made)
+        try:
+            out = self._run(call)
+        except Exception:
+            raise  # as it would without a trace: the operator did nothing
+        except BaseException:
+            self._give_up(_INTERRUPTED)
+            raise
+        with self._lock, self._forgiving(call):
+            if not self._stopped:
+                self._book.settle()
+                given, made = self._number(call, newcomers)
+                self._note(call, [*read, *given], made)
         return out
+
+    def _writes(self) -> bool:
+        """Whether what comes is to be written down. Asked before any lock, and before anything is asked of the device."""
+        if self._stopped or self._surroundings.forked:
+            return False
+        if self._surroundings.capturing:
+            self._give_up("a graph was captured in it: replays run what no operator tells of")
+            return False
+        return True
+
+    @contextmanager
+    def _forgiving(self, call: OpCall) -> Iterator[None]:
+        """A tensor that cannot be looked at costs the trace, not the step."""
+        try:
+            yield
+        except ChameleonError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is: the operator itself may well be right
+            _log.warning("no trace of this step: %s cannot be written down", call.facts.name, exc_info=True)
+            self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
+        except BaseException:
+            self._give_up(_INTERRUPTED)
+            raise
 
     def _note(self, call: OpCall, read: list[TracedStorage], written: list[TracedStorage]) -> None:
         name = call.func.name()
@@ -238,6 +330,8 @@ class Recorder(TorchDispatchMode):
         The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
         anybody else holds keeps it from being released.
         """
+        if not self._writes():
+            return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # nobody's
         with self._lock:
             if self._book.find(storage) is None:  # saved before any operator was given it
                 if storage.device.type == self._device_type:
@@ -248,6 +342,8 @@ class Recorder(TorchDispatchMode):
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
         """Autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's number."""
+        if not self._sees_autograd():
+            return NO_HOOK
         with self._lock:
             self._begin_tick()
             self._follow_phase()
@@ -255,6 +351,8 @@ class Recorder(TorchDispatchMode):
 
     def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
         """Autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        if not self._sees_autograd():
+            return NO_HOOK
         with self._lock:
             self._begin_tick()
             traced = list(used)
@@ -271,7 +369,7 @@ class Recorder(TorchDispatchMode):
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
         """`storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
-        if traced is not None and traced.owner is self._book.owner:
+        if traced is not None and traced.owner is self._book.owner and self._writes():
             with self._lock:
                 self._book.restored(traced, storage)
 
@@ -284,27 +382,27 @@ class Recorder(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """What this thread does inside is no part of the step: its operators are not recorded. May be nested."""
         depth = getattr(self._thread, "paused", 0)
-        self._thread.paused = depth + 1
         try:
+            self._thread.paused = depth + 1
             yield
         finally:
             self._thread.paused = depth
-            with self._lock:
-                if not depth and not self._stopped:
+            if not depth and self._writes():
+                with self._lock:
                     self._book.settle()
                     self._read()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """What compute is given inside, a wait for a copy or a kernel of swapping's own, takes time that is no operator's."""
-        with self._lock:
-            if not self._stopped:
+        if self._writes():
+            with self._lock:
                 self._times.pause()
         try:
             yield
         finally:
-            with self._lock:
-                if not self._stopped:
+            if self._writes():
+                with self._lock:
                     self._times.resume()
 
     def stop(self) -> None:
@@ -315,17 +413,33 @@ class Recorder(TorchDispatchMode):
             self._parameters.clear()
             self._book.forget()
 
+    def _sees_autograd(self) -> bool:
+        """Whether the operators of whoever calls a hook now are seen too."""
+        if not self._writes():
+            return False
+        if not is_on(self):
+            self._give_up("autograd ran where it does not look: on another thread, under a tracer, or within another operator")
+            return False
+        return True
+
+    def _give_up(self, flaw: str) -> None:
+        """What it has is not the step."""
+        if not self._surroundings.forked:
+            self._flaw = self._flaw or flaw
+            self.stop()
+
     # --- the end
 
     def finish(self, fingerprint: int = 0) -> Trace:
         """The trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
 
-        Raises `RuntimeError` after `stop` and the second time, and what `Trace` raises.
+        Raises `RuntimeError` after `stop`, the second time and where a flaw ended it, and what `Trace` raises.
         """
         with self._lock:
             if self._stopped:
                 raise RuntimeError(
-                    "finish: expected a recorder that saw the whole step, got one that was stopped or has finished; make one"
+                    f"finish: expected a recorder that saw the whole step, got one that ended before "
+                    f"({self._flaw or 'it was stopped or has finished'}); make one for the next step"
                 )
             self._begin_tick()
             self._note_gradients()

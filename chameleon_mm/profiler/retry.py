@@ -52,16 +52,19 @@ class OomRetry:
         failure = self._attempt(call)
         if failure is None:
             return call.out
-        while True:
-            self.retries += 1
-            if drawn is not None:
-                drawn.restore()
-            failure = self._attempt(call)
-            if failure is None:
-                return call.out
-            storages = [t.untyped_storage() for t in call.inputs.values()]
-            if not self._free_something(tried_bytes(failure), storages):
-                raise failure
+        try:
+            while True:
+                self.retries += 1
+                if drawn is not None:
+                    drawn.restore()
+                failure = self._attempt(call)
+                if failure is None:
+                    return call.out
+                storages = [t.untyped_storage() for t in call.inputs.values()]
+                if not self._free_something(tried_bytes(failure), storages):
+                    raise failure
+        finally:
+            del failure  # raised, it holds this frame, and so the call's tensors: not to be held by it in turn
 
     @staticmethod
     def _attempt(call: OpCall) -> torch.OutOfMemoryError | None:

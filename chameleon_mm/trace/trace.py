@@ -9,7 +9,7 @@ Ticks number what happened, operators and hook calls together, from 0: two thing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar, overload
 
 import numpy as np
@@ -71,17 +71,24 @@ class Trace:
     fingerprint: int = 0
     """Of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
 
-    ops: Sequence[OpRecord] = field(init=False, repr=False)
-    tensors: Sequence[TensorRecord] = field(init=False, repr=False)
-    hooks: Sequence[HookRecord] = field(init=False, repr=False)
-
     def __post_init__(self) -> None:
         self._check()
         for column in _COLUMNS:
             getattr(self, column).flags.writeable = False
-        object.__setattr__(self, "ops", _Records(len(self.op_us), self._op))
-        object.__setattr__(self, "tensors", _Records(len(self.tensor_bytes), self._tensor))
-        object.__setattr__(self, "hooks", _Records(len(self.hook_tick), self._hook))
+
+    # Made when asked for: kept, they would hold the trace that holds them, until the collector runs.
+
+    @property
+    def ops(self) -> Sequence[OpRecord]:
+        return _Records(len(self.op_us), self._op)
+
+    @property
+    def tensors(self) -> Sequence[TensorRecord]:
+        return _Records(len(self.tensor_bytes), self._tensor)
+
+    @property
+    def hooks(self) -> Sequence[HookRecord]:
+        return _Records(len(self.hook_tick), self._hook)
 
     @property
     def num_ticks(self) -> int:

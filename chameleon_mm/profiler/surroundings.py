@@ -1,0 +1,84 @@
+"""What else goes on where a recorder stands: whether it may write down what comes, and whether it sees all that there is.
+
+forked     -> another process: its locks may be held for ever, and the device is not its own
+capturing  -> a graph is captured: nothing may be asked of the device
+tracing    -> a tracer runs: what comes is fake, or goes on for its graph
+compiled   -> dynamo compiled: the step took the time that compiling takes, and runs other kernels the next time
+is_on(mode), leave(mode)     -> a mode on this thread's stack, known by identity, whoever is above it
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import TracebackType
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from chameleon_mm.device import Device
+
+_Key = torch._C._TorchDispatchModeKey
+
+
+class Surroundings:
+    """As they are where it is made, and what they are later. Takes no lock, and asks `device` for nothing but `capturing`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._pid = os.getpid()
+        self._fake_mode = torch._C._get_dispatch_mode(_Key.FAKE)
+        self._frames = _frames_compiled()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process that made it."""
+        return os.getpid() != self._pid
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a graph is captured now."""
+        return self._device.capturing()
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a tracer that was not there from the beginning runs on this thread."""
+        if torch._C._len_torch_dispatch_stack() == 0:
+            return False
+        mode = torch._C._get_dispatch_mode
+        return mode(_Key.FAKE) is not self._fake_mode or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
+
+    @property
+    def fake(self) -> bool:
+        """Whether it is a step of fake tensors that is recorded."""
+        return self._fake_mode is not None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether dynamo has compiled anything since, on any thread."""
+        return _frames_compiled() != self._frames
+
+
+def is_on(mode: TorchDispatchMode) -> bool:
+    """Whether `mode` is active on this thread."""
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
+
+
+def leave(
+    mode: TorchDispatchMode, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Leave `mode`, which is on this thread's stack, and nothing else: torch itself takes away whichever is the innermost."""
+    above: list[TorchDispatchMode] = []
+    # A tracer's mode has a place of its own in the stack, above all that were entered: it is no innermost one.
+    entered = [one for one in _get_current_dispatch_mode_stack() if not hasattr(one, "_mode_key")]
+    while entered.pop() is not mode:
+        above.append(_pop_mode())
+    TorchDispatchMode.__exit__(mode, kind, error, trace)
+    for one in reversed(above):
+        _push_mode(one)
+
+
+def _frames_compiled() -> int:
+    """How many frames dynamo was given to compile in this process; 0 where nobody imported it."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else int(utils.counters["frames"]["total"])

@@ -1,0 +1,72 @@
+"""Operators whose backward rounds otherwise while a dispatch mode is on: a recorded step leaves in time, and keeps their bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.profiler import recorder as recorder_module
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+
+class Unwatched(cm.SimDevice):
+    """No dispatch mode of its own, as on a GPU."""
+
+    @contextmanager
+    def compute(self) -> Iterator[cm.SimDevice]:
+        yield self
+
+
+def product(x: Tensor) -> Tensor:
+    return (torch.tanh(x) * 3).prod(1).sin()
+
+
+def running_product(x: Tensor) -> Tensor:
+    return torch.tanh(x.to(torch.complex64) * 3).cumprod(1).abs()
+
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {"prod": product, "cumprod": running_product}
+
+
+def gradients(formula: Callable[[Tensor], Tensor], session: cm.SwapSession | None, steps: int = 3) -> list[Tensor]:
+    torch.manual_seed(0)
+    found = []
+    with session or nullcontext():
+        for _ in range(steps):
+            x = torch.rand(64, 7, requires_grad=True)
+            with session.step() if session else nullcontext():
+                formula(x).sum().backward()
+            assert x.grad is not None
+            found.append(x.grad)
+    return found
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_step_with_such_an_operator_has_eagers_bits_and_no_plan(name: str) -> None:
+    session = cm.SwapSession("64MiB", "16MiB", Unwatched(), 1)
+    swapped, plain = gradients(FORMULAS[name], session), gradients(FORMULAS[name], None)
+    assert all(torch.equal(a, b) for a, b in zip(swapped, plain, strict=True))
+    report = session.report()
+    assert (report.detailed_steps, report.plans) == (0, 0)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_recorded_to_its_end_it_would_have_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "OTHER_FORMULAS", frozenset[str]())
+    session = cm.SwapSession("64MiB", "16MiB", Unwatched(), 1)
+    swapped, plain = gradients(product, session, steps=1), gradients(product, None, steps=1)
+    assert session.report().detailed_steps == 1
+    assert not torch.equal(swapped[0], plain[0])
+
+
+def test_without_a_gradient_it_is_recorded_like_any_other() -> None:
+    session = cm.SwapSession("64MiB", "16MiB", Unwatched(), 1)
+    weights = torch.rand(64, 7)
+    gradients(lambda x: torch.tanh(x) * weights.prod(1, keepdim=True), session)
+    assert session.report().detailed_steps == 1

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from chameleon_mm.device import Device
@@ -61,8 +62,11 @@ class SwapReport:
     planning_us: float
     """Host time that making plans took, in all."""
     planned_step_us: float | None
-    """What a step under the latest plan was to take, by its simulation."""
+    """What a step is to take under the plan for the step that was recorded last, by simulation; None: there is none."""
     planned_peak_bytes: int | None
+    """The most device memory of such a step, by the same simulation."""
+    measured_step_us: float | None
+    """What the latest of such steps took, the median; None: none was timed."""
     bytes_swapped_out: int
     bytes_swapped_in: int
     bytes_reclaimed: int
@@ -103,7 +107,9 @@ class SwapReport:
     pageable_swap_outs: int
     """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int
-    """Swap-ins that did not fit at first, and were tried again after everything else was given back."""
+    """Swap-ins, and operators of recorded steps, that found no memory at first and were tried again."""
+    steps_run_again: int
+    """Times that `run_step` ran a step again, each within a tighter budget than `hbm_budget_bytes`."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page."""
 
@@ -123,7 +129,8 @@ class SwapReport:
         spans = meter.resolve()
         totals = meter.totals
         timed = totals.timed_steps > 0
-        latest = None if adaptation is None else adaptation.latest_plan
+        course = None if adaptation is None else adaptation.latest
+        followed = None if course is None else course.current
         return cls(
             device=device.name,
             simulated=device.simulated,
@@ -134,8 +141,9 @@ class SwapReport:
             plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
             steps_by_phase={} if adaptation is None else dict(sorted(adaptation.steps_by_phase.items())),
             planning_us=0.0 if adaptation is None else adaptation.planning_us,
-            planned_step_us=None if latest is None else latest.step_us,
-            planned_peak_bytes=None if latest is None else latest.peak_bytes,
+            planned_step_us=None if followed is None else followed.script.plan.step_us,
+            planned_peak_bytes=None if followed is None else followed.script.plan.peak_bytes,
+            measured_step_us=None if followed is None or not followed.times_us else median(followed.times_us),
             bytes_swapped_out=totals.bytes_swapped_out,
             bytes_swapped_in=totals.bytes_swapped_in,
             bytes_reclaimed=totals.bytes_reclaimed,
@@ -158,6 +166,7 @@ class SwapReport:
             refused_by_codec=_by_codec(totals.refused_by_codec),
             pageable_swap_outs=totals.pageable_swap_outs,
             oom_retries=totals.oom_retries,
+            steps_run_again=totals.steps_run_again,
             spans=spans,
         )
 
@@ -172,6 +181,7 @@ class SwapReport:
         host = format_size(self.peak_host_bytes)
         held = "held" if self.peak_hbm_bytes <= self.hbm_budget_bytes else "PASSED"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
+        phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none begun"
         tried = sorted({*self.encoded_by_codec, *self.refused_by_codec})
         codecs = ", ".join(
             f"{name} {self.encoded_by_codec.get(name, 0)} encoded, {self.refused_by_codec.get(name, 0)} as they were"
@@ -180,6 +190,11 @@ class SwapReport:
         return [
             ("device", self.device),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
+            ("steps by phase", phases),
+            ("steps recorded in detail", str(self.detailed_steps)),
+            ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
+            ("steps that had a plan already", str(self.plan_cache_hits)),
+            *self._planned_rows(clock),
             ("peak device memory", f"{format_size(self.peak_hbm_bytes)} (budget {format_size(self.hbm_budget_bytes)}, {held})"),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
@@ -192,7 +207,18 @@ class SwapReport:
             ("views gathered, packs of small ones", f"{self.gathers}, {self.carriers}"),
             *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
+            ("steps run again", str(self.steps_run_again)),
         ]  # fmt: skip
+
+    def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
+        """What the latest plan predicted, and what came of it."""
+        if self.planned_step_us is None or self.planned_peak_bytes is None:
+            return [("latest plan", "none")]
+        measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
+        return [
+            (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
+            ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
+        ]
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -229,7 +255,8 @@ class SwapReport:
             }
             for span in self.spans
         )
-        document = {"traceEvents": events, "otherData": {"device": self.device, "simulated": self.simulated}}
+        told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
+        document = {"traceEvents": events, "otherData": {name: getattr(self, name) for name in told}}
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
     def _timeline(self) -> str:

@@ -4,6 +4,7 @@
     with session:                                  # NEW -> OPEN: budget checked, hooks installed on this thread
         with session.step():                       # one optimizer step, micro-batches inside
             loss = model(batch); loss.backward(); opt.step(); opt.zero_grad()
+        session.run_step(fn)                       # the same, run again where memory runs out all the same
     print(session.report())                        # OPEN -> CLOSED at the end of the block
 
 This module only keeps order: what moves and when is `policy` and `executor`.
@@ -14,17 +15,17 @@ from __future__ import annotations
 import enum
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import nn
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor, ProtectedStorages, codecs_by_name, link_cost_for
+from chameleon_mm.executor import Executor, ProtectedStorages, StepRunner, codecs_by_name, link_cost_for
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
@@ -37,6 +38,9 @@ DEFAULT_BUDGET_SHARE = 0.9
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
 """On a GPU timing a copy or a wait costs two timed events of 5 us on the host, so only some steps are timed."""
+
+
+_R = TypeVar("_R")
 
 
 class Phase(enum.Enum):
@@ -106,7 +110,7 @@ class SwapSession:
             self.device,
             self.pool,
             rule=self._rule,
-            limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
+            limits=Limits(hbm_budget_bytes=min(self.hbm_budget_bytes, self.device.capacity)),
             protected=ProtectedStorages(_tensors_of(model)),
             thresholds=thresholds or thresholds_for(self.device),
             codecs=codecs_by_name(codecs),
@@ -118,11 +122,14 @@ class SwapSession:
         # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
         self._save = torch.compiler.disable(self._executor.save)
         self._use = torch.compiler.disable(self._executor.use)
+        self._begin_step = torch.compiler.disable(self._executor.begin_step)
+        self._finish_step = torch.compiler.disable(self._executor.end_step)
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
         self._steps = 0
         self._peak_before = 0
+        self._runner: StepRunner | None = None
 
     # --- the session
 
@@ -159,20 +166,41 @@ class SwapSession:
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
         """One optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
-        if self._phase is not Phase.OPEN:
-            raise SessionClosedError(
-                f"session.step(): expected an open session, got one that is {self._phase.value}; use it inside "
-                f"`with session:`, one step at a time"
-            )
+        self._expect_open("step")
         self._to(Phase.IN_STEP)
         timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
         completed = False
         try:
-            self._executor.begin_step(timed=timed)
+            self._begin_step(timed=timed)
             yield self
             completed = True
         finally:
             self._end_step(completed=completed)
+
+    def run_step(self, fn: Callable[[], _R]) -> _R:
+        """One optimizer step, `fn()`, run again where it finds no memory. Returns what `fn` does.
+
+        After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
+        states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
+        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. A step in which an optimizer of the
+        model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
+        other ranks, which would not follow. All else that `fn` changes is the caller's: let it take its batch from outside,
+        make no scheduler step before the optimizer's, and write no parameter through `.data`, which leaves no trace. A
+        `GradScaler` may be used in it; after `unscale_`, which it allows once per step, a second run raises its `RuntimeError`.
+
+        Gradients that exist when the step begins are copied to the host first: drop them at the end of the step before
+        (`zero_grad()`), and there is nothing to copy. Raises `ValueError` for a session without `model`, `SessionClosedError`
+        as `step` does, `HostMemoryExhausted` where the gradients find no room, and what `fn` raises.
+        """
+        if self._model is None:
+            raise ValueError(
+                "session.run_step(): expected a session that knows the model, whose gradients a second run needs as they were; "
+                "make it SwapSession(model=model), or use `with session.step()`, which runs a step once"
+            )
+        self._expect_open("run_step")
+        if self._runner is None:
+            self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
+        return self._runner.run(self.step, fn)
 
     def report(self) -> SwapReport:
         """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted."""
@@ -198,7 +226,14 @@ class SwapSession:
             if (
                 not sys.is_finalizing()
             ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
-                self._executor.end_step(completed=completed)
+                self._finish_step(completed=completed)
+
+    def _expect_open(self, what: str) -> None:
+        if self._phase is not Phase.OPEN:
+            raise SessionClosedError(
+                f"session.{what}(): expected an open session, got one that is {self._phase.value}; use it inside "
+                f"`with session:`, one step at a time"
+            )
 
     def _to(self, phase: Phase) -> None:
         if phase not in _NEXT[self._phase]:

@@ -40,6 +40,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         planning_us=2500.0,
         planned_step_us=9000.0,
         planned_peak_bytes=30 * MIB,
+        measured_step_us=9100.0,
         bytes_swapped_out=10 * MIB,
         bytes_swapped_in=8 * MIB,
         bytes_reclaimed=8 * MIB,
@@ -62,6 +63,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         refused_by_codec={},
         pageable_swap_outs=0,
         oom_retries=0,
+        steps_run_again=0,
         spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),
     )
     return dataclasses.replace(report, **changed)  # type: ignore[arg-type]  # the names are checked by replace itself
@@ -70,9 +72,9 @@ def made_up(**changed: object) -> cm.SwapReport:
 UNMEASURED = {"hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": ()}
 
 
-def trained(device: Device, *, steps: int = 2) -> cm.SwapReport:
+def trained(device: Device, *, steps: int = 2, budget_bytes: int = 6 * MIB) -> cm.SwapReport:
     """A report of real copies: a chain deep enough that both lanes are used."""
-    session = cm.SwapSession(hbm_budget=device.allocated_bytes() + 6 * MIB, host_budget="64MiB", device=device)
+    session = cm.SwapSession(hbm_budget=device.allocated_bytes() + budget_bytes, host_budget="64MiB", device=device)
     x = torch.randn(512, 512, device=device.torch_device, requires_grad=True)
     with session:
         for _ in range(steps):
@@ -143,6 +145,39 @@ def test_a_hidden_share_of_nothing_is_a_measured_one() -> None:
     assert dict(made_up(hidden_fraction=0.0).rows())["hidden share of copy time (simulated)"] == "0.0 %"
 
 
+def test_the_text_says_what_was_recorded_planned_and_known() -> None:
+    lines = dict(made_up(detailed_steps=1, plans=3, plan_cache_hits=2).rows())
+    assert lines["steps by phase"] == "1 profile, 2 steady"
+    assert lines["steps recorded in detail"] == "1"
+    assert lines["plans made, host time"] == "3, 2.50 ms"
+    assert lines["steps that had a plan already"] == "2"
+    assert lines["latest plan's step (simulated)"] == "9.00 ms predicted, 9.10 ms measured"
+    assert lines["latest plan's peak"] == "30.0 MiB predicted"
+
+
+def test_a_plan_that_no_timed_step_went_by_was_not_measured() -> None:
+    lines = dict(made_up(measured_step_us=None).rows())
+    assert lines["latest plan's step (simulated)"] == "9.00 ms predicted, not measured"
+
+
+def test_where_there_is_no_plan_the_text_says_so() -> None:
+    nothing = made_up(
+        planned_step_us=None, planned_peak_bytes=None, measured_step_us=None, steps_by_phase={}, plans=0, planning_us=0.0
+    )
+    lines = dict(nothing.rows())
+    assert (lines["latest plan"], lines["steps by phase"]) == ("none", "none begun")
+    assert "predicted" not in str(nothing)
+
+
+def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> None:
+    report = trained(sim, steps=8, budget_bytes=10 * MIB)  # enough for two plans to be tried twice each
+    assert (report.detailed_steps, report.plan_cache_hits) == (1, 7)
+    assert report.steps_by_phase == {"profile": 1, "steady": 7}
+    assert report.planned_step_us is not None and report.planned_peak_bytes is not None
+    assert report.planned_peak_bytes <= report.hbm_budget_bytes
+    assert report.measured_step_us is not None and report.measured_step_us > 0
+
+
 @pytest.mark.parametrize(("peak", "word"), [(32 * MIB, "held"), (32 * MIB + 1, "PASSED")])
 def test_the_text_says_whether_the_budget_held(peak: int, word: str) -> None:
     assert word in dict(made_up(peak_hbm_bytes=peak).rows())["peak device memory"]
@@ -181,7 +216,10 @@ def test_the_trace_names_the_device_and_both_lanes(tmp_path: Path) -> None:
     assert names["process_name"] == "simulated H200"
     threads = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
     assert threads == {1: "d2h: swap out", 2: "h2d: swap in"}
-    assert document["otherData"] == {"device": "simulated H200", "simulated": True}
+    assert document["otherData"] == {
+        "device": "simulated H200", "simulated": True, "steps": 3,
+        "steps_by_phase": {"profile": 1, "steady": 2}, "detailed_steps": 0, "plans": 0, "plan_cache_hits": 0,
+    }  # fmt: skip
     assert lanes_of(path) == {1: [(0.0, 100.0, MIB)], 2: [(50.0, 250.0, MIB)]}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chameleon_mm.executor.adaptation import Adaptation, PlanPhase
+from chameleon_mm.executor.again import StepRunner
 from chameleon_mm.executor.classify import ProtectedStorages
 from chameleon_mm.executor.encoding import codecs_by_name
 from chameleon_mm.executor.executor import Executor
@@ -17,6 +18,7 @@ __all__ = [
     "KeptTensor",
     "PlanPhase",
     "ProtectedStorages",
+    "StepRunner",
     "SwappedView",
     "Totals",
     "codecs_by_name",

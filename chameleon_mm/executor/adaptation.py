@@ -41,9 +41,12 @@ CANDIDATES = 2
 RECORDINGS = 3
 """Of one step, where none could be made into a plan: after them the default rule has it, without a recorder's cost."""
 
+DRAFTS = 1000
+"""That the planner tries for a step with few candidates: a fifth of a second between two steps, once."""
+
 SPARE_PART = 256
-"""Of the budget a plan leaves this part: a step of the same fingerprint may differ in what the hooks do not see, such as a scalar
-that the loop keeps."""
+"""Of the budget a plan leaves this part: a step of the same fingerprint may differ in what the hooks do not see, such as a
+scalar that the loop keeps."""
 
 LEAD_SHARE = 1.0
 """Of a stall that was not foreseen: how much earlier the copy back is to begin next time."""
@@ -115,6 +118,13 @@ class Adaptation:
         current = None if self.latest is None else self.latest.current
         return None if current is None else current.script.plan
 
+    def limit_to(self, hbm_budget_bytes: int) -> None:
+        """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
+        self._hbm_budget_bytes = hbm_budget_bytes
+        self._known = KnownSequences(KNOWN_STEPS)
+        self._measuring.clear()
+        self.latest = None
+
     def begin_step(self, compute: Stream) -> Recorder | None:
         """What records the step that begins; None: nothing needs to. Asks for the step to be timed where a plan is on trial."""
         self._learn_times()
@@ -170,6 +180,7 @@ class Adaptation:
                 self._link_cost(),
                 lead_us=lead_us or 0.0,
                 at_most=at_most,
+                drafts=DRAFTS,
             )
         except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
             _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", len(trace.hooks), str(refusal))
@@ -179,6 +190,9 @@ class Adaptation:
 
     def _needs_more(self, course: Course, extra_bytes: int) -> None:
         """At the first hook of a step there was more on the device than its trace has."""
+        plan = None if course.current is None else course.current.script.plan
+        if plan is not None and plan.peak_bytes + extra_bytes <= self._hbm_budget_bytes:
+            return  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         trace = course.trace
         if extra_bytes == kept_bytes(trace, {TensorKind.GRADIENT}):
             trace = there_before(trace, {TensorKind.GRADIENT})  # gradients are kept and filled with zeros

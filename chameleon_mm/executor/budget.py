@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -75,6 +76,10 @@ class BudgetGuard:
         self._odometer: int | None = None
         self._allocated = 0
         self._taken = 0
+
+    def limit_to(self, hbm_budget_bytes: int) -> None:
+        """Another budget, from the next look on."""
+        self._limits = replace(self._limits, hbm_budget_bytes=hbm_budget_bytes)
 
     def look(self) -> None:
         """Note how far allocation climbed since the last look; make room for the next climb."""

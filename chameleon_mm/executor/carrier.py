@@ -36,7 +36,9 @@ class Carrier(SavedStorage):
         homes = list(dict.fromkeys(member.home for member in members))
         for home in homes:
             tools.streams.meet(home)  # Note [Swap-out]: the sources were written by home, and `compute` reads them
-        compute.pack(packed, [flat_bytes(member.device) for member in members if member.device is not None], places)
+        # Made once for both: on the host a flat tensor costs several times what packing it does.
+        sources = [flat_bytes(member.device) for member in members if member.device is not None]
+        compute.pack(packed, sources, places)
         for home in homes:
             tools.streams.meet(home)  # Note [Reclaim]: the next owner of a source comes after that read
         super().__init__(packed, compute, tools, epoch=epoch, index=max(member.index for member in members))
@@ -46,8 +48,8 @@ class Carrier(SavedStorage):
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.riders = 0
         """Members that still need it."""
-        for member in members:
-            member.board(self)
+        for member, source in zip(members, sources, strict=True):
+            member.board(self, source)
             self.riders += 1
 
     def leave(self, member: SavedStorage) -> None:

@@ -19,7 +19,7 @@ def dense_bytes(t: Tensor) -> Tensor | None:
     # A parameter's `.grad` and what `register_buffer` takes are plain, or of a subclass that may be anything.
     if type(t) is not Tensor or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
         return None
-    if t.is_conj() or t.is_neg() or not _is_dense(t.shape, t.stride()):
+    if t.is_conj() or t.is_neg() or not (t.numel() == 0 or _is_dense(t.shape, t.stride())):
         return None
     size = t.element_size()
     with torch.no_grad():
@@ -31,7 +31,7 @@ def _is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
     """Whether each element has its own place, without gaps."""
     expected = 1
     for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length != 1):
-        if length and stride != expected:
+        if stride != expected:
             return False
         expected *= length
     return True

@@ -113,6 +113,8 @@ class Executor:
         self._ins = SwapIns(tools, live, self._guard, staging, self._order)
         self._guide = Guide(live, self._guard, self._outs, self._ins) if plans else None
         self._recorder: Recorder | None = None
+        self._left_recorder = False
+        """Whether its mode was left before the step ended."""
         self.adaptation: Adaptation | None = None
         if self._guide is not None and limits.hbm_budget_bytes is not None:
             me = weakref.ref(self)
@@ -140,7 +142,12 @@ class Executor:
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
         with self._quiet():
-            return self._save(t, guided=self._guide is not None)
+            handle = self._save(t, guided=self._guide is not None)
+        if self._recorder is not None and self._recorder.must_leave:
+            self._recorder.must_leave = False
+            self._recorder.__exit__(None, None, None)
+            self._left_recorder = True
+        return handle
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
@@ -266,6 +273,13 @@ class Executor:
 
     # --- steps
 
+    def limit_to(self, hbm_budget_bytes: int) -> None:
+        """Another budget from the next step on. Not to be called in a step."""
+        with self._entered():
+            self._guard.limit_to(hbm_budget_bytes)
+            if self.adaptation is not None:
+                self.adaptation.limit_to(hbm_budget_bytes)
+
     def begin_step(self, *, timed: bool) -> None:
         """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device."""
         if self._forked or self.device.capturing():
@@ -278,13 +292,16 @@ class Executor:
             self.meter.begin_step(compute, timed=timed)
             self._recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
         if self._recorder is not None:
-            self._recorder.__enter__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+            self._recorder.__enter__()
 
     def end_step(self, *, completed: bool) -> None:
         """Give back what is still on its way out; learn from the step if it `completed`."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # as above, where it is entered
+            self.meter.totals.oom_retries += recorder.oom_retries
+            if not self._left_recorder:
+                recorder.__exit__(None, None, None)
+        self._left_recorder = False
         if self._forked or self.device.capturing():
             self._in_step = False
             return

@@ -7,6 +7,10 @@
 The storage that comes back begins where the first one began, so the view's offset and strides stay what they were: kernels
 choose their path, and so their rounding, by strides and alignment. Bytes move as integers: a floating-point copy might quiet
 a NaN, a boolean one might make a 1 of a 3.
+
+The copy is torch's own for strided tensors, not the pack kernel, though that takes strides too. A view is gathered at the first
+hook after its op, alone, so that the storage around it goes at once: waiting for others, to share a launch, would keep just
+what is to go. And for one view both are one launch, the pack kernel's with a table of addresses to renew and upload besides.
 """
 
 from __future__ import annotations
@@ -63,16 +67,14 @@ class Part(NamedTuple):
 
     def pack(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The covered bytes alone. Allocates `nbytes` and copies on the current stream; may raise `torch.OutOfMemoryError`."""
-        with torch.no_grad():
-            packed = torch.empty(self.sizes, dtype=_WORDS[self.word_bytes], device=storage.device)
-            return packed.copy_(self._over(storage)).untyped_storage()
+        packed = torch.empty(self.sizes, dtype=_WORDS[self.word_bytes], device=storage.device)
+        return packed.copy_(self._over(storage)).untyped_storage()
 
     def unpack(self, packed: torch.UntypedStorage, into: torch.UntypedStorage) -> None:
         """Put the packed bytes where they were, on the current stream. `into` has `end_byte` bytes or more."""
-        with torch.no_grad():
-            words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=packed.device)
-            side_by_side = words.set_(packed, 0, (self.nbytes // self.word_bytes,), (1,)).view(self.sizes)
-            self._over(into).copy_(side_by_side)
+        words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=packed.device)
+        side_by_side = words.set_(packed, 0, (self.nbytes // self.word_bytes,), (1,)).view(self.sizes)
+        self._over(into).copy_(side_by_side)
 
     def _over(self, storage: torch.UntypedStorage) -> Tensor:
         words = torch.empty(0, dtype=_WORDS[self.word_bytes], device=storage.device)

@@ -26,6 +26,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.course import Course, Variant
+from chameleon_mm.executor.handles import NO_HOOK
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.script import Cursor, Due, Script
 from chameleon_mm.executor.stored import Place, SavedStorage
@@ -36,7 +37,7 @@ from chameleon_mm.profiler.known import KnownSequence, KnownSequences
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_record import EARLIER_STEP, StepRecord
+from chameleon_mm.profiler.step_record import EARLIER_STEP, StepRecord, feature_hash
 
 _NONE = -1
 """Of a hook: none of the known step's."""
@@ -121,18 +122,20 @@ class Guide:
 
         `finished`: storages that were saved by operators which are over now.
         """
+        if self._known is None:  # outside of steps nobody would ever begin to number them again
+            return NO_HOOK
         hook = self.light.num_hooks
         first = False
         if saved is None:
-            previous = FIXED_STORAGE
+            since = FIXED_STORAGE
         else:
             first = saved.last_save[0] != self._live.epoch
-            previous = NEW_STORAGE if first else saved.last_save[1]
+            since = NEW_STORAGE if first else hook - saved.last_save[1]
             saved.last_save = (self._live.epoch, hook)
-        feature = self.light.saved(t, previous)
+        expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._record_save(self._recorder, saved, feature, finished, first=first)
-        place = self._place(hook, feature, None)
+            self._record_save(self._recorder, saved, finished, first=first)
+        place = self._place(hook, expected, None)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             self._give_role(saved, place)
@@ -140,14 +143,16 @@ class Guide:
 
     def used(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
         """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
+        if self._known is None:
+            return
         epoch, at_hook = saved_at
-        save = at_hook if epoch == self._live.epoch else EARLIER_STEP
+        save = at_hook if epoch == self._live.epoch and at_hook != NO_HOOK else EARLIER_STEP
         hook = self.light.num_hooks
-        feature = self.light.used(save)
+        expected = self.light.used(save)
         if self._recorder is not None:
             self._tell_finished(self._recorder, finished)
-            self._recorder.on_use([None if saved is None else saved.traced], feature)
-        self._place(hook, feature, save)
+            self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
+        self._place(hook, expected, save)
 
     def brought(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """`storage` holds the bytes of `saved`, whose use this is."""
@@ -156,13 +161,13 @@ class Guide:
 
     # --- which hook of the known step it is
 
-    def _place(self, hook: int, feature: int, save: int | None) -> int:
-        """`save`: of a use, the hook of this step that saved it."""
+    def _place(self, hook: int, expected: bool, save: int | None) -> int:
+        """`expected`: the followed step's hook. `save`: of a use, the hook of this step that saved it."""
         if self._known is None:
             return _NONE
-        if not self._strayed:
-            self._stay_or_stray(self._known, hook, feature)
-        place = hook if not self._strayed else self._matched(feature, save)
+        if not self._strayed and (not expected or hook == 0 or self._recorder is not None):
+            self._stay_or_stray(self._known, hook)
+        place = hook if not self._strayed else self._matched(save)
         self._place_of.append(place)
         if place > self._reached:
             self._reached = place
@@ -170,8 +175,8 @@ class Guide:
                 self._due = self._cursor.advance_to(place) or _NOTHING_DUE
         return place
 
-    def _stay_or_stray(self, known: Known, hook: int, feature: int) -> None:
-        if known.follow(feature):
+    def _stay_or_stray(self, known: Known, hook: int) -> None:
+        if known.follow(hook, self.light.feature):
             if known.current is not self._entry:
                 self._go_with(known.current)
             if hook == 0 and known.current is not None and known.current.plan is not None:
@@ -193,11 +198,11 @@ class Guide:
                 self._needs_more(course, extra_bytes)
                 self._go_with(self._entry)
 
-    def _matched(self, feature: int, save: int | None) -> int:
+    def _matched(self, save: int | None) -> int:
         if self._matcher is None:
             return _NONE
         if save is None:
-            place = self._matcher.match(feature)
+            place = self._matcher.match(self.light.feature)
         else:
             known_save = self._place_of[save] if save >= 0 else _NONE
             place = self._matcher.match_use(None if known_save == _NONE else known_save)
@@ -206,6 +211,8 @@ class Guide:
     def _go_with(self, entry: KnownSequence[Course | None] | None) -> None:
         """From here on the step is expected to be `entry`, with which its hooks so far agree."""
         self._entry = entry
+        if entry is not None:
+            self.light.follow(entry.record)
         course = None if entry is None else entry.plan
         self.followed = None if course is None else course.current
         self._script = None if self.followed is None else self.followed.script
@@ -237,7 +244,7 @@ class Guide:
             if saved.place is Place.RESIDENT:
                 self._send(saved, action)
             if saved.place is Place.LEAVING:
-                saved.reclaim()
+                saved.reclaim(in_turn=True)
                 self._guard.took(saved.remains_bytes)
 
     def send(self, finished: Iterable[SavedStorage]) -> None:
@@ -274,7 +281,6 @@ class Guide:
         self,
         recorder: Recorder,
         saved: SavedStorage | None,
-        feature: int,
         finished: Sequence[SavedStorage],
         *,
         first: bool,
@@ -282,7 +288,7 @@ class Guide:
         self._tell_finished(recorder, finished)
         if first and saved is not None and saved.part is None and saved.device is not None:
             saved.traced = recorder.claim(saved.device)
-        recorder.on_save([None if saved is None else saved.traced], feature)
+        recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
 
     @staticmethod
     def _tell_finished(recorder: Recorder, finished: Iterable[SavedStorage]) -> None:

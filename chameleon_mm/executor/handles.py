@@ -145,4 +145,4 @@ Handle = KeptTensor | SwappedView | TakenApart
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:
     """A flat uint8 tensor over all of a storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

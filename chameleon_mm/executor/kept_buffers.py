@@ -1,8 +1,8 @@
 """A model's buffers as they are when a step begins, to be put back: what they hold, and which tensors they are.
 
-    kept = KeptBuffers(model)              # once
-    kept.keep()                            # before every step
-    kept.restore()
+kept = KeptBuffers(model)              # once
+kept.keep()                            # before every step
+kept.restore()
 """
 
 from __future__ import annotations
@@ -46,17 +46,23 @@ class KeptBuffers:
                 torch._foreach_copy_([copy for _, copy in again], [buffer for buffer, _ in again])
 
     def restore(self) -> None:
-        """Put back which tensors the buffers were, and what they held. No version counter moves: graphs may have saved them."""
+        """Put back which tensors the buffers were, and what they held."""
         for table, as_it_was in self._places:
             table.clear()
             table.update(as_it_was)
         with torch.no_grad():
             for buffer, copy in self._copies.values():
-                into, of = dense_bytes(buffer), dense_bytes(copy)
-                if into is not None and of is not None and into.numel() == of.numel():
-                    into.copy_(of)
-                else:
-                    buffer.copy_(copy)
+                self._put_back(buffer, copy)
+
+    @staticmethod
+    def _put_back(buffer: Tensor, copy: Tensor) -> None:
+        into, of = dense_bytes(buffer), dense_bytes(copy)
+        if not _same_kind(copy, buffer):
+            buffer.data = copy.clone()  # resized, or converted
+        elif into is not None and of is not None:
+            into.copy_(of)  # past its version counter: a graph from before the step may have saved it
+        elif 0 not in buffer.stride():  # one that repeats its elements can be written by nobody
+            buffer.copy_(copy)
 
 
 def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
@@ -64,4 +70,5 @@ def _same_kind(copy: Tensor, buffer: Tensor) -> bool:
         type(copy) is type(buffer)
         and copy.layout is torch.strided is buffer.layout
         and (copy.shape, copy.dtype, copy.device) == (buffer.shape, buffer.dtype, buffer.device)
+        and (copy.stride() == buffer.stride() or dense_bytes(buffer) is None)
     )

@@ -21,10 +21,10 @@ from chameleon_mm.executor.dense import dense_bytes
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 
 
-class HostCopy:
-    """A gradient's bits, on the host. The gradient itself is not held: a step that drops it has its memory."""
+class GradientOnHost:
+    """A gradient's bytes, on the host. The gradient itself is not held: a step that drops it has its memory."""
 
-    __slots__ = ("_block", "_bytes", "_device", "_last", "_like", "_of")
+    __slots__ = ("_block", "_device", "_last", "_like", "_of")
 
     def __init__(self, grad: Tensor, source: Tensor, device: Device, pool: PinnedPool) -> None:
         compute = device.current_stream()
@@ -34,7 +34,7 @@ class HostCopy:
             self._block = pool.allocate_pageable(source.numel(), compute)
         self._device = device
         self._of = TensorWeakRef(grad)
-        self._like = (tuple(grad.shape), grad.stride(), grad.dtype, grad.device)
+        self._like = _form(grad)
         # On compute: in order after what wrote the gradient, and before whatever the step does with it.
         compute.copy(self._block.buffer, source)
         self._last: Event = compute.record()
@@ -42,11 +42,11 @@ class HostCopy:
     def restore(self, parameter: nn.Parameter) -> None:
         """Into the tensor that it was, which a bucket may be made of; where nobody holds that any more, into one like it."""
         grad = self._of()
-        destination = None if grad is None else dense_bytes(grad)
-        if destination is None or destination.numel() != self._block.nbytes:
+        if grad is None or _form(grad) != self._like:
+            grad = parameter.grad = None  # what the step made of it makes room
             shape, stride, dtype, device = self._like
             grad = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            destination = dense_bytes(grad)
+        destination = dense_bytes(grad)
         assert destination is not None
         compute = self._device.current_stream()
         compute.copy(destination, self._block.buffer)
@@ -57,7 +57,11 @@ class HostCopy:
         self._block.release(after=self._last)
 
 
-class DeviceCopy:
+def _form(t: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
+class GradientOnDevice:
     """A gradient that is more than bytes in a row: sparse, or a wrapper subclass."""
 
     __slots__ = ("_copy",)
@@ -68,11 +72,18 @@ class DeviceCopy:
     def restore(self, parameter: nn.Parameter) -> None:
         parameter.grad = self._copy.clone()  # the step may write to it, and fail again
 
+    def release(self) -> None:
+        """Nothing to give back: its memory goes with it."""
+
+
+KeptGradient = GradientOnHost | GradientOnDevice
+
 
 def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> KeptGradient | None:
+    """Of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the device."""
     if grad is None:
         return None
     source = dense_bytes(grad)
     if source is None or not source.numel() or not device.owns(grad):
-        return DeviceCopy(grad)
-    return HostCopy(grad, source, device, pool)
+        return GradientOnDevice(grad)
+    return GradientOnHost(grad, source, device, pool)

@@ -53,6 +53,9 @@ class Totals:
     pageable_swap_outs: int = 0
     """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
     oom_retries: int = 0
+    """Allocations of swap-ins, and operators of recorded steps, that found no memory and were tried again."""
+    steps_run_again: int = 0
+    """Runs of steps after the first, each within a tighter budget."""
     stall_us: float = 0.0
     copy_us: float = 0.0
     timed_steps: int = 0

@@ -1,10 +1,10 @@
 """What a step begins with, so that it can begin again; and whether its parameters are still as they were.
 
-    start = StepStart(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
-    with start.watching(): ...                         # the step, which fails
-    start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
-    start.restore()                                    # as often as it takes
-    start.drop()
+start = StepStart(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
+with start.watching(): ...                         # the step, which fails
+start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
+start.restore()                                    # as often as it takes
+start.drop()
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class RandomState:
 
 
 class StepStart:
-    """Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed."""
+    """Of the step that begins now, on the calling thread.
+
+    Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
+    """
 
     def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: KeptBuffers) -> None:
         self._stepped = False
@@ -89,19 +92,20 @@ class StepStart:
 
     def restore(self) -> None:
         """Random states, buffers and gradients as they were. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
-        for parameter, copy in self._gradients:
-            if copy is None:
+        for parameter, kept in self._gradients:
+            if kept is None:  # first: what the step made of them makes room for the others
                 parameter.grad = None
-            else:
-                copy.restore(parameter)
+        for parameter, kept in self._gradients:
+            if kept is not None:
+                kept.restore(parameter)
         self._buffers.restore()
         self._random.restore()
 
     def drop(self) -> None:
         """It will not begin again: give the copies of gradients back."""
-        for _, copy in self._gradients:
-            if isinstance(copy, HostCopy):
-                copy.release()
+        for _, kept in self._gradients:
+            if kept is not None:
+                kept.release()
         self._gradients = []
 
 

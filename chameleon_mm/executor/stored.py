@@ -224,12 +224,12 @@ class SavedStorage:
         """The stream whose allocator the device copy belongs to."""
         return self._home
 
-    def board(self, carrier: Carrier) -> None:
-        """Its bytes were packed into `carrier`, on a stream that home has met since: drop the device copy."""
+    def board(self, carrier: Carrier, packed: Tensor) -> None:
+        """Its bytes, all in `packed`, went into `carrier`, on a stream that home has met since: drop the device copy."""
         assert self.place is Place.RESIDENT and self.device is not None
         if self._seal is not None:
-            self._seal.close(flat_bytes(self.device))
-        self._home.free(flat_bytes(self.device))
+            self._seal.close(packed)
+        self._home.free(packed)
         self.device, self.carrier, self.place = None, carrier, Place.ON_HOST
 
     def alight(self, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -282,10 +282,11 @@ class SavedStorage:
                 self.swap_out()
         return False
 
-    def reclaim(self) -> None:
+    def reclaim(self, *, in_turn: bool = False) -> None:
+        """Order compute after the copy out and drop the device copy. `in_turn`: the link keeps the order of the plan."""
         assert self._out is not None
         try:
-            done = self._tools.transfer.issue_out(self._out)
+            done = self._tools.transfer.issue_out(self._out, in_turn=in_turn)
         except SimError:
             raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device

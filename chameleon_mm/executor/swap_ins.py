@@ -61,6 +61,8 @@ class SwapIns:
                     return
             if coming is None or coming.place is not Place.ON_HOST or coming.first() is not None:
                 continue
+            if self._guard.trusts_plan and coming.role is not None:
+                continue  # the plan says when
             if not self._guard.room_for(coming.arrival_bytes):
                 return
             try:

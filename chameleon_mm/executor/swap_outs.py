@@ -115,7 +115,7 @@ class SwapOuts:
             self._guard.planned.add(saved)
 
     def pack_waiting(self) -> None:
-        """Pack the small ones that wait, once they fill a carrier, the link is idle, or nobody knows what memory is needed next."""
+        """Pack the small ones that wait, once they fill a carrier, the link is idle, or it is not known what comes next."""
         if not self._small:
             return
         if self._small_bytes >= CARRIER_BYTES or self._guard.is_blind or self._tools.transfer.out_is_idle():

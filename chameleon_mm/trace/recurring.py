@@ -25,12 +25,21 @@ def kept_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
 
 
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
-    """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning."""
+    """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning.
+
+    Operators that made such storages and wrote nothing else take no time: they will not run again.
+    """
     kept = _kept(trace, kinds)
     if not kept.any():
         return trace
     born = np.where(kept, np.int32(-1), trace.tensor_born).astype(np.int32)
-    return dataclasses.replace(trace, tensor_born=born, start_bytes=trace.start_bytes + kept_bytes(trace, kinds))
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    writes = trace.write_tensors
+    makes = kept[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
+    made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
+    op_us = np.where((made > 0) & (made == written), 0.0, trace.op_us)
+    start_bytes = trace.start_bytes + kept_bytes(trace, kinds)
+    return dataclasses.replace(trace, tensor_born=born, op_us=op_us, start_bytes=start_bytes)
 
 
 def with_extra(trace: Trace, nbytes: int) -> Trace:

@@ -107,23 +107,15 @@ class Lane:
             self._forget_complete()
             if len(self._running) >= self._limit:
                 return
-            together = self._small_ones_in_front()
-            try:
-                if len(together) > 1:
-                    self._hand_over_together(together)
-                else:
-                    self._hand_over_piece(self._queue[0])
-            except SimError:
-                raise
-            except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
-                # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
-                _log.warning("a copy on %s was refused: %s", self.stream.name, str(error))
+            self._hand_over_front()
 
     def is_idle(self) -> bool:
         self._forget_complete()
         return not self._running and not self._queue
 
-    def issue(self, move: Move) -> Event:
+    def issue(self, move: Move, *, in_turn: bool = False) -> Event:
+        while in_turn and not move.ended and self._queue[0] is not move:
+            self._hand_over_front(before=move)
         if move.failed:
             raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:
@@ -153,12 +145,26 @@ class Lane:
         while self._running and self._running[0].query():
             self._running.popleft()
 
-    def _small_ones_in_front(self) -> list[Move]:
+    def _hand_over_front(self, *, before: Move | None = None) -> None:
+        """The oldest, or a piece of it, or with it small ones that come `before`. A refusal is its owner's to find."""
+        together = self._small_ones_in_front(before)
+        try:
+            if len(together) > 1:
+                self._hand_over_together(together)
+            else:
+                self._hand_over_piece(self._queue[0])
+        except SimError:
+            raise
+        except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
+            # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
+            _log.warning("a copy on %s was refused: %s", self.stream.name, str(error))
+
+    def _small_ones_in_front(self, before: Move | None) -> list[Move]:
         """What one call may carry: small moves in a row from the oldest on, of which nothing was handed over, up to a piece."""
         together, room = [], self._piece_bytes
         for move in self._queue:
             room -= move.nbytes
-            if move.begun or move.nbytes >= self._batch_below_bytes or room < 0:
+            if move is before or move.begun or move.nbytes >= self._batch_below_bytes or room < 0:
                 break
             together.append(move)
         return together

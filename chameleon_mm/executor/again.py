@@ -1,0 +1,161 @@
+"""A step that ran out of memory where nothing could be done about it, run again from its beginning within a tighter budget.
+
+    start = what the step begins with                  # random states, buffers, gradients that exist
+    run it -> OutOfMemoryError -> out of the except block, every frame of the step gone
+        an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again
+        start.restore(); a tighter budget, no plan; run it again
+    RUNS_AGAIN times, then raise, and say what was tried
+
+Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import nn
+
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.executor.kept_buffers import KeptBuffers
+from chameleon_mm.executor.step_start import StepStart
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.profiler.retry import tried_bytes
+
+_log = logging.getLogger(__name__)
+
+RUNS_AGAIN = 3
+"""Of one step, after its first run."""
+
+LEAST_CUT = 0.05
+"""Of the budget: by how much it is lowered at least."""
+
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class _Result(Generic[_R]):
+    """What a step returned."""
+
+    value: _R
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A run that found no memory, told without the exception: its frames hold tensors."""
+
+    message: str
+    asked_bytes: int
+    allocated_bytes: int
+    """When it failed."""
+    where: str
+    """The traceback, as text."""
+
+
+class StepRunner:
+    """Runs the steps of one session over `model`. Not thread-safe: steps come one by one."""
+
+    def __init__(self, executor: Executor, pool: PinnedPool, model: nn.Module, *, hbm_budget_bytes: int) -> None:
+        self.hbm_budget_bytes = hbm_budget_bytes
+        """The budget now: what steps that did not fit have left of it."""
+        self._executor = executor
+        self._device = executor.device
+        self._pool = pool
+        self._model = model
+        self._buffers = KeptBuffers(model)
+
+    def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
+        """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `RUNS_AGAIN` more runs."""
+        obstacle = self._obstacle()
+        if obstacle is not None:
+            try:
+                with step():
+                    return fn()
+            except torch.OutOfMemoryError as error:
+                raise _not_again(error, obstacle) from error
+        start = StepStart(self._model, self._device, self._pool, self._buffers)
+        try:
+            return self._run(start, step, fn)
+        finally:
+            start.drop()
+
+    def _run(self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
+        budgets = [self.hbm_budget_bytes]
+        while True:
+            outcome = self._attempt(start, step, fn)
+            if isinstance(outcome, _Result):
+                return outcome.value
+            gc.collect()  # a cycle may hold what the step had made
+            start.restore()
+            if len(budgets) > RUNS_AGAIN:
+                raise _gave_up(outcome, budgets)
+            self._tighten(outcome)
+            budgets.append(self.hbm_budget_bytes)
+
+    def _attempt(
+        self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]
+    ) -> _Result[_R] | _Failure:
+        """Run it. Returns a failure that can be made good; raises one that cannot."""
+        allocated_bytes = 0
+        try:
+            with start.watching(), step():
+                try:
+                    return _Result(fn())
+                except torch.OutOfMemoryError:
+                    allocated_bytes = self._device.allocated_bytes()  # before any of it goes
+                    raise
+        except torch.OutOfMemoryError as error:
+            obstacle = start.obstacle()
+            if obstacle is not None:
+                raise _not_again(error, obstacle) from error
+            return _Failure(str(error), tried_bytes(error), allocated_bytes, traceback.format_exc())
+
+    def _obstacle(self) -> str | None:
+        """Why no step may be run again here; None: nothing speaks against it."""
+        if self._device.capturing():
+            return "a graph was captured"
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            return "the other ranks would not, and its collectives would wait for them"
+        return None
+
+    def _tighten(self, failure: _Failure) -> None:
+        before = self.hbm_budget_bytes
+        self.hbm_budget_bytes = tighter(
+            before,
+            allocated=failure.allocated_bytes,
+            asked=failure.asked_bytes,
+            resting=self._device.allocated_bytes(),
+        )
+        self._executor.limit_to(self.hbm_budget_bytes)
+        self._executor.meter.totals.steps_run_again += 1
+        _log.warning("a step runs again, within %d bytes instead of %d: %s", self.hbm_budget_bytes, before, failure.message)
+
+
+def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
+    """The budget after a step that failed within `budget`, all in bytes.
+
+    `asked` was refused while `allocated` was allocated, so no more than both together can be had, whatever the budget says:
+    from there, room is made for another such request, `LEAST_CUT` at least. Half of what lies above `resting`, which is
+    allocated between steps, stays: a request that never fits must not leave nothing.
+    """
+    reach = min(budget, allocated + asked)
+    return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))
+
+
+def _not_again(error: torch.OutOfMemoryError, obstacle: str) -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError(f"{error} run_step: the step was not run again, because {obstacle}.")
+
+
+def _gave_up(failure: _Failure, budgets: Sequence[int]) -> torch.OutOfMemoryError:
+    error = torch.OutOfMemoryError(
+        f"{failure.message} run_step: expected the step to fit, it was run {len(budgets)} times, within budgets of "
+        f"{', '.join(map(str, budgets))} bytes; gradients, buffers and random states are as before it; make the batch smaller"
+    )
+    error.add_note(f"Its last run:\n{failure.where}")
+    return error

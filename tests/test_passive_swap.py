@@ -1,0 +1,296 @@
+"""Memory that runs out: at every allocation of a step; on a device of a quarter of what the step takes; just at the budget.
+
+Counted are all allocations: those of torch's operators and those of the executor itself.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.device.sim.memory import Ledger
+from chameleon_mm.units import KIB
+
+RECORDED, STEADY = 0, 1
+"""Steps by their number: the first is recorded, the others follow the plan."""
+
+
+class Shortage:
+    """Lets the N-th allocation from `begin` on fail, once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.fail_at: int | None = None
+        self.counting = False
+
+    def begin(self, fail_at: int | None) -> None:
+        self.count, self.fail_at, self.counting = 0, fail_at, True
+
+    @property
+    def over(self) -> bool:
+        return self.fail_at is None
+
+
+@pytest.fixture
+def _frozen() -> Iterator[None]:
+    """A step that is run again has the collector run: over what this test made, not over all that pytest has."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
+    found = Shortage()
+    real = Ledger.make_room
+
+    def make_room(self: Ledger, nbytes: int) -> None:
+        if nbytes and found.counting:
+            found.count += 1
+            if found.count == found.fail_at:
+                found.fail_at = None
+                raise torch.OutOfMemoryError(f"out of memory: injected. Tried to allocate {nbytes} bytes.")
+        real(self, nbytes)
+
+    monkeypatch.setattr(Ledger, "make_room", make_room)
+    return found
+
+
+class Net(nn.Module):
+    """Normalised over the batch and dropped out, so that a second run finds other statistics and draws other numbers.
+
+    `plain`: not so, and a step that failed leaves nothing behind but how many batches there were.
+    """
+
+    def __init__(self, *, plain: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(2)])
+        self.norm = nn.BatchNorm1d(32, momentum=0.0 if plain else 0.1)
+        self.dropout = 0.0 if plain else 0.2
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * 0.5
+        out: Tensor = F.dropout(self.norm(x), self.dropout)
+        return out
+
+
+class Run:
+    """Steps up to the one after `short_step`, in a session whose budget makes activations move."""
+
+    def __init__(self, short_step: int, *, plain: bool = False, keeps_gradients: bool = False, plans: bool = True) -> None:
+        torch.manual_seed(3)
+        self.short_step = short_step
+        self.plain = plain
+        self.keeps_gradients = keeps_gradients
+        self.device = cm.SimDevice(hbm_bytes="64MiB")
+        with self.device.compute():
+            self.model = Net(plain=plain)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+            self.rows = [torch.randn(64, 32) for _ in range(short_step + 2)]
+            budget = self.device.allocated_bytes() + 96 * KIB
+        self.session = cm.SwapSession(budget, "8MiB", self.device, 4 * KIB, model=self.model, plans=plans)
+        self.losses: list[Tensor] = []
+        self.escaped = 0
+
+    def step(self, row: Tensor) -> Tensor:
+        loss: Tensor = self.model(row).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if not self.keeps_gradients:
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+    def train(self, shortage: Shortage, fail_at: int | None, *, again: bool) -> Run:
+        with self.session:
+            for index, row in enumerate(self.rows):
+                begin = partial(shortage.begin, fail_at) if index == self.short_step else lambda: None
+                self.losses.append(self._one(row, begin, again=again))
+                shortage.counting = False
+        return self
+
+    def _one(self, row: Tensor, begin: Callable[[], None], *, again: bool) -> Tensor:
+        first = iter([begin])
+
+        def step() -> Tensor:
+            for once in first:
+                once()
+            return self.step(row)
+
+        if again:
+            return self.session.run_step(step)
+        try:
+            with self.session.step():
+                return step()
+        except torch.OutOfMemoryError:
+            self.escaped += 1
+        self.optimizer.zero_grad()
+        with self.session.step():
+            return self.step(row)
+
+    def outcome(self) -> list[Tensor]:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        buffers = [] if self.plain else self.model.buffers()
+        return [*self.losses, *self.model.parameters(), *buffers, *grads, *state, torch.get_rng_state()]
+
+    def leftovers(self) -> tuple[int, int, int]:
+        return self.device.allocated_bytes(), self.session.pool.stats().num_live, self.session._executor.live_storages
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def number_of_allocations(run: Run, shortage: Shortage, *, again: bool) -> int:
+    """Of the step that will run short; asserts that it is one in which storages move."""
+    run.train(shortage, None, again=again)
+    report = run.session.report()
+    assert report.steps_by_phase in ({"profile": 1, "steady": run.short_step + 1}, {})
+    assert report.bytes_swapped_in > 0
+    assert report.steps_run_again == report.oom_retries == 0
+    return shortage.count
+
+
+@pytest.mark.usefixtures("_frozen")
+@pytest.mark.parametrize("short_step", [RECORDED, STEADY])
+@pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
+    shortage: Shortage, short_step: int, keeps_gradients: bool
+) -> None:
+    """`keeps_gradients`: they are there when the step begins, and it adds to them."""
+    expected = Run(short_step, keeps_gradients=keeps_gradients)
+    count = number_of_allocations(expected, shortage, again=True)
+    assert count > 40
+    runs_again = oom_retries = 0
+    for nth in range(1, count + 1):
+        run = Run(short_step, keeps_gradients=keeps_gradients).train(shortage, nth, again=True)
+        report = run.session.report()
+        assert shortage.over
+        assert same(run.outcome(), expected.outcome()), nth
+        assert run.leftovers() == expected.leftovers(), nth
+        assert report.steps == short_step + 2
+        runs_again += report.steps_run_again
+        oom_retries += report.oom_retries
+    if short_step == RECORDED:  # as a rule the operator alone is run again; what writes to its arguments may not be
+        assert 0 < runs_again < oom_retries
+    else:
+        assert runs_again > count / 2
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize(
+    ("short_step", "plans"),
+    [pytest.param(RECORDED, True, marks=pytest.mark.slow), (STEADY, True), (STEADY, False)],
+    ids=["recorded", "planned", "by the rule"],
+)
+def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks(
+    shortage: Shortage, short_step: int, plans: bool
+) -> None:
+    expected = Run(short_step, plain=True, plans=plans)
+    count = number_of_allocations(expected, shortage, again=False)
+    escaped = retried = 0
+    for nth in range(1, count + 1):
+        run = Run(short_step, plain=True, plans=plans).train(shortage, nth, again=False)
+        assert shortage.over
+        assert same(run.outcome(), expected.outcome()), nth
+        assert run.leftovers() == expected.leftovers(), nth
+        escaped += run.escaped
+        retried += run.session.report().oom_retries
+    if short_step == RECORDED:  # batch norm writes statistics past its schema, so it is never run twice
+        assert 0 < escaped < 10
+        assert retried > count / 2
+    else:  # an operator's shortage goes on; a swap-in's own does not, whether somebody waits for it or not
+        assert count / 2 < escaped < count - retried
+        assert plans or retried > 0
+
+
+LAYERS, LENGTH = 8, 256
+
+
+class GptRun:
+    """The demo's model, with far more in activations than in anything else."""
+
+    def __init__(self, device: cm.SimDevice) -> None:
+        self.device = device
+        torch.manual_seed(1)
+        with device.compute():
+            self.model = GPT(GPTConfig(layers=LAYERS, width=32, heads=2, context=LENGTH))
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+            self.rows = [torch.randint(256, (2, 4, LENGTH)) for _ in range(3)]
+        self.losses: list[Tensor] = []
+
+    def step(self, row: Tensor) -> None:
+        loss = self.model.loss(row[0], row[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def swapped(self, hbm_budget: int | None, *, again: bool) -> cm.SwapReport:
+        with cm.SwapSession(hbm_budget, device=self.device, min_bytes=8 * KIB, model=self.model) as session:
+            for row in self.rows:
+                if again:
+                    session.run_step(partial(self.step, row))
+                else:
+                    with session.step():
+                        self.step(row)
+        return session.report()
+
+    def outcome(self) -> list[Tensor]:
+        return [*self.losses, *self.model.parameters(), torch.get_rng_state()]
+
+
+@pytest.fixture(scope="module")
+def unswapped() -> tuple[int, list[Tensor]]:
+    """Peak of the run without swapping, and what came of it."""
+    run = GptRun(cm.SimDevice())
+    with run.device.compute():
+        for row in run.rows:
+            run.step(row)
+    return run.device.peak_allocated_bytes(), run.outcome()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["step", "run_step"])
+@pytest.mark.parametrize("share", [None, 1.0])
+def test_a_model_four_times_too_large_trains_from_its_first_step(
+    unswapped: tuple[int, list[Tensor]], share: float | None, again: bool
+) -> None:
+    """`share` of the device's capacity, which is the budget: all of it says that there is no room for one mistake."""
+    peak, expected = unswapped
+    capacity = peak // 4
+    run = GptRun(cm.SimDevice(hbm_bytes=capacity))
+    report = run.swapped(None if share is None else int(capacity * share), again=again)
+    assert same(run.outcome(), expected)
+    assert report.steps == 3
+    assert report.steps_by_phase == {"profile": 1, "steady": 2}
+    assert report.peak_hbm_bytes <= report.hbm_budget_bytes
+    assert report.steps_run_again == 0
+
+
+def test_a_budget_beyond_what_the_device_has_is_found_out_by_running_again(unswapped: tuple[int, list[Tensor]]) -> None:
+    peak, expected = unswapped
+    run = GptRun(cm.SimDevice(hbm_bytes=peak // 4))
+    report = run.swapped(2 * peak, again=True)
+    assert same(run.outcome()[len(run.losses) :], expected[3:])
+    assert all(torch.equal(loss, expected[index]) for index, loss in enumerate(run.losses))
+    assert report.steps == 3
+    assert 1 <= report.steps_run_again <= 3
+    assert report.planned_peak_bytes is not None
+    assert report.planned_peak_bytes <= peak // 4
+
+
+def test_unswapped_it_does_not_fit(unswapped: tuple[int, list[Tensor]]) -> None:
+    run = GptRun(cm.SimDevice(hbm_bytes=unswapped[0] // 4))
+    with run.device.compute(), pytest.raises(torch.OutOfMemoryError):
+        run.step(run.rows[0])

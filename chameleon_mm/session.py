@@ -110,7 +110,7 @@ class SwapSession:
             self.device,
             self.pool,
             rule=self._rule,
-            limits=Limits(hbm_budget_bytes=min(self.hbm_budget_bytes, self.device.capacity)),
+            limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
             thresholds=thresholds or thresholds_for(self.device),
             codecs=codecs_by_name(codecs),

@@ -21,12 +21,15 @@ from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.compare import first_difference, same_bits
 from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.demo.notes import StepNote, by_kind, notes
 from chameleon_mm.demo.outcome import Outcome
+from chameleon_mm.demo.schedule import StepKind, schedule
+from chameleon_mm.demo.show import kind_rows, show, verdicts
 from chameleon_mm.demo.show import rows as table_rows
-from chameleon_mm.demo.show import show, verdicts
 from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
 from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, train
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.session import SwapSession
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
 TINY_ARGS = [
@@ -35,6 +38,7 @@ TINY_ARGS = [
 REPORT = {
     "bytes_swapped_out": 3 << 20, "bytes_swapped_in": 2 << 20, "hidden_fraction": 0.5, "stall_us": 1500.0,
     "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7}, "steps": 2, "timed_steps": 2,
+    "steps_by_phase": {"profile": 1, "steady": 1}, "detailed_steps": 1, "plans": 3, "planning_us": 2500.0, "plan_cache_hits": 1,
 }  # fmt: skip
 
 
@@ -88,6 +92,36 @@ def test_targets_are_the_next_bytes_and_drawing_moves_no_other_random_state() ->
     again = draw_batches(text, steps=3, batch=2, context=16, seed=5)
     assert all(torch.equal(a[0], b[0]) for a, b in zip(batches, again, strict=True))
     assert not torch.equal(draw_batches(text, steps=1, batch=2, context=16, seed=6)[0][0], batches[0][0])
+
+
+# --- schedule
+
+WHOLE, HALF, EVALUATION = StepKind(length=64), StepKind(length=32), StepKind(length=64, training=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "kinds"),
+    [
+        (1, [WHOLE]),
+        (2, [WHOLE, WHOLE]),
+        (3, [WHOLE, HALF, WHOLE]),
+        (5, [WHOLE, WHOLE, EVALUATION, HALF, WHOLE]),
+        (11, [WHOLE] * 5 + [EVALUATION] + [HALF] * 3 + [WHOLE] * 2),
+    ],
+)
+def test_the_sequence_changes_in_the_middle_and_back(steps: int, kinds: list[StepKind]) -> None:
+    assert schedule(steps, 64) == tuple(kinds)
+
+
+def test_rows_of_one_byte_have_no_half() -> None:
+    assert {kind.length for kind in schedule(5, 1)} == {1}
+
+
+@pytest.mark.parametrize("steps", range(1, 30))
+def test_a_schedule_has_its_steps_and_begins_and_ends_with_whole_rows(steps: int) -> None:
+    kinds = schedule(steps, 64)
+    assert len(kinds) == steps
+    assert kinds[0] == kinds[-1] == WHOLE
 
 
 # --- model
@@ -170,6 +204,32 @@ def test_activations_dominate_at_the_default_sizes() -> None:
     assert 4 * result.model_bytes < (result.peak_bytes + 2 * result.model_bytes) / 5
 
 
+def test_an_evaluation_has_a_loss_and_trains_nothing() -> None:
+    config = TrainConfig(model=TINY, steps=5, batch=4)
+    rows = tiny_rows(steps=5)
+    result = train(config, rows, SimDevice())
+    evaluated = result.kinds.index(EVALUATION)
+    assert (len(result.losses), len(result.grad_norms)) == (5, 4)
+    # Of no consequence to what follows: another row for it changes its own loss and nothing else.
+    others = [*rows[:evaluated], tiny_rows(steps=1, seed=9)[0], *rows[evaluated + 1 :]]
+    other = train(config, others, SimDevice())
+    assert [same_bits(a, b) for a, b in zip(result.losses, other.losses, strict=True)] == [True, True, False, True, True]
+    assert first_difference(dataclasses.replace(other, losses=result.losses), result) is None
+
+
+def test_a_step_has_its_own_time_and_peak() -> None:
+    result = train(TrainConfig(model=TINY, steps=5, batch=4), tiny_rows(steps=5), SimDevice())
+    time_of, peak_of = (dict(zip(result.kinds, column, strict=True)) for column in (result.step_us, result.step_peak_bytes))
+    assert peak_of[WHOLE] > peak_of[HALF] > peak_of[EVALUATION]
+    assert time_of[WHOLE] > time_of[EVALUATION]
+    assert result.peak_bytes == max(result.step_peak_bytes)
+
+
+def test_a_row_for_every_step_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        train(TrainConfig(model=TINY, steps=2, batch=4), tiny_rows(steps=1), SimDevice())
+
+
 # --- comparing two runs
 
 
@@ -223,7 +283,70 @@ def test_the_earliest_difference_is_the_one_named() -> None:
     assert str(first_difference(result, changed)).startswith("gradient norm of step 1:")
 
 
+def test_steps_are_counted_with_evaluations_among_them() -> None:
+    result = train(TrainConfig(model=TINY, steps=5, batch=4), tiny_rows(steps=5), SimDevice())
+    changed = dataclasses.replace(result, grad_norms=flipped(result.grad_norms, 2))  # the third step is the evaluation
+    assert str(first_difference(result, changed)).startswith("gradient norm of step 4:")
+
+
+# --- what swapping made of each step
+
+
+def swapped_run(steps: int) -> tuple[RunResult, tuple[StepNote, ...]]:
+    device, sessions, reports = SimDevice(), [], []
+
+    def session_of(model: GPT) -> SwapSession:
+        sessions.append(SwapSession("1GiB", "64MiB", device, "4KiB", model=model))
+        return sessions[0]
+
+    result = train(
+        TrainConfig(model=TINY, steps=steps, batch=4), tiny_rows(steps), device, session_of,
+        on_step=lambda: reports.append(sessions[0].report()),
+    )  # fmt: skip
+    return result, notes(reports, result.kinds)
+
+
+def test_each_kind_is_recorded_once_and_known_when_it_comes_back() -> None:
+    result, taken = swapped_run(7)
+    assert [note.kind for note in taken] == list(result.kinds)
+    assert taken[0].recorded and taken[0].phase == "profile"
+    for kind in (WHOLE, HALF):
+        assert sum(note.recorded for note in taken if note.kind == kind) == 1
+    assert taken[-1].kind == WHOLE and taken[-1].plan_known  # as it was before the sequence changed
+    assert not any(note.recorded or note.plan_known for note in taken if note.kind == EVALUATION)
+
+
+def test_a_plan_is_told_with_the_kind_that_it_is_for() -> None:
+    _, taken = swapped_run(7)
+    planned = {note.kind: note.planned_us for note in taken}
+    assert planned[EVALUATION] is None
+    assert planned[WHOLE] is not None and planned[HALF] is not None and planned[WHOLE] != planned[HALF]
+    assert {note.planned_us for note in taken if note.kind == HALF and note.plan_known} == {planned[HALF]}
+
+
+def test_by_kind_takes_medians_and_largest_peaks_of_steps_that_had_a_plan() -> None:
+    plain = dataclasses.replace(tiny_run(), step_us=(9.0, 2.0, 4.0, 6.0), step_peak_bytes=(50, 10, 40, 20))
+    swapped = dataclasses.replace(plain, step_us=(99.0, 3.0, 8.0, 5.0), step_peak_bytes=(90, 7, 8, 9))
+
+    def note(kind: StepKind, *, recorded: bool = False, known: bool = False) -> StepNote:
+        return StepNote(
+            kind=kind, phase="steady", recorded=recorded, plan_known=known, planned_us=4.5, planned_peak_bytes=30
+        )  # fmt: skip
+
+    taken = [note(WHOLE, recorded=True), note(WHOLE, known=True), note(EVALUATION), note(WHOLE, known=True)]
+    whole, evaluation = by_kind(plain, swapped, taken)
+    assert (whole.kind, whole.steps, whole.recorded) == (WHOLE, 3, 1)
+    assert (whole.unswapped_us, whole.planned_us, whole.measured_us) == (4.0, 4.5, 4.0)
+    assert (whole.unswapped_peak_bytes, whole.planned_peak_bytes, whole.measured_peak_bytes) == (50, 30, 9)
+    assert (evaluation.steps, evaluation.measured_us, evaluation.measured_peak_bytes) == (1, 8.0, 8)
+
+
 # --- what it says
+
+NOTES = tuple(
+    StepNote(kind=WHOLE, phase=phase, recorded=known is False, plan_known=known, planned_us=2500.0, planned_peak_bytes=3 << 20)
+    for phase, known in (("profile", False), ("steady", True))
+)
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -231,7 +354,7 @@ def outcome(**changes: Any) -> Outcome:
     defaults: dict[str, Any] = {
         "config": TrainConfig(model=TINY, steps=2, batch=4), "device": SimDevice("a100"),
         "unswapped": result, "swapped": result,
-        "report": REPORT, "hbm_budget_bytes": result.peak_bytes, "difference": None, "reproducible": None,
+        "report": REPORT, "notes": NOTES, "hbm_budget_bytes": result.peak_bytes, "difference": None, "reproducible": None,
     }  # fmt: skip
     return Outcome(**{**defaults, **changes})
 
@@ -248,8 +371,28 @@ def test_a_passed_outcome_says_yes_and_held() -> None:
 def test_simulated_time_says_so() -> None:
     names = [row[0] for row in table_rows(outcome())]
     assert {
-        "stall, all steps (simulated)", "step time, median (simulated)", "share of copy time hidden (simulated)",
+        "stall, all steps (simulated)", "share of copy time hidden (simulated)",
     } <= set(names)  # fmt: skip
+    steps = [row[0] for row in kind_rows(outcome()) if row[0].startswith("step,")]
+    assert len(steps) == 3 and all(name.endswith("(simulated)") for name in steps)
+
+
+def test_the_table_tells_phases_and_plans() -> None:
+    told = {name: text for name, _, text in table_rows(outcome())}
+    assert told["steps by phase"] == "1 profile, 1 steady"
+    assert told["steps recorded in detail"] == "1"
+    assert told["plans made, host time"] == "3, 2.50 ms"
+    assert told["steps that had a plan already"] == "1"
+
+
+def test_planned_stands_beside_measured() -> None:
+    told = {name: texts for name, *texts in kind_rows(outcome())}
+    assert told["steps, of them recorded"] == ["2, 1"]
+    assert told["step, planned (simulated)"] == ["2.50 ms"]
+    assert told["peak, planned"] == ["3.00 MiB"]
+    without = tuple(dataclasses.replace(note, planned_us=None, planned_peak_bytes=None) for note in NOTES)
+    told = {name: texts for name, *texts in kind_rows(outcome(notes=without))}
+    assert told["step, planned (simulated)"] == told["peak, planned"] == ["no plan"]
 
 
 def test_what_was_not_timed_says_so() -> None:
@@ -271,8 +414,18 @@ def test_losses_are_marked_by_their_bits() -> None:
 
 def test_the_table_fits_80_columns() -> None:
     shown = io.StringIO()
-    slow = dataclasses.replace(tiny_run(), peak_bytes=999 << 20, step_us=(999_990.0, 999_990.0))
-    show(outcome(unswapped=slow, swapped=slow, hbm_budget_bytes=999 << 20), Console(file=shown, width=80))
+    slow = dataclasses.replace(
+        tiny_run(), peak_bytes=999 << 20, step_us=(999_990.0,) * 3, step_peak_bytes=(999 << 20,) * 3
+    )  # fmt: skip
+    kinds = (StepKind(length=131_072), StepKind(length=65_536), EVALUATION)
+    taken = tuple(
+        StepNote(
+            kind=kind, phase="steady", recorded=False, plan_known=True, planned_us=999_990.0, planned_peak_bytes=999 << 20
+        )
+        for kind in kinds
+    )  # fmt: skip
+    long = outcome(unswapped=slow, swapped=slow, notes=taken, hbm_budget_bytes=999 << 20)
+    show(long, Console(file=shown, width=80))
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line or line.endswith(" ") for line in lines)
@@ -304,7 +457,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert "bit-identical: yes" in text
     assert "simulated H200" in text
     data = json.loads(path.read_text())
-    assert data["schema"] == "chameleon_mm.demo/1"
+    assert data["schema"] == "chameleon_mm.demo/2"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
     assert {"commit", "versions", "date"} <= data.keys()
@@ -312,7 +465,11 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert data["hbm_budget_bytes"] == data["unswapped"]["peak_bytes"] // 2
     assert data["swapped"]["peak_bytes"] <= data["hbm_budget_bytes"]
     assert data["unswapped"]["losses"] == data["swapped"]["losses"]
-    assert len(data["swapped"]["step_us"]) == 3
+    assert len(data["swapped"]["step_us"]) == len(data["swapped"]["step_peak_bytes"]) == 3
+    assert max(data["swapped"]["step_peak_bytes"]) == data["report"]["peak_hbm_bytes"] == data["swapped"]["peak_bytes"]
+    assert [step["kind"] for step in data["steps"]] == ["64 bytes", "32 bytes", "64 bytes"]
+    assert {kind["kind"]: kind["steps"] for kind in data["kinds"]} == {"64 bytes": 2, "32 bytes": 1}
+    assert data["report"]["detailed_steps"] == sum(step["recorded"] for step in data["steps"])
     # At the unswapped peak at least half of the bytes had to be elsewhere.
     assert data["report"]["peak_host_bytes"] >= data["unswapped"]["peak_bytes"] - data["hbm_budget_bytes"]
     assert min(data["report"]["bytes_swapped_out"], data["report"]["bytes_swapped_in"]) > 0

@@ -2,7 +2,7 @@
 
     check everything that can be checked          # bad usage costs seconds, not a run
     unswapped = train(...)                        # its peak gives the default budget
-    swapped = train(..., SwapSession)
+    swapped = train(..., SwapSession)             # its report after each step says what swapping made of it
     differs?  train unswapped once more           # does the machine reproduce itself at all?
     table, JSON, exit code
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
     from chameleon_mm.demo.outcome import Outcome
     from chameleon_mm.demo.train import RunResult
     from chameleon_mm.device.protocols import Device
+    from chameleon_mm.report import SwapReport
     from chameleon_mm.session import SwapSession
 
 SIZES: dict[str, dict[str, int]] = {
-    "simulated": {"steps": 8, "layers": 4, "width": 64, "heads": 2, "context": 8192, "batch": 1},
+    "simulated": {"steps": 11, "layers": 4, "width": 64, "heads": 2, "context": 8192, "batch": 1},
     "real": {"steps": 20, "layers": 12, "width": 1024, "heads": 16, "context": 1024, "batch": 16},
 }
 """Default sizes by kind of device. Activations dominate in both: parameters, gradients and AdamW's state together are less
@@ -58,11 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory it may use (default: decided by what is free)")
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
     model = parser.add_argument_group("the model and its training (fp32)")
-    model.add_argument("--steps", type=int, metavar="N", help=f"optimizer steps of each run ({_default('steps')})")
+    model.add_argument("--steps", type=int, metavar="N", help=f"steps of each run ({_default('steps')})")
     model.add_argument("--layers", type=int, metavar="N", help=f"transformer blocks ({_default('layers')})")
     model.add_argument("--width", type=int, metavar="N", help=f"width of the residual stream ({_default('width')})")
     model.add_argument("--heads", type=int, metavar="N", help=f"attention heads, a divisor of the width ({_default('heads')})")
-    model.add_argument("--context", type=int, metavar="N", help=f"bytes per row ({_default('context')})")
+    model.add_argument(
+        "--context", type=int, metavar="N", help=f"bytes per row, in some steps half of it ({_default('context')})"
+    )
     model.add_argument("--batch", type=int, metavar="N", help=f"rows per step ({_default('batch')})")
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, dropout and rows (default 0)")
     model.add_argument("--lr", type=float, default=1e-3, metavar="RATE", help="AdamW's learning rate (default 1e-3)")
@@ -140,6 +144,7 @@ class _Job:
 
     def run(self, console: Console) -> Outcome:
         from chameleon_mm.demo.compare import first_difference
+        from chameleon_mm.demo.notes import notes
         from chameleon_mm.demo.outcome import Outcome
 
         self._check_budgets()
@@ -150,24 +155,30 @@ class _Job:
             self._check_host_budget(unswapped.peak_bytes, hbm_budget)
             device = self.device()
             sessions: list[SwapSession] = []
+            reports: list[SwapReport] = []
 
             def swapped_session(model: nn.Module) -> SwapSession:
                 sessions.append(self._session(device, model, hbm_budget))
                 return sessions[0]
 
-            swapped = self._train(progress, "swapping", device=device, session_of=swapped_session)
+            swapped = self._train(
+                progress, "swapping", device=device, session_of=swapped_session,
+                on_step=lambda: reports.append(sessions[0].report()),
+            )  # fmt: skip
             difference = first_difference(unswapped, swapped)
             reproducible = None
             if difference is not None:
                 reproducible = first_difference(unswapped, self._train(progress, "no swapping, again")) is None
-        report = sessions[0].report()
+        # The run reset the device's peaks before each step, so what the session can read is the last one's.
+        report = replace(sessions[0].report(), peak_hbm_bytes=swapped.peak_bytes)
         if self._args.report is not None:
             report.save_html(self._args.report)
         if self._args.trace is not None:
             report.save_trace(self._args.trace)
         return Outcome(
             config=self.config, device=device, unswapped=unswapped, swapped=swapped, report=report.to_dict(),
-            hbm_budget_bytes=hbm_budget, difference=difference, reproducible=reproducible,
+            notes=notes(reports, swapped.kinds), hbm_budget_bytes=hbm_budget, difference=difference,
+            reproducible=reproducible,
         )  # fmt: skip
 
     def _check_budgets(self) -> None:
@@ -206,11 +217,24 @@ class _Job:
                 f"the HBM budget of {format_size(hbm_budget)}, got {format_size(host_budget)}; raise either budget"
             )
 
-    def _train(self, progress: Progress, what: str, *, device: Device | None = None, **session: Any) -> RunResult:
+    def _train(
+        self,
+        progress: Progress,
+        what: str,
+        *,
+        device: Device | None = None,
+        on_step: Callable[[], None] = lambda: None,
+        **session: Any,
+    ) -> RunResult:
         from chameleon_mm.demo.train import train
 
         task = progress.add_task(what, total=self.config.steps)
-        return train(self.config, self._rows, device or self.device(), **session, on_step=lambda: progress.advance(task))
+
+        def stepped() -> None:
+            progress.advance(task)
+            on_step()
+
+        return train(self.config, self._rows, device or self.device(), **session, on_step=stepped)
 
 
 def _progress(console: Console) -> Progress:

@@ -30,11 +30,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def _differences(reference: RunResult, other: RunResult) -> Iterator[str]:
     if len(reference.losses) != len(other.losses):
         yield f"number of steps: {len(reference.losses)} against {len(other.losses)}"
-    pairs = zip(reference.losses, other.losses, reference.grad_norms, other.grad_norms, strict=False)
-    for step, (loss, other_loss, norm, other_norm) in enumerate(pairs, start=1):
-        for what, a, b in (("loss", loss, other_loss), ("gradient norm", norm, other_norm)):
-            if not same_bits(a, b):
-                yield f"{what} of step {step}: {_value(a)} against {_value(b)}"
+    norms = zip(reference.grad_norms, other.grad_norms, strict=False)
+    for step, (kind, *losses) in enumerate(zip(reference.kinds, reference.losses, other.losses, strict=False), start=1):
+        # Only a training step has a gradient; a run that ended early may lack its last one.
+        pairs = {"loss": losses, "gradient norm": next(norms, ()) if kind.training else ()}
+        for what, pair in pairs.items():
+            if pair and not same_bits(*pair):
+                yield f"{what} of step {step}: {_value(pair[0])} against {_value(pair[1])}"
     for name in sorted(reference.weights.keys() | other.weights.keys()):
         a, b = reference.weights.get(name), other.weights.get(name)
         if a is None or b is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from chameleon_mm.demo.notes import KindFigures, StepNote, by_kind
 from chameleon_mm.demo.train import RunResult, TrainConfig
 from chameleon_mm.device.protocols import Device
 
@@ -24,6 +25,8 @@ class Outcome:
     swapped: RunResult
     report: Mapping[str, Any]
     """`SwapReport.to_dict()` of the swapped run."""
+    notes: tuple[StepNote, ...]
+    """What swapping made of each of its steps."""
     hbm_budget_bytes: int
     difference: str | None
     """The first difference between the runs; None if there is none."""
@@ -38,11 +41,15 @@ class Outcome:
     def passed(self) -> bool:
         return self.difference is None and self.budget_held
 
+    def by_kind(self) -> list[KindFigures]:
+        """Planned against measured, and without swapping, for each kind of step."""
+        return by_kind(self.unswapped, self.swapped, self.notes)
+
     def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
         """Everything as plain data. `environment` comes first: device, simulated, commit, versions."""
         return {
             **environment,
-            "schema": "chameleon_mm.demo/1",
+            "schema": "chameleon_mm.demo/2",
             "config": asdict(self.config),
             "hbm_budget_bytes": self.hbm_budget_bytes,
             "budget_held": self.budget_held,
@@ -52,6 +59,8 @@ class Outcome:
             "passed": self.passed,
             "unswapped": _figures(self.unswapped),
             "swapped": _figures(self.swapped),
+            "kinds": [{**asdict(figures), "kind": figures.kind.name} for figures in self.by_kind()],
+            "steps": [{**asdict(note), "kind": note.kind.name} for note in self.notes],
             "report": dict(self.report),
         }
 
@@ -60,8 +69,8 @@ def _figures(run: RunResult) -> dict[str, Any]:
     return {
         "model_bytes": run.model_bytes,
         "peak_bytes": run.peak_bytes,
-        "median_step_us": run.median_step_us,
         "step_us": list(run.step_us),
+        "step_peak_bytes": list(run.step_peak_bytes),
         "losses": run.losses.tolist(),
         "grad_norms": run.grad_norms.tolist(),
     }

@@ -1,19 +1,23 @@
-"""The demo's outcome for people: one table, two columns, then what it means.
+"""The demo's outcome for people: the runs side by side, planned against measured by kind of step, then what it means.
 
 rows(outcome) -> [(what, without swapping, with swapping)]         # pure, so that tests read it
+kind_rows(outcome) -> [(what, steps of 8,192 bytes, evaluation, ...)]
 show(outcome, console)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from chameleon_mm.demo.compare import same_bits
+from chameleon_mm.demo.notes import KindFigures
 from chameleon_mm.demo.outcome import Outcome
+from chameleon_mm.demo.schedule import StepKind
 from chameleon_mm.demo.train import RunResult
 from chameleon_mm.units import format_size, format_us
 
@@ -31,10 +35,29 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("swapped in, all steps", "-", format_size(report["bytes_swapped_in"])),
         (f"share of copy time hidden{clock}", "-", _measured(report["hidden_fraction"], "{:.1%}".format)),
         (f"stall, {_timed(report)}{clock}", "-", _measured(report["stall_us"], format_us)),
-        (f"step time, median{clock}", format_us(unswapped.median_step_us), _step_time(unswapped, swapped)),
+        ("steps by phase", "-", _by_phase(report)),
+        ("steps recorded in detail", "-", str(report["detailed_steps"])),
+        ("plans made, host time", "-", f"{report['plans']}, {format_us(report['planning_us'])}"),
+        ("steps that had a plan already", "-", str(report["plan_cache_hits"])),
         ("loss, first step", *_losses(unswapped, swapped, 0)),
         ("loss, last step", *_losses(unswapped, swapped, -1)),
     ]
+
+
+def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    """The second table's rows: what, and a column for each of `outcome.by_kind()`."""
+    clock = " (simulated)" if outcome.device.simulated else ""
+    cells: list[tuple[str, Callable[[KindFigures], str]]] = [
+        ("steps, of them recorded", lambda kind: f"{kind.steps}, {kind.recorded}"),
+        (f"step, no swapping{clock}", lambda kind: format_us(kind.unswapped_us)),
+        (f"step, planned{clock}", lambda kind: _or_none(kind.planned_us, format_us)),
+        (f"step, measured{clock}", lambda kind: format_us(kind.measured_us)),
+        ("peak, no swapping", lambda kind: format_size(kind.unswapped_peak_bytes)),
+        ("peak, planned", lambda kind: _or_none(kind.planned_peak_bytes, format_size)),
+        ("peak, measured", lambda kind: format_size(kind.measured_peak_bytes)),
+    ]
+    kinds = outcome.by_kind()
+    return [(what, *map(text, kinds)) for what, text in cells]
 
 
 def verdicts(outcome: Outcome) -> list[str]:
@@ -66,13 +89,21 @@ def show(outcome: Outcome, console: Console) -> None:
     table.add_column("swapping", justify="right", no_wrap=True)
     for row in rows(outcome):
         table.add_row(*row)
+    by_kind = Table()
+    by_kind.add_column("by kind of step", no_wrap=True)
+    for kind in outcome.by_kind():
+        by_kind.add_column(kind.kind.name, justify="right", no_wrap=True)
+    for cells in kind_rows(outcome):
+        by_kind.add_row(*cells)
     _line(console, f"chameleon-mm demo on {outcome.device.name}", style="bold")
     console.print(table)
+    console.print(by_kind)
     _line(
         console,
         f"GPT: layers {model.layers}, width {model.width}, heads {model.heads}, context {model.context}; "
-        f"steps {config.steps}, batch {config.batch}, seed {config.seed}",
+        f"batch {config.batch}, seed {config.seed}",
     )
+    _line(console, f"steps {config.steps}: {_sequence(config.kinds)}")
     if outcome.device.simulated:
         _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
     for line in verdicts(outcome):
@@ -93,13 +124,20 @@ def _measured(value: float | None, text: Callable[[float], str]) -> str:
     return "not measured" if value is None else text(value)
 
 
+def _or_none(value: float | None, text: Callable[[float], str]) -> str:
+    return "no plan" if value is None else text(value)
+
+
 def _timed(report: Mapping[str, Any]) -> str:
     """Which steps the stall was measured in: on a GPU timing costs time, and a session times only some."""
     return "all steps" if report["timed_steps"] == report["steps"] else f"{report['timed_steps']} timed steps"
 
 
-def _step_time(unswapped: RunResult, swapped: RunResult) -> str:
-    text = format_us(swapped.median_step_us)
-    if unswapped.median_step_us:
-        text += f" ({swapped.median_step_us / unswapped.median_step_us - 1:+.1%})"
-    return text
+def _by_phase(report: Mapping[str, Any]) -> str:
+    """Every phase begins with a step: planning takes place between two."""
+    return ", ".join(f"{count} {phase}" for phase, count in report["steps_by_phase"].items()) or "-"
+
+
+def _sequence(kinds: Sequence[StepKind]) -> str:
+    """Kinds in order, those alike in a row as one."""
+    return ", ".join(f"{sum(1 for _ in alike)} x {kind.name}" for kind, alike in groupby(kinds))

@@ -52,7 +52,7 @@ class Headroom:
         return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
 
     def most(self) -> int | None:
-        """The most bytes until any look of the previous step, as far as this one is larger times that. None: nothing is known."""
+        """The most bytes until any look of the previous step, in proportion to how much larger this one is. None: not known."""
         if self._scale is None or not self._known:
             return None
         return ceil(self._scale * max(self._known))

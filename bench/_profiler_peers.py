@@ -4,7 +4,7 @@
     chain(device, saves), layers(device, shape)    # steps that cost the device nothing: what is left is the host's work
 
 What a way needs before and after the step (to be made, to be read) is not in its time, but for the light profiler's own
-`begin_step` and `end_step`: there is no step without them.
+`begin_step`, `follow` and `end_step`: there is no step without them. Hooks alone hand out handles as the light profiler's do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
+from chameleon_mm.profiler.step_record import StepRecord
 
 Step = Callable[[], None]
 Watch = Callable[[Step], float]
@@ -32,6 +33,7 @@ Watch = Callable[[Step], float]
 NO_HOOKS = "no hooks"
 HOOKS = "hooks alone"
 LIGHT = "light profiler"
+NEW_STEP = "light, new step"
 PASS_THROUGH = "pass-through mode"
 DETAILED = "detailed recorder"
 TORCH = "torch.profiler"
@@ -65,7 +67,8 @@ class Facts(NamedTuple):
 def peers(device: Device) -> Mapping[str, Watch]:
     """Every way by its name. The detailed recorder is left out where there is none."""
     timed = partial(_timed_us, device)
-    ways = {NO_HOOKS: timed, HOOKS: partial(_hooks, timed), LIGHT: partial(_light, timed)}
+    ways: dict[str, Watch] = {NO_HOOKS: timed, HOOKS: partial(_hooks, timed)}
+    ways[LIGHT], ways[NEW_STEP] = partial(_light, timed, {}), partial(_light, timed, None)
     ways[PASS_THROUGH] = partial(_pass_through, timed)
     if find_spec(_RECORDER) is not None:
         ways[DETAILED] = partial(_detailed, device, timed)
@@ -121,15 +124,20 @@ def facts_of(step: Step) -> Facts:
 
 
 def _timed_us(device: Device, step: Step) -> float:
-    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it."""
+    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it.
+
+    Operators run on one thread: others would be found spinning until there is work, which counts as processor time.
+    """
     device.synchronize()
-    was_enabled = gc.isenabled()
+    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
     gc.disable()  # whoever makes more objects would pay for collecting those of all
+    torch.set_num_threads(1)
     try:
         start = time.process_time_ns()
         step()
         return (time.process_time_ns() - start) / 1e3
     finally:
+        torch.set_num_threads(threads)
         if was_enabled:
             gc.enable()
 
@@ -139,13 +147,27 @@ def _keep(t: Tensor) -> Tensor:
 
 
 def _hooks(timed: Watch, step: Step) -> float:
-    with saved_tensors_hooks(_keep, _keep):
+    with saved_tensors_hooks(_wrap, _unwrap):
         return timed(step)
 
 
-def _light(timed: Watch, step: Step) -> float:
-    """As the executor calls it: which storage it is and whether it was saved before is known there, and costs nothing here."""
+def _wrap(t: Tensor) -> tuple[Tensor, int]:
+    return t, 0
+
+
+def _unwrap(saved: tuple[Tensor, int]) -> Tensor:
+    t, _ = saved
+    return t
+
+
+def _light(timed: Watch, known: dict[Step, StepRecord] | None, step: Step) -> float:
+    """As the executor calls it: which storage it is and whether it was saved before is known there, and costs nothing here.
+
+    `known`: by step, what it was the last time, to be followed this time. None: every step is a new one.
+    """
     light = LightProfiler()
+    followed = None if known is None else known.get(step)
+    records: list[StepRecord] = []
 
     def on_save(t: Tensor) -> tuple[Tensor, int]:
         hook = light.num_hooks
@@ -159,11 +181,16 @@ def _light(timed: Watch, step: Step) -> float:
 
     def watched() -> None:
         light.begin_step()
+        if followed is not None:
+            light.follow(followed)
         step()
-        light.end_step()
+        records.append(light.end_step())
 
     with saved_tensors_hooks(on_save, on_use):
-        return timed(watched)
+        us = timed(watched)
+    if known is not None:
+        known[step] = records[-1]
+    return us
 
 
 def _pass_through(timed: Watch, step: Step) -> float:

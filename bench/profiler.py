@@ -2,8 +2,8 @@
 
     per saved tensor:   a chain of operators, each of which saves one tensor
     per layer:          Llama-shaped layers of sizes so small that the host's work is all there is
-    bounds:             light profiler at most 1.2 us per saved tensor over hooks that do nothing, and 90 % below the detailed
-                        recorder per layer
+    bounds:             light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and
+                        90 % below the detailed recorder per layer. Of a known step, as nearly all are
 
     chameleon-mm bench profiler --json profiler.json
 
@@ -25,6 +25,7 @@ from chameleon_mm.bench._profiler_peers import (
     DETAILED,
     HOOKS,
     LIGHT,
+    NEW_STEP,
     NO_HOOKS,
     PASS_THROUGH,
     TORCH,
@@ -43,7 +44,7 @@ from chameleon_mm.device.protocols import Device
 MAX_US_PER_SAVE = 1.2
 MIN_SHARE_BELOW = 0.9
 
-_ROWS = (NO_HOOKS, HOOKS, LIGHT, PASS_THROUGH, DETAILED, TORCH)
+_ROWS = (NO_HOOKS, HOOKS, LIGHT, NEW_STEP, PASS_THROUGH, DETAILED, TORCH)
 _WARMUP = 3
 _LIMIT_S = 20.0
 
@@ -141,6 +142,7 @@ def _notes(stack: Facts, num_layers: int) -> list[str]:
 
     return [
         f"a layer: {per(stack.saves)} saves into {per(stack.storages)} storages, {per(stack.operators)} operators both ways",
+        f"{LIGHT}: of a step that is known, compared with it hook by hook; {NEW_STEP}: of one that is not, kept and hashed",
         "the host's processor time, measured on this machine; what a way costs before and after the step is not in it",
         "whose storage is saved: told by the executor, which knows; not in the light profiler's figure",
     ]

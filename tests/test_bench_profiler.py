@@ -17,6 +17,7 @@ from chameleon_mm.bench._profiler_peers import (
     DETAILED,
     HOOKS,
     LIGHT,
+    NEW_STEP,
     NO_HOOKS,
     PASS_THROUGH,
     TORCH,
@@ -29,7 +30,7 @@ from chameleon_mm.device import SimDevice
 from chameleon_mm.profiler.light import LightProfiler
 from chameleon_mm.profiler.step_record import StepRecord
 
-ROWS = [NO_HOOKS, HOOKS, LIGHT, PASS_THROUGH, DETAILED, TORCH]
+ROWS = [NO_HOOKS, HOOKS, LIGHT, NEW_STEP, PASS_THROUGH, DETAILED, TORCH]
 
 
 def small(num_layers: int) -> Shape:
@@ -81,11 +82,18 @@ def test_the_light_profiler_sees_all_of_the_step(sim: SimDevice, monkeypatch: py
             return records[-1]
 
     monkeypatch.setattr(ways, "LightProfiler", Kept)
-    stack = layers(sim, small(2))
-    peers(sim)[LIGHT](stack)
+    stack, watched = layers(sim, small(2)), peers(sim)
+    watched[LIGHT](stack)
     (record,) = records
     assert record.num_saves == facts_of(stack).saves
     assert record.num_uses >= record.num_saves
+    watched[LIGHT](stack)
+    assert records[1] is record  # it was followed to its end
+    for _ in range(2):
+        watched[NEW_STEP](stack)
+    assert records[2].features == records[3].features == record.features
+    assert records[2] is not records[3]
+    assert record not in records[2:]
 
 
 def test_without_a_recorder_it_is_waived(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:

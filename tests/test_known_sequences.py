@@ -16,7 +16,7 @@ def step(text: str, fingerprint: int | None = None) -> StepRecord:
     """A step with a save for every letter."""
     return StepRecord(
         fingerprint=hash(text) if fingerprint is None else fingerprint,
-        features=array("Q", map(ord, text)),
+        features=tuple(text),
         save_of=array("i", [NOT_A_USE] * len(text)),
     )
 
@@ -33,8 +33,8 @@ def run(known: KnownSequences[str], text: str) -> list[str]:
     """Go through a step. Returns the plan in use before its first hook and after each one; "-": none from there on."""
     guess = known.begin_step()
     plans = ["-" if guess is None else guess.plan]
-    for letter in text:
-        follows = known.follow(ord(letter))
+    for hook, letter in enumerate(text):
+        follows = known.follow(hook, letter)
         plans.append("-" if not follows or known.current is None else known.current.plan)
     known.end_step(step(text))
     return plans
@@ -85,21 +85,34 @@ def test_after_a_deviation_nothing_is_followed() -> None:
     assert run(known, "abc") == ["abc"] * 4
 
 
+def test_hooks_that_agree_need_not_be_told() -> None:
+    known = knowing("abcdx", "abcdy", "abz")
+    known.begin_step()
+    assert known.current is not None
+    assert known.current.plan == "abz"
+    assert known.follow(2, "c")  # the first two were
+    assert (known.current.plan, known.agreed) == ("abcdy", 3)
+    assert known.follow(4, "x")
+    assert (known.current.plan, known.agreed, known.told_apart) == ("abcdx", 5, True)
+    assert not known.follow(5, "x")
+    assert (known.agreed, known.deviated) == (5, True)
+
+
 def test_told_apart_once_no_other_agrees() -> None:
     known = knowing("abcx", "abcy", "abz")
     known.begin_step()
     seen = []
-    for letter in "abcy":
-        known.follow(ord(letter))
+    for hook, letter in enumerate("abcy"):
+        known.follow(hook, letter)
         seen.append(known.told_apart)
     assert seen == [False, False, False, True]
     known = knowing("abc")
     known.begin_step()
     seen = [known.told_apart]  # nothing was seen yet
-    known.follow(ord("a"))
+    known.follow(0, "a")
     seen.append(known.told_apart)
     assert seen == [False, True]
-    assert not known.follow(ord("x"))
+    assert not known.follow(1, "x")
     assert (known.deviated, known.told_apart) == (True, False)
 
 
@@ -152,7 +165,7 @@ def test_a_step_that_did_not_end_teaches_nothing() -> None:
     known.begin_step()
     known.abandon_step()
     assert known.current is None
-    assert not known.follow(ord("a"))
+    assert not known.follow(0, "a")
     guess = known.begin_step()
     assert guess is not None
     assert guess.plan == "bb"  # the most recently used: nobody knows what came before
@@ -198,7 +211,7 @@ def test_a_step_that_went_is_no_longer_told_apart_from() -> None:
     known.put(step("zz"), "zz")  # "abxx" goes
     known.get(hash("abcd"))
     known.begin_step()
-    known.follow(ord("a"))
+    known.follow(0, "a")
     assert known.told_apart
 
 
@@ -206,7 +219,7 @@ def test_equal_fingerprints_of_different_steps_are_not_mixed_up() -> None:
     known = KnownSequences[str](4)
     known.put(step("ab", fingerprint=7), "ab")
     known.begin_step()
-    assert [known.follow(ord(letter)) for letter in "ac"] == [True, False]
+    assert [known.follow(hook, letter) for hook, letter in enumerate("ac")] == [True, False]
     assert known.end_step(step("ac", fingerprint=7)) is None
     assert known.hits == 0
     found = known.end_step(step("ab", fingerprint=7))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, Lateness, LightProfiler
-from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
+from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord, feature_hash
 from chameleon_mm.trace import StepPhase
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -24,28 +27,33 @@ class Watch:
 
     def __init__(self) -> None:
         self.light = LightProfiler()
+        self.expected: list[bool] = []
+        """By hook of the last step, whether the followed one had the same."""
         self._saves: list[tuple[Tensor, int]] = []
 
     def save(self, t: Tensor) -> tuple[Tensor, int]:
         hook = self.light.num_hooks
-        self.light.saved(t, FIXED_STORAGE if isinstance(t, nn.Parameter) else self._previous(t))
+        self.expected.append(self.light.saved(t, FIXED_STORAGE if isinstance(t, nn.Parameter) else self._since(t)))
         self._saves.append((t, hook))
         return t, hook
 
     def use(self, saved: tuple[Tensor, int]) -> Tensor:
-        self.light.used(saved[1])
+        self.expected.append(self.light.used(saved[1]))
         return saved[0]
 
-    def step(self, run: Callable[[], object]) -> StepRecord:
+    def step(self, run: Callable[[], object], known: StepRecord | None = None) -> StepRecord:
         self._saves.clear()
+        self.expected.clear()
         self.light.begin_step()
+        if known is not None:
+            self.light.follow(known)
         with saved_tensors_hooks(self.save, self.use):
             run()
         return self.light.end_step()
 
-    def _previous(self, t: Tensor) -> int:
+    def _since(self, t: Tensor) -> int:
         same = (hook for other, hook in reversed(self._saves) if other.untyped_storage()._cdata == t.untyped_storage()._cdata)
-        return next(same, NEW_STORAGE)
+        return next((self.light.num_hooks - hook for hook in same), NEW_STORAGE)
 
 
 def seen(run: Callable[[], object]) -> StepRecord:
@@ -56,11 +64,16 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape or (4, 6), dtype=dtype, requires_grad=True)
 
 
-def saves(record: StepRecord) -> list[int]:
+def feature_of_save(light: LightProfiler, t: Tensor, since: int = NEW_STORAGE) -> Hashable:
+    light.saved(t, since)
+    return light.feature
+
+
+def saves(record: StepRecord) -> list[Hashable]:
     return [f for f, save in zip(record.features, record.save_of, strict=True) if save == NOT_A_USE]
 
 
-def uses(record: StepRecord) -> list[int]:
+def uses(record: StepRecord) -> list[Hashable]:
     return [f for f, save in zip(record.features, record.save_of, strict=True) if save != NOT_A_USE]
 
 
@@ -107,7 +120,7 @@ def test_threads_in_turn_count_their_own_operators() -> None:
     """A thread's operators are counted from its own last save, whatever another thread saved meanwhile."""
     light, turn = LightProfiler(), threading.Barrier(2)
     x = leaf()
-    own: list[int] = []
+    own: list[Hashable] = []
 
     def other() -> None:
         for _ in range(2):
@@ -120,7 +133,7 @@ def test_threads_in_turn_count_their_own_operators() -> None:
     thread.start()
     for _ in range(2):
         x.exp().exp()  # two of this one
-        own.append(light.saved(x, NEW_STORAGE))
+        own.append(feature_of_save(light, x))
         turn.wait()
         turn.wait()
     thread.join()
@@ -184,8 +197,10 @@ def test_steps_of_one_back_and_two_back_have_features_of_their_own() -> None:
         light = LightProfiler()
         for _ in range(4):
             light.saved(leaf(), NEW_STORAGE)
-        features.append([light.used(save) for save in order][1])
-    assert len(set(features)) == 4
+        for save in order:
+            light.used(save)
+        features.append(light.feature)
+    assert len(set(features)) == len(set(map(feature_hash, features))) == 4
 
 
 def test_an_operator_more_changes_what_is_near_and_nothing_else() -> None:
@@ -205,6 +220,182 @@ def test_an_operator_more_changes_what_is_near_and_nothing_else() -> None:
     assert uses(edited)[8:] == uses(plain)[7:]
 
 
+# --- following a known step
+
+
+def many_phases() -> None:
+    """Two micro-batches, the second with a forward that backward runs again, a function of ours and one storage saved twice."""
+
+    x = leaf()
+    (x.tanh() * x.exp()).sum().backward()
+    y = checkpoint(lambda t: t.sigmoid().exp(), x.cos(), use_reentrant=True)
+    Doubled.of(y * y).sum().backward()
+
+
+class Doubled(torch.autograd.Function):
+    @classmethod
+    def of(cls, x: Tensor) -> Tensor:
+        out = cls.apply(x)  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        assert isinstance(out, Tensor)
+        return out
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        (_,) = getattr(ctx, "saved_tensors")  # noqa: B009 - no stub knows what contexts have
+        return 2 * grads[0]
+
+
+def test_a_step_that_is_the_followed_one_is_its_record() -> None:
+    watch = Watch()
+    known = watch.step(many_phases)
+    assert not any(watch.expected)
+    assert known.num_micro_batches == 2
+    assert watch.step(many_phases, known) is known
+    assert watch.expected == [True] * known.num_hooks
+    other = watch.step(many_phases)  # whether it was followed makes no difference to what it is
+    assert other is not known
+    assert other.fingerprint == known.fingerprint
+    assert (other.features, other.save_of, other.boundaries) == (known.features, known.save_of, known.boundaries)
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 7), (24,)])
+def test_a_step_that_leaves_the_followed_one_is_what_it_is(sizes: tuple[int, ...]) -> None:
+    watch = Watch()
+
+    def run(x: Tensor) -> None:
+        (leaf().tanh().exp().sum() + x.sin().sum()).backward()
+
+    known = watch.step(lambda: run(leaf()))
+    found = watch.step(lambda: run(leaf(*sizes)), known)
+    assert watch.expected[:3] == [True, True, False]
+    assert not any(watch.expected[3:])
+    alone = watch.step(lambda: run(leaf(*sizes)))
+    assert found.fingerprint == alone.fingerprint != known.fingerprint
+    assert (found.features, found.save_of, found.boundaries) == (alone.features, alone.save_of, alone.boundaries)
+
+
+def test_another_operator_or_order_is_seen_where_it_is_used() -> None:
+    watch = Watch()
+
+    def run(*outputs: int) -> None:
+        made = [leaf().tanh().sum(), leaf().tanh().sum(), leaf().sigmoid().sum()]
+        for output in outputs:
+            made[output].backward()
+
+    known = watch.step(lambda: run(0, 1, 2))
+    for outputs, agree in (((0, 2, 1), 4), ((1, 0, 2), 3), ((0, 1, 2), 6), ((2, 1, 0), 3)):
+        found = watch.step(lambda: run(*outputs), known)  # noqa: B023 - it runs before the loop goes on
+        assert watch.expected == [True] * agree + [False] * (6 - agree)
+        assert (found is known) is (agree == 6)
+
+
+def test_a_save_of_a_backward_is_none_of_a_forward() -> None:
+    watch = Watch()
+
+    def run(inside: bool) -> None:
+        def save(_: object) -> None:
+            with torch.enable_grad():
+                leaf().exp()
+
+        x = leaf()
+        if inside:
+            x.register_hook(save)
+        x.tanh().sum().backward()
+        if not inside:
+            save(None)
+        leaf().sin().sum().backward()
+
+    inside, behind = watch.step(lambda: run(True)), watch.step(lambda: run(False))
+    assert inside.save_of == behind.save_of == array("i", [-1, 0, -1, -1, 3])
+    assert [phase for _, phase in inside.boundaries] == [phase for _, phase in behind.boundaries]
+    for run_inside, known in ((True, behind), (False, inside)):
+        found = watch.step(lambda: run(run_inside), known)  # noqa: B023 - it runs before the loop goes on
+        assert watch.expected == [True, True, False, False, False]
+        assert found.fingerprint == (inside if run_inside else behind).fingerprint != known.fingerprint
+        assert found.boundaries == (inside if run_inside else behind).boundaries
+
+
+def test_shorter_and_longer_than_the_followed_one() -> None:
+    watch = Watch()
+
+    def run(times: int) -> None:
+        for _ in range(times):
+            leaf().tanh().exp().sum().backward()
+
+    known = watch.step(lambda: run(2))
+    shorter, longer = watch.step(lambda: run(1), known), watch.step(lambda: run(3), known)
+    assert shorter.features == known.features[:4]
+    assert shorter.save_of.tolist() == [-1, -1, 1, 0]
+    assert watch.expected == [True] * 8 + [False] * 4
+    assert longer.features[:8] == known.features
+    assert longer.save_of.tolist() == [-1, -1, 1, 0, -1, -1, 5, 4, -1, -1, 9, 8]
+    assert [record.num_micro_batches for record in (shorter, known, longer)] == [1, 2, 3]
+
+
+def test_another_may_be_followed_from_the_hook_that_told_them_apart() -> None:
+    watch = Watch()
+
+    def run(last: Callable[[Tensor], Tensor]) -> None:
+        last(leaf().tanh().exp()).sum().backward()
+
+    one, other = watch.step(lambda: run(torch.sin)), watch.step(lambda: run(lambda t: t[:2].cos().cos()))
+    light = watch.light
+    takes_over: list[int] = []
+
+    def save(t: Tensor) -> tuple[Tensor, int]:
+        handle = watch.save(t)
+        if not watch.expected[-1]:
+            takes_over.append(handle[1])
+            light.follow(other)
+        return handle
+
+    watch.expected.clear()
+    light.begin_step()
+    light.follow(one)
+    with saved_tensors_hooks(save, watch.use):
+        run(lambda t: t[:2].cos().cos())
+    assert takes_over == [2]
+    assert watch.expected == [True, True, False, *[True] * (other.num_hooks - 3)]
+    assert light.end_step() is other
+
+
+def test_threads_in_turn_are_followed_too() -> None:
+    watch, x = Watch(), leaf()
+
+    def run() -> None:
+        for _ in range(2):
+            x.exp().exp()
+            watch.save(x)
+            thread = threading.Thread(target=lambda: (x.exp(), watch.save(x)))
+            thread.start()
+            thread.join()
+
+    known = watch.step(run)
+    assert watch.step(run, known) is known
+
+
+def test_a_class_that_each_step_makes_anew_is_followed_and_not_kept() -> None:
+    watch = Watch()
+    made: list[weakref.ref[type]] = []
+
+    def run() -> None:
+        class Own(Doubled):
+            pass
+
+        made.append(weakref.ref(Own))
+        Own.of(leaf()).sum().backward()
+
+    known = watch.step(run)
+    assert watch.step(run, known) is known
+    gc.collect()
+    assert [ref() for ref in made] == [None, None]
+
+
 # --- kinds of tensors
 
 
@@ -215,19 +406,28 @@ def test_jagged_sizes_do_not_show_but_the_rest_does() -> None:
         offsets = torch.tensor([0, 2, 5])
         return torch.nested.nested_tensor_from_jagged(torch.ones(5, width), offsets)
 
-    features = [light.saved(jagged(width), NEW_STORAGE) for width in (4, 4, 8)]
+    features = [feature_of_save(light, jagged(width)) for width in (4, 4, 8)]
     assert features[0] == features[1]
     assert features[2] != features[0]
-    assert light.saved(torch.ones(2, 3, 4), NEW_STORAGE) != features[0]
+    assert feature_of_save(light, torch.ones(2, 3, 4)) != features[0]
 
 
-def test_features_are_unsigned() -> None:
+def test_hashes_of_features_are_unsigned() -> None:
     light = LightProfiler()
-    features = [light.saved(leaf(n), previous) for n in range(40) for previous in (NEW_STORAGE, FIXED_STORAGE)]
-    features += [light.used(save) for save in range(40)]
-    assert all(0 <= feature < 2**64 for feature in features)
-    assert light.end_step().features.tolist() == features
-    assert len(set(features[:80])) == 80
+    features = [
+        light.feature for n in range(40) for since in (NEW_STORAGE, FIXED_STORAGE, 1) if not light.saved(leaf(n), since)
+    ]
+    features += [light.feature for save in range(40) if not light.used(save)]
+    assert list(light.end_step().features) == features
+    hashes = [feature_hash(feature) for feature in features]
+    assert all(0 <= value < 2**64 for value in hashes)
+    assert len(set(hashes)) == len(set(features))
+    assert len(set(features[:120])) == 120
+
+
+def test_no_feature_before_the_first_hook() -> None:
+    with pytest.raises(IndexError, match="expected a hook in this step"):
+        _ = LightProfiler().feature
 
 
 # --- phases
@@ -337,4 +537,4 @@ def test_lateness_is_added_up_by_tensor_until_it_is_taken() -> None:
 )
 def test_a_record_that_contradicts_itself_is_refused(features: list[int], save_of: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        StepRecord(fingerprint=0, features=array("Q", features), save_of=array("i", save_of))
+        StepRecord(fingerprint=0, features=tuple(features), save_of=array("i", save_of))

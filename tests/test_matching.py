@@ -119,7 +119,7 @@ def edited(rng: random.Random, layers: Layers, *, share: float, layer_edits: int
 
 
 def record(features: Sequence[int], save_of: Sequence[int] | None = None) -> StepRecord:
-    return StepRecord(fingerprint=0, features=array("Q", features), save_of=array("i", save_of or [NOT_A_USE] * len(features)))
+    return StepRecord(fingerprint=0, features=tuple(features), save_of=array("i", save_of or [NOT_A_USE] * len(features)))
 
 
 def matched(known: Sequence[int], observed: Sequence[int], *, aligned: int = 0) -> list[int | None]:

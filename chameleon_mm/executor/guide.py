@@ -60,7 +60,6 @@ class Guide:
         self._ins = ins
         self._known: Known | None
         self._recorder: Recorder | None
-        self._needs_more: Callable[[Course, int], None]
         self._forget_step()
 
     def begin_step(self, known: Known, recorder: Recorder | None, needs_more: Callable[[Course, int], None]) -> None:
@@ -85,6 +84,8 @@ class Guide:
         self.light.begin_step()
         self._known = None
         """None: outside of steps."""
+        self._needs_more: Callable[[Course, int], None] | None = None
+        """Forgotten with the step: it leads to whoever holds this, and through it to the model."""
         self._entry: KnownSequence[Course | None] | None = None
         """The known step that this one agrees with, or did last."""
         self._recorder = None
@@ -194,7 +195,7 @@ class Guide:
         """A plan that counts on less than is allocated at the first hook would pass its budget."""
         if course.current is not None:
             extra_bytes = self._guard.allocated_bytes() - course.first_hook_bytes
-            if extra_bytes > 0:
+            if extra_bytes > 0 and self._needs_more is not None:
                 self._needs_more(course, extra_bytes)
                 self._go_with(self._entry)
 

@@ -55,6 +55,12 @@ class Script:
                 f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
                 f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; make a plan for this trace"
             )
+        unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
+        if unknown:
+            raise ValueError(
+                f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a plan "
+                f"for this trace"
+            )
         actions = {action.tensor: action for action in plan.actions}
         roles: dict[int, Role] = {}
         seen: set[int] = set()

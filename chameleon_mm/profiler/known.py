@@ -2,23 +2,26 @@
 
     known = KnownSequences(capacity=16)
     known.begin_step()             # a guess: what follows the steps that came before it
-    at each hook: known.follow(feature)      # True: `known.current` agrees so far, or another one took over. False: none does
+    known.follow(hook, feature)    # where the step leaves `known.current`, or at each hook. True: another one took over, or
+                                   # `known.current` agrees. False: none does
     known.end_step(record)         # the entry that it was, hook by hook; None: it is new
     known.put(record, plan)        # the least recently used one goes
 
     A  f f f g h      A and B have 3 hooks in common: a step that follows A and deviates from it at hook 3 may be B,
     B  f f f x y      and none of those that left A before
 
-Features are compared one by one, so that no collision of fingerprints can take one step for another.
+Features are compared one by one and as they are, so that no collision of hashes can take one step for another. Whoever knows
+that a hook is that of `known.current`, as the light profiler does, need not ask here.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import compress, count
+from operator import ne
 from typing import Generic, TypeVar
-
-import numpy as np
 
 from chameleon_mm.profiler.step_record import StepRecord
 
@@ -45,7 +48,8 @@ class KnownSequence(Generic[_Plan]):
 class KnownSequences(Generic[_Plan]):
     """The most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
 
-    Per hook one comparison; where the step leaves what it followed, one per known step. `put` compares the new step with all.
+    Per hook that is told one comparison; where the step leaves what it followed, one per known step. `put` compares the new
+    step with all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -96,14 +100,16 @@ class KnownSequences(Generic[_Plan]):
         self._current = self._expected()
         return self._current
 
-    def follow(self, feature: int) -> bool:
-        """The next hook has this feature. False: no known step begins like this one; from then on always.
+    def follow(self, hook: int, feature: Hashable) -> bool:
+        """Hook number `hook` has this feature. False: no known step begins like this one; from then on always.
 
-        On True `current` is one that agrees up to this hook; another than before where this hook told them apart.
+        Hooks since the last one that was told agreed with `current`. On True `current` is one that agrees up to this hook;
+        another than before where this hook told them apart.
         """
-        current, hook = self._current, self._agreed
+        current = self._current
         if current is None or self._deviated:
             return False
+        self._agreed = hook
         features = current.record.features
         if hook < len(features) and features[hook] == feature:
             self._agreed = hook + 1
@@ -125,7 +131,7 @@ class KnownSequences(Generic[_Plan]):
 
     @property
     def agreed(self) -> int:
-        """How many first hooks of the running step are those of `current`."""
+        """How many first hooks of the running step are those of `current`, as far as was told."""
         return self._agreed
 
     @property
@@ -192,7 +198,5 @@ def _contexts(before: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def _common(one: StepRecord, other: StepRecord) -> int:
     """How many of their first hooks are the same."""
-    length = min(one.num_hooks, other.num_hooks)
-    a, b = (np.frombuffer(record.features, np.uint64, count=length) if length else np.empty(0) for record in (one, other))
-    different = np.flatnonzero(a != b)
-    return int(different[0]) if len(different) else length
+    different = compress(count(), map(ne, one.features, other.features))
+    return next(different, min(one.num_hooks, other.num_hooks))

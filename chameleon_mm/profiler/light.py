@@ -1,43 +1,56 @@
 """The profiler that is always on: a few numbers at each of autograd's two hooks, and nothing at an operator.
 
-    light.begin_step()
-    on_save(t):  feature = light.saved(t, previous)    # shape, dtype, operators since the last save, whose storage it is
-    on_use(h):   feature = light.used(h.save)          # the node that asks, and which save it asks for
-    record = light.end_step()                          # fingerprint, features, phases
+    light.begin_step(); light.follow(record)    # of the known step that is expected, if any
+    on_save(t):  light.saved(t, since)          # shape, dtype, operators since the last save, whose storage it is
+    on_use(h):   light.used(h.save)             # the node that asks, and which save it asks for
+    record = light.end_step()                   # fingerprint, features, phases: the followed one, if it was that
+
+    hook       what is seen == what the followed step had here     True, and nothing is kept
+               the first time that it is not                       False from here on: each hook's feature is kept
 
 Features are relative: how many operators since the last save, how many hooks since the storage's last save, how far from the
 save that was used before. So one operator more in a step changes the features near it, and those behind stay what they were.
+They are compared as they are, and hashed once, at the end of a step that is new: a step that is known costs a comparison per
+hook, with a feature that all hooks alike share.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from chameleon_mm.profiler.step_record import NOT_A_USE, Boundary, StepRecord
+from chameleon_mm.profiler.step_record import NOT_A_USE, Boundary, Feature, StepRecord
 from chameleon_mm.trace import StepPhase
 
-NEW_STORAGE = -1
+NEW_STORAGE = 0
 """For `LightProfiler.saved`: the first save of its storage in this step."""
-FIXED_STORAGE = -3
-"""For `LightProfiler.saved`: a storage that nobody moves, so that nobody looked whether it was saved before. Not -2, because
-Python hashes -2 and -1 alike."""
-
-_UNSIGNED = (1 << 64) - 1
-"""Python's hashes are signed; a trace's column of features is not."""
+FIXED_STORAGE = -1
+"""For `LightProfiler.saved`: a storage that nobody moves, so that nobody looked whether it was saved before."""
 
 # Bound once: a lookup through `torch._C` at every hook would cost as much as what they do.
 _sequence_nr = torch._C._autograd._get_sequence_nr
 _current_node: Callable[[], Node | None] = torch._C._current_autograd_node  # None outside of a backward
 _thread_id = threading.get_ident
-_BACKWARD = StepPhase.BACKWARD
+_FORWARD, _BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
+
+_SaveFeature = tuple[Hashable, Hashable, torch.dtype, int, int]
+"""Class or its name, sizes, dtype, operators since the last save, hooks since the storage's last save."""
+
+_PLAIN = frozenset[Hashable]((Tensor, Parameter))
+"""Classes that stand for themselves: whoever keeps them keeps nothing else alive."""
+
+_NEVER = -(1 << 62)
+"""No number of operators: whatever is counted from here agrees with nothing."""
+
+_HEAP_TYPE = 1 << 9
+"""Among a class's flags: it was made while Python ran. CPython's `Py_TPFLAGS_HEAPTYPE`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,10 +75,10 @@ class LightProfiler:
     __slots__ = (
         "_boundaries",
         "_features",
-        "_forward_thread",
+        "_followed",
+        "_kinds",
         "_last_used",
         "_lateness",
-        "_names",
         "_number",
         "_numbers",
         "_phase",
@@ -76,74 +89,83 @@ class LightProfiler:
 
     def __init__(self) -> None:
         self._lateness: dict[int, Lateness] = {}
+        self._kinds: set[type] = set()
+        """Classes of nodes that stand for their operator's name. None that would not live as long anyway."""
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the step so far. Hooks are numbered from 0 again."""
         self.num_hooks = 0
         """So far in this step: the number of the next one. To be read alone."""
-        self._features: list[int] = []  # lists take a number faster than arrays do
+        self._features: list[Feature | None] = [None]
+        """Of this step's hooks, then of those that are to come; None behind the last: whatever comes there is not known."""
+        self._followed: StepRecord | None = None
+        """The step that this one has been so far, hook for hook."""
         self._save_of: list[int] = []
+        """As a record has it. Only while no step is followed, which would have it all."""
         self._boundaries: list[Boundary] = []
         self._phase: StepPhase | None = None
-        self._forward_thread: int | None = None
-        """The thread of the last save, as long as the phase is FORWARD: one comparison at each save is for both."""
-        self._last_used = 0
-        self._thread = _thread_id()
-        self._number = _sequence_nr()
-        self._numbers: dict[int, int] = {}
-        """Of the threads that are not the latest: the sequence number at their last save."""
-        self._names: dict[type, str] = {}
-        """Of the classes of nodes. Only for a step: a class that is made anew in each must not stay for ever."""
+        self._last_used = -1
+        self._thread: int | None = None
+        """Of the last save, as long as the phase is FORWARD."""
+        self._number = _NEVER
+        """Autograd's number of operators on that thread, at that save."""
+        self._numbers = {_thread_id(): _sequence_nr()}
+        """Of the other threads, at their last save."""
 
-    def saved(self, t: Tensor, previous: int) -> int:
-        """Autograd saves `t`, at hook number `num_hooks`. Returns the feature: unsigned 64-bit, comparable in this process.
+    def follow(self, record: StepRecord) -> None:
+        """From here on hooks are compared with those of `record`, whose first `num_hooks` are those of this step."""
+        self._followed = record
+        self._features = [*cast("tuple[Feature, ...]", record.features), None]
+        self._save_of = []
 
-        `previous` is the number of the hook that last saved the same storage in this step, `NEW_STORAGE` or `FIXED_STORAGE`.
+    def saved(self, t: Tensor, since: int) -> bool:
+        """Autograd saves `t`, at hook number `num_hooks`. Returns whether the step that is followed has the same here.
+
+        `since` is how many hooks ago the same storage was last saved in this step, `NEW_STORAGE` or `FIXED_STORAGE`.
         """
-        thread = _thread_id()
-        if thread != self._forward_thread:
-            self._save_elsewhere(thread)
         number, hook = _sequence_nr(), self.num_hooks
-        if previous >= 0:
-            previous = hook - previous
-        shape = t.shape if type(t) is Tensor else _plain_shape(t)
-        feature = hash((shape, t.dtype, number - self._number, previous)) & _UNSIGNED
-        self._number = number
-        self._features.append(feature)
-        self._save_of.append(NOT_A_USE)
-        self.num_hooks = hook + 1
-        return feature
+        feature: _SaveFeature
+        try:
+            feature = (type(t), t.shape, t.dtype, number - self._number, since)
+        except RuntimeError:  # a nested tensor that is not jagged has a shape for each of its rows, and none of its own
+            feature = ("nested", t.numel(), t.dtype, number - self._number, since)
+        # Outside of a forward, and but for luck on another thread, the number of operators is none that a step can have.
+        if feature == self._features[hook]:
+            self._number = number
+            self.num_hooks = hook + 1
+            return True
+        return self._saved_elsewhere(feature, number)
 
-    def used(self, save: int) -> int:
-        """Autograd uses what hook number `save` of this step saved, or `EARLIER_STEP`. Returns the feature, as `saved` does.
+    def used(self, save: int) -> bool:
+        """Autograd uses what hook number `save` of this step saved, or `EARLIER_STEP`. Returns as `saved` does.
 
         To be called where the hook was called, on autograd's thread: it asks which node is running.
         """
-        node = _current_node()
-        try:
-            name = self._names[type(node)]
-        except KeyError:
-            name = self._name_of(node)
-        if self._phase is not _BACKWARD:
-            self._use_outside_backward(node)
-        # Even, because -1 and -2 have the same hash.
-        feature = hash((name, 2 * (self._last_used - save))) & _UNSIGNED
-        self._last_used = save
-        self._features.append(feature)
-        self._save_of.append(save)
-        self.num_hooks += 1
+        hook, node = self.num_hooks, _current_node()
+        # The first use of a backward counts from where that began, behind whatever was used before: it never agrees here.
+        if (type(node), self._last_used - save) == self._features[hook]:
+            self._last_used = save
+            self.num_hooks = hook + 1
+            return True
+        return self._used_elsewhere(save, node)
+
+    @property
+    def feature(self) -> Feature:
+        """Of the last hook. Comparable within this process. Raises `IndexError` before the first."""
+        feature = self._features[self.num_hooks - 1] if self.num_hooks else None
+        if feature is None:
+            raise IndexError("light profiler: expected a hook in this step before its feature is asked for, got none")
         return feature
 
     def end_step(self) -> StepRecord:
-        """The step that was. Begins the next one, for hooks that are called between steps."""
-        features = array("Q", self._features)
-        record = StepRecord(
-            fingerprint=hash(features.tobytes()),
-            features=features,
-            save_of=array("i", self._save_of),
-            boundaries=tuple(self._boundaries),
-        )
+        """The step that was: the very record that was followed, if it was that one. Begins the next one."""
+        followed, boundaries = self._followed, tuple(self._boundaries)
+        if followed is not None and followed.num_hooks == self.num_hooks and followed.boundaries == boundaries:
+            record = followed
+        else:
+            self._stop_following()
+            record = StepRecord.of(cast("list[Feature]", self._features[:-1]), self._save_of, boundaries)
         self.begin_step()
         return record
 
@@ -171,46 +193,91 @@ class LightProfiler:
         taken, self._lateness = self._lateness, {}
         return taken
 
-    # --- what happens at a few hooks of a step
+    # --- what happens at a few hooks of a step, or in a new one
 
-    def _save_elsewhere(self, thread: int) -> None:
-        """A save outside of a forward, or on another thread than the last one."""
-        if thread != self._thread:
-            # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
-            self._numbers[self._thread] = self._number
-            self._number = self._numbers.get(thread, _sequence_nr())
-            self._thread = thread
-        # In a graph task it is a forward that backward runs again, or a graph of the backward: no new micro-batch.
-        if torch._C._current_graph_task_id() == -1:
-            self._enter(StepPhase.FORWARD)
-            self._forward_thread = thread
+    def _saved_elsewhere(self, feature: _SaveFeature, number: int) -> bool:
+        """A save outside of a forward, on another thread than the last one, of a subclass, or of no step that is followed."""
+        kind, shape, dtype, operators, since = feature
+        thread = _thread_id()
+        if thread == self._thread:
+            self._number = number
         else:
-            self._enter(StepPhase.BACKWARD)
+            # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
+            self._leave_forward()
+            operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
+            feature = (kind, shape, dtype, operators, since)
+            # In a graph task it is a forward that backward runs again, or a graph of the backward: no new micro-batch.
+            if torch._C._current_graph_task_id() == -1:
+                self._enter(_FORWARD)
+                self._thread, self._number = thread, number
+            else:
+                self._enter(_BACKWARD)
+        known_by: Feature = feature if kind in _PLAIN else (*_described(kind, shape), dtype, operators, since)
+        # A forward's save is none of a backward: so steps whose hooks have the same features have the same phases.
+        return self._next(known_by if self._phase is _FORWARD else (*known_by, _BACKWARD), NOT_A_USE)
 
-    def _use_outside_backward(self, node: Node | None) -> None:
-        if node is not None:  # without a node it is somebody who looks at a graph
-            self._enter(StepPhase.BACKWARD)
+    def _used_elsewhere(self, save: int, node: Node | None) -> bool:
+        """A use by another node than was expected, or by one that no class stands for."""
+        kind = type(node)
+        operator = kind if kind in self._kinds else self._operator_of(node)
+        if self._phase is not _BACKWARD and node is not None:  # without a node it is somebody who looks at a graph
+            self._leave_forward()
+            self._enter(_BACKWARD)
             self._last_used = self.num_hooks
+        feature = (operator, self._last_used - save)
+        self._last_used = save
+        return self._next(feature, save)
 
-    def _name_of(self, node: Node | None) -> str:
-        """The operator's name, as torch has it. Nodes written in C++ may have one class for all: that is never remembered."""
+    def _next(self, feature: Feature, save: int) -> bool:
+        hook = self.num_hooks
+        if self._followed is not None:
+            if feature == self._features[hook]:
+                self.num_hooks = hook + 1
+                return True
+            self._stop_following()
+        self._features[hook] = feature
+        self._features.append(None)
+        self._save_of.append(save)
+        self.num_hooks = hook + 1
+        return False
+
+    def _stop_following(self) -> None:
+        if self._followed is not None:
+            self._features[self.num_hooks :] = [None]
+            self._save_of = self._followed.save_of[: self.num_hooks].tolist()
+            self._followed = None
+
+    def _operator_of(self, node: Node | None) -> type | str:
+        """What stands for the operator whose backward `node` is: the node's class where that says as much as its name."""
         if node is None:
             return "nobody"
         name, kind = node.name(), type(node)
-        if kind.__name__ == name:
-            self._names[kind] = name
+        if kind.__name__ == name and _outlives_steps(kind):  # nodes written in C++ may have one class for all
+            self._kinds.add(kind)
+            return kind
         return name
+
+    def _leave_forward(self) -> None:
+        if self._thread is not None:
+            self._numbers[self._thread] = self._number
+            self._thread, self._number = None, _NEVER
 
     def _enter(self, phase: StepPhase) -> None:
         if phase is not self._phase:
             self._phase = phase
-            self._forward_thread = None
             self._boundaries.append(Boundary(self.num_hooks, phase))
 
 
-def _plain_shape(t: Tensor) -> tuple[object, ...]:
-    """A parameter's shape; a subclass's behind its name. A jagged dimension's size is a number that every batch has anew."""
-    kind = type(t)
-    if kind is Parameter:
-        return t.shape
-    return (kind.__qualname__, *(size if type(size) is int else "*" for size in t.shape))
+def _outlives_steps(kind: type) -> bool:
+    """Whether a class of nodes is there as long as its module. What a function made may hold that function's tensors."""
+    if not kind.__flags__ & _HEAP_TYPE:
+        return True
+    function: type = getattr(kind, "_forward_cls", kind)
+    return "<locals>" not in function.__qualname__
+
+
+def _described(kind: Hashable, shape: Hashable) -> tuple[Hashable, Hashable]:
+    """A subclass by its name, which keeps no class. A jagged dimension's size is a number that every batch has anew."""
+    if isinstance(kind, type) and isinstance(shape, tuple):
+        return kind.__qualname__, tuple(size if type(size) is int else "*" for size in shape)
+    return kind, shape

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
+from collections.abc import Hashable
 from math import log
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ MAX_CHAINS = 8
 STEADY_RUN = 8
 """Matches without a gap after which the other explanations are dropped."""
 
-_NO_FEATURE = -1
+_NO_FEATURE = None
 """Behind the last known save: no hook has it."""
 
 _OPEN_COST = 0.3
@@ -69,7 +70,7 @@ class Matcher:
         features = [known.features[hook] for hook in self._hook_of]
         self._features = [*features, _NO_FEATURE]
         self._weight = {feature: log(1 + len(features) / count) for feature, count in Counter(features).items()}
-        self._places: dict[int, list[int]] = {}
+        self._places: dict[Hashable, list[int]] = {}
         for place, feature in enumerate(features):
             self._places.setdefault(feature, []).append(place)
         self._uses: dict[int, list[int]] = {}
@@ -90,7 +91,7 @@ class Matcher:
         self._aligned_hooks = aligned
         self._uses_given: dict[int, int] = {}
 
-    def match(self, feature: int) -> int | None:
+    def match(self, feature: Hashable) -> int | None:
         """Number of the known hook that a save with this feature is; None: it is none of them."""
         place = self._next
         if feature == self._features[place]:
@@ -121,7 +122,7 @@ class Matcher:
 
     # --- deviating
 
-    def _match_deviating(self, feature: int) -> int | None:
+    def _match_deviating(self, feature: Hashable) -> int | None:
         if not self._chains:
             self._leave_alignment()
         self._observed += 1
@@ -134,7 +135,7 @@ class Matcher:
             self._align_behind(best.place)
         return hook
 
-    def _continued(self, feature: int) -> list[_Chain]:
+    def _continued(self, feature: Hashable) -> list[_Chain]:
         """The explanations now that a save with this feature came, the best one first: at a tie one in which it matches."""
         places = self._places.get(feature, ())
         candidates = set[int]()

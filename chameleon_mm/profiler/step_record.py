@@ -8,6 +8,7 @@ save_of   -1     -1     -1     2      1      0      -1
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,18 @@ NOT_A_USE = -1
 """In `StepRecord.save_of`: the hook is a save."""
 EARLIER_STEP = -2
 """In `StepRecord.save_of`, and for `LightProfiler.used`: a use of what was saved before this step began."""
+
+Feature = tuple[Hashable, ...]
+"""What is known of one hook call, relative to those before it."""
+
+_UNSIGNED = (1 << 64) - 1
+"""Python's hashes are signed; a trace's column of features is not."""
+
+
+def feature_hash(feature: Feature) -> int:
+    """A feature as a trace has it: unsigned 64-bit, comparable within this process."""
+    # Even numbers, because -1 and -2 have the same hash, and features that differ in nothing else are neighbours.
+    return hash(tuple(2 * part if type(part) is int else part for part in feature)) & _UNSIGNED
 
 
 class Boundary(NamedTuple):
@@ -36,9 +49,9 @@ class StepRecord:
     save."""
 
     fingerprint: int
-    """Of the whole sequence of features. Comparable within this process alone, as the features are."""
-    features: array[int]
-    """(n,) unsigned 64-bit, type code "Q"."""
+    """Of the whole sequence of features. Comparable within this process alone, as the features' hashes are."""
+    features: tuple[Hashable, ...]
+    """(n,) compared as they are, so that no collision of hashes takes one for another. Equal ones are one object."""
     save_of: array[int]
     """(n,) type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
@@ -58,6 +71,19 @@ class StepRecord:
                 "step record: expected every use to name an earlier save of the step, got one that does not; number hooks from "
                 "the step's first"
             )
+
+    @classmethod
+    def of(cls, features: Sequence[Feature], save_of: Sequence[int], boundaries: tuple[Boundary, ...]) -> StepRecord:
+        """The record of a step of these hooks, which are as the light profiler saw them."""
+        same: dict[Feature, Feature] = {}  # layers are alike: a step has few features that differ
+        shared = tuple(map(same.setdefault, features, features))
+        hashes = {id(feature): feature_hash(feature) for feature in same}
+        return cls(
+            fingerprint=hash(array("Q", map(hashes.__getitem__, map(id, shared))).tobytes()),
+            features=shared,
+            save_of=array("i", save_of),
+            boundaries=boundaries,
+        )
 
     @property
     def num_hooks(self) -> int:

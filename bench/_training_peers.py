@@ -1,6 +1,6 @@
 """The training benchmark's peers: ways to hold activations, each a context around a run.
 
-    with peer.over_run(device, model, budget) as around:
+    with peer.over_run(device, model, budget) as around:       # budget: HBM bytes, for those that keep one
         for each step:
             with around.step():
                 with around.forward(): loss = model.loss(x, target)
@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -33,7 +34,14 @@ class Around:
 
     step: Callable[[], AbstractContextManager[Any]] = nullcontext
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    session: SwapSession | None = None
+    """Whose steps they are, where there is one: it knows what it planned."""
 
+
+SHARES = (1 / 2, 1 / 4)
+"""Of the activation memory of the run without swapping: the budgets that are tried."""
+
+_SHARE_NAMES = {1 / 2: "half", 1 / 4: "quarter"}
 
 OverRun = Callable[[Device, nn.Module, int], AbstractContextManager[Around]]
 
@@ -52,6 +60,10 @@ class Peer:
     checkpointed: bool = False
     ours: bool = False
     """Whether it is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
+    share: float | None = None
+    """Of the activation memory of the run without swapping: what it may use. None: it keeps no budget."""
+    planned: bool = False
+    """Whether it profiles, plans and tries plans before its steps are what they will be."""
 
 
 def peers(device: Device) -> tuple[Peer, ...]:
@@ -84,13 +96,7 @@ def peers(device: Device) -> tuple[Peer, ...]:
             over_run=_nothing,
             checkpointed=True,
         ),
-        Peer(
-            key="swap_session",
-            name="SwapSession",
-            note="chameleon_mm.SwapSession with half of the unswapped peak as its HBM budget",
-            over_run=_session,
-            ours=True,
-        ),
+        *(_session_peer(share, plans=plans) for share in SHARES for plans in (True, False)),
         Peer(
             key="chameleon_save_on_cpu",
             name="our save_on_cpu",
@@ -102,16 +108,35 @@ def peers(device: Device) -> tuple[Peer, ...]:
     )
 
 
+def session_key(share: float, *, plans: bool) -> str:
+    """The key of the session that may use `share` of the activation memory."""
+    return f"swap_session_{_SHARE_NAMES[share]}" + ("" if plans else "_unplanned")
+
+
+def _session_peer(share: float, *, plans: bool) -> Peer:
+    name = _SHARE_NAMES[share]
+    rule = "it records one step, plans, and follows the better of its plans" if plans else "plans=False: everything moves"
+    return Peer(
+        key=session_key(share, plans=plans),
+        name=f"{name}, {'planned' if plans else 'unplanned'}",
+        note=f"chameleon_mm.SwapSession; its budget leaves a {name} of the unswapped activation memory; {rule}",
+        over_run=partial(_session, plans=plans),
+        ours=True,
+        share=share,
+        planned=plans,
+    )
+
+
 @contextmanager
 def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
     yield Around()
 
 
 @contextmanager
-def _session(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Around]:
-    session = SwapSession(hbm_budget=hbm_budget, device=device, model=model)
+def _session(device: Device, model: nn.Module, hbm_budget: int, *, plans: bool) -> Iterator[Around]:
+    session = SwapSession(hbm_budget=hbm_budget, device=device, model=model, plans=plans)
     with session.pool, session:  # the pool ends with the run: what it pinned is host memory that the next peer needs
-        yield Around(step=session.step)
+        yield Around(step=session.step, session=session)
 
 
 @contextmanager

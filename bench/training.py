@@ -1,9 +1,11 @@
 """`chameleon-mm bench training`: what each way of holding activations costs one model, in one process.
 
-    for peer in (no swap, checkpointing, SwapSession, our save_on_cpu, torch's save_on_cpu):
-        same seed; fresh model, AdamW, data
-        WARMUP + steps optimizer steps, each between two timed events of the compute stream
-    step time, ratio to no swap, peaks, and how many losses have the bits of the run without swapping
+    light profiler: a step under hooks alone | under the light profiler                  # first: it takes seconds
+    for peer in (no swap, checkpointing, SwapSession at two budgets with plans and without, our save_on_cpu, torch's):
+        run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
+    peers:   step time, ratio to no swap, peaks, share of losses that have the bits of the run without swapping
+    planned: step, peak and stall as the plan has them | as measured | error
+    bound:   T* | the share of it that each reaches
 
 On a simulator the tensors are computed on the CPU, tiny, and times and peaks are simulated: they show how the peers order,
 not what a GPU does.
@@ -12,30 +14,36 @@ not what a GPU does.
 from __future__ import annotations
 
 import argparse
-import gc
-from dataclasses import asdict, dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from chameleon_mm.bench._llama import DTYPES, Shape, Stack
+from chameleon_mm.bench._environment import environment
+from chameleon_mm.bench._light_share import light_share
+from chameleon_mm.bench._llama import DTYPES, Shape
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
-from chameleon_mm.bench._training_peers import Peer, peers
+from chameleon_mm.bench._planned import Outcome, add_bound, add_planned, bound_table, planned_table
+from chameleon_mm.bench._report import Bound, Report
+from chameleon_mm.bench._training_peers import Peer, peers, session_key
+from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.reproducible import reproducible
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import GIB
 
-WARMUP_STEPS = 2
-"""Steps of each peer that do not count: the first pins memory and makes the optimizer's state, the second follows a plan."""
+LIGHT_REPEATS = 25
+"""Steps under either way of watching: a share of half a percent is less than what one step differs from the next by."""
 
-TINY: dict[str, Any] = {"layers": 6, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
+TINY: dict[str, Any] = {"layers": 8, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
 """Small enough for a CPU, large enough that every activation is worth moving (1 MiB and more)."""
 FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
 """A block as in Llama 3 8B, without grouped heads; `fill_layers` says how many."""
@@ -58,14 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, metavar="N", help=f"{what} (tiny: {TINY[name]}, fill: {FILL.get(name, 'fitted')})"
         )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help=f"tiny: {TINY['dtype']}, fill: {FILL['dtype']}")
-    parser.add_argument(
-        "--steps", type=int, default=4, metavar="N", help=f"timed steps per peer, after {WARMUP_STEPS} (default 4)"
-    )
+    parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed steps per peer, after its warm-up (default 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default 0)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Run every peer, show the table, write it where `args` say. 1 if a peer of ours changed a loss, else 0.
+    """Run every peer, show the tables, write them where `args` say. 1 if a peer of ours changed a loss, else 0.
 
     Raises `ValueError` for bad usage, before anything is trained.
     """
@@ -73,30 +79,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     device = resolve_device(args.device)
     shape = choose_shape(args, device)
-    results = Results("training", device, _columns(device, WARMUP_STEPS + args.steps))
-    results.notes.append(
-        f"{shape.layers} blocks, width {shape.width}, {shape.heads} heads, ffn {shape.ffn}, {shape.batch} rows of {shape.seq} "
-        f"tokens, {shape.dtype}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer"
-    )
-    baseline: PeerRun | None = None
-    failed = False
+    comparison = Comparison(device, shape, args)
+    with console.status("light profiler ..."):
+        comparison.watch()
     for peer in peers(device):
-        results.notes.append(f"{peer.name}: {peer.note}")
         with console.status(f"{peer.name} ..."):
-            outcome = _attempt(peer, shape, args, baseline)
-        baseline = baseline or (outcome if isinstance(outcome, PeerRun) else None)
-        results.add(peer.name, {"peer": peer.key, **asdict(shape)}, _cells(outcome, baseline, device))
-        if args.json:
-            results.write_json(args.json)  # a later peer that runs out of time or memory must not take this one's row
-        if peer.ours and isinstance(outcome, PeerRun) and baseline and _equal_losses(outcome, baseline) < len(baseline.losses):
-            failed = True
-            results.notes.append(f"FAILED: {peer.name} changed a loss")
-        if baseline is None:  # nothing to compare the others with
-            failed = True
-            results.notes.append(f"FAILED: {peer.name} did not run, and every other figure is a ratio to it")
+            comparison.run(peer)
+        comparison.write()  # a later peer that runs out of time or memory must not take this one's row
+        if comparison.baseline is None:  # nothing to compare the others with
             break
-    results.deliver(args, console)
-    return int(failed)
+    report = comparison.report()
+    report.deliver(args, console)
+    return int(report.failed)
 
 
 def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
@@ -123,67 +117,115 @@ def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
     return max(2, min(by_device, by_host))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerRun:
-    """What one peer's run gave."""
+def fresh_device(name: str | None) -> Device:
+    """One per peer: on the simulator its clock starts at nothing, on CUDA it is the same GPU again.
 
-    losses: Tensor
-    """[warm-up and timed steps], float32 on the CPU."""
-    step_us: tuple[float, ...]
-    """Timed steps alone."""
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int | None
-
-
-def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
-    """Train `WARMUP_STEPS + steps` steps of a fresh model inside `peer`. Raises what the peer and the device raise."""
-    gc.collect()  # a cycle of torch's keeps the last peer's optimizer and with it the model: not this peer's memory
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()  # else an earlier peer's cached blocks count as this one's reserved memory
-    device.reset_peaks()
-    with reproducible(), device.compute():
-        torch.manual_seed(seed)
-        model = Stack(shape, device=device.torch_device, checkpointed=peer.checkpointed)
-        # fused: one kernel on every device. torch's default on a CPU is a dozen small ones per parameter, which no GPU runs.
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        losses: list[Tensor] = []
-        marks = [device.current_stream().record(timed=True)]
-        with peer.over_run(device, model, hbm_budget) as around:
-            for _ in range(WARMUP_STEPS + steps):
-                with around.step():
-                    x, target = (_noise(shape, device) for _ in range(2))
-                    with around.forward():
-                        loss = model.loss(x, target)
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.detach())
-                marks.append(device.current_stream().record(timed=True))
-        marks[-1].synchronize()
-    device.synchronize()
-    return PeerRun(
-        losses=torch.stack([loss.to("cpu", copy=True) for loss in losses]),
-        step_us=tuple(end.elapsed_us(start) for start, end in pairwise(marks[WARMUP_STEPS:])),
-        peak_allocated_bytes=device.peak_allocated_bytes(),
-        peak_reserved_bytes=device.peak_reserved_bytes(),
+    A simulated one has a host that takes no time: operators as small as a CPU can afford would leave a GPU waiting for its
+    host, as those of a model that fills it do not.
+    """
+    device = resolve_device(name)
+    if not isinstance(device, SimDevice):
+        return device
+    host = CostModel(
+        spec=device.spec,
+        launch_us=0,
+        view_us=0,
+        event_us=0,
+        copy_us=0,
+        batched_copy_us=0,
+        triton_launch_us=0,
+        packed_tensor_us=0,
     )
+    return SimDevice(device.spec, device.capacity, cost=host)
 
 
-def _noise(shape: Shape, device: Device) -> Tensor:
-    return torch.randn(shape.batch, shape.seq, shape.width, dtype=DTYPES[shape.dtype], device=device.torch_device)
+class Comparison:
+    """One shape on one device, by every peer that was run so far."""
+
+    def __init__(self, device: Device, shape: Shape, args: argparse.Namespace) -> None:
+        self.baseline: PeerRun | None = None
+        """The run without swapping; None: not yet, or it did not fit."""
+        self._device = device
+        self._shape = shape
+        self._args = args
+        self._peers = Results("training", device, _columns(device))
+        self._peers.notes.append(
+            f"{shape.layers} blocks, width {shape.width}, {shape.heads} heads, ffn {shape.ffn}, {shape.batch} rows of "
+            f"{shape.seq} tokens, {shape.dtype}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer"
+        )
+        if device.simulated:
+            self._peers.notes.append("the simulated GPU's host takes no time: it would take more than kernels this small do")
+        self._planned = planned_table(device)
+        self._bound = bound_table(device)
+        self._light: Results | None = None
+        self._bounds: list[Bound] = []
+        self._outcomes: dict[str, Outcome] = {}
+
+    def watch(self) -> None:
+        """What the light profiler takes of a step."""
+        self._light, bound = light_share(self._device, self._shape, repeats=LIGHT_REPEATS, seed=self._args.seed)
+        self._bounds.append(bound)
+
+    def run(self, peer: Peer) -> None:
+        """Run `peer`, or say why it did not run. The first one is what the others are compared with."""
+        outcome = self._attempt(peer)
+        first = not self._outcomes
+        self._outcomes[peer.key] = outcome
+        if first and isinstance(outcome, PeerRun):
+            self.baseline = outcome
+        baseline, warmup = self.baseline, warmup_steps(peer, self._device)
+        self._peers.notes.append(f"{peer.name}: {peer.note}; {warmup} steps of warm-up")
+        params = {"peer": peer.key, **asdict(self._shape), "share": peer.share, "warmup_steps": warmup}
+        self._peers.add(peer.name, params, _cells(outcome, baseline, self._device))
+        if baseline is None:
+            self._bounds.append(
+                Bound(name=f"{peer.name} ran: the others are ratios to it", limit=1, found=0.0, at_most=False, counted=True)
+            )
+            return
+        if peer.ours:
+            self._promise(peer, outcome, baseline)
+        if peer.planned:
+            add_planned(self._planned, peer.name, peer.key, outcome)
+        if peer.share is not None and not peer.planned:  # the later one of its budget
+            runs = {
+                "planned": self._outcomes[session_key(peer.share, plans=True)],
+                "unplanned": outcome,
+                "checkpointing": self._outcomes["checkpoint"],
+            }
+            add_bound(self._bound, f"{peer.share:g} of the activations", peer.share, runs, baseline)
+
+    def _promise(self, peer: Peer, outcome: Outcome, baseline: PeerRun) -> None:
+        changed: float | Waived = outcome if isinstance(outcome, Waived) else _changed_losses(outcome, baseline)
+        self._bounds.append(Bound(name=f"{peer.name}: losses changed", limit=0, found=changed, counted=True))
+        if peer.share is not None and peer.planned:
+            peak = outcome if isinstance(outcome, Waived) else outcome.peak_allocated_bytes / baseline.budget_for(peer.share)
+            self._bounds.append(Bound(name=f"{peer.name}: peak of the whole run / budget", limit=1, found=peak))
+
+    def report(self) -> Report:
+        """All that there is so far."""
+        tables = {"peers": self._peers, "planned against measured": self._planned, "bound": self._bound}
+        if self._light is not None:
+            tables["light profiler"] = self._light
+        shown: Mapping[str, Results] = {name: table for name, table in tables.items() if table.rows}
+        return Report(header=environment("training", self._device), tables=shown, bounds=self._bounds)
+
+    def write(self) -> None:
+        """Keep what there is, where a file was asked for."""
+        if self._args.json:
+            path = Path(self._args.json)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.report().to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    def _attempt(self, peer: Peer) -> Outcome:
+        device = fresh_device(self._args.device)
+        budget = device.capacity if self.baseline is None or peer.share is None else self.baseline.budget_for(peer.share)
+        try:
+            return run_peer(peer, self._shape, device, steps=self._args.steps, seed=self._args.seed, hbm_budget=budget)
+        except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
+            return Waived(str(error).splitlines()[0])
 
 
-def _attempt(peer: Peer, shape: Shape, args: argparse.Namespace, baseline: PeerRun | None) -> PeerRun | Waived:
-    # A fresh device per peer: on the simulator its clock starts at nothing, on CUDA it is the same GPU again.
-    device = resolve_device(args.device)
-    hbm_budget = device.capacity if baseline is None else baseline.peak_allocated_bytes // 2
-    try:
-        return run_peer(peer, shape, device, steps=args.steps, seed=args.seed, hbm_budget=hbm_budget)
-    except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
-        return Waived(str(error).splitlines()[0])
-
-
-def _columns(device: Device, losses: int) -> tuple[Column, ...]:
+def _columns(device: Device) -> tuple[Column, ...]:
     simulated = device.simulated
     return (
         Column(key="step_ms", title="step ms", formula="time between events around a step", simulated=simulated),
@@ -192,16 +234,16 @@ def _columns(device: Device, losses: int) -> tuple[Column, ...]:
         Column(key="peak_reserved_gib", title="reserved GiB", formula="most bytes reserved by the caching allocator / 2**30"),
         Column(
             key="equal_losses",
-            title=f"same losses/{losses}",
-            formula="steps, warm-up included, whose loss has the bits of no swap",
+            title="same losses",
+            formula="share of the steps, warm-up included, whose loss has the bits of no swap",
         ),
     )
 
 
-def _cells(outcome: PeerRun | Waived, baseline: PeerRun | None, device: Device) -> dict[str, Cell]:
+def _cells(outcome: Outcome, baseline: PeerRun | None, device: Device) -> dict[str, Cell]:
     if isinstance(outcome, Waived) or baseline is None:
         reason = outcome if isinstance(outcome, Waived) else Waived("no run to compare with")
-        return {column.key: reason for column in _columns(device, 0)}
+        return {column.key: reason for column in _columns(device)}
     base_us = Figure.of(baseline.step_us, "us", simulated=device.simulated).median
     figure = partial(Figure.of, simulated=device.simulated)
     reserved: Cell
@@ -209,15 +251,17 @@ def _cells(outcome: PeerRun | Waived, baseline: PeerRun | None, device: Device) 
         reserved = Waived("the simulator has no caching allocator: it reserves nothing beyond what is allocated")
     else:
         reserved = Figure.of([outcome.peak_reserved_bytes / GIB], "GiB", simulated=False)
+    same = 1 - _changed_losses(outcome, baseline) / len(outcome.losses)
     return {
         "step_ms": figure([us / 1e3 for us in outcome.step_us], "ms"),
         "ratio": figure([us / base_us for us in outcome.step_us], "x"),
         "peak_allocated_gib": figure([outcome.peak_allocated_bytes / GIB], "GiB"),
         "peak_reserved_gib": reserved,
-        "equal_losses": Figure.of([_equal_losses(outcome, baseline)], f"of {len(baseline.losses)}", simulated=False),
+        "equal_losses": Figure.of([same], "", simulated=False),
     }
 
 
-def _equal_losses(outcome: PeerRun, baseline: PeerRun) -> int:
-    same = outcome.losses.view(torch.int32) == baseline.losses.view(torch.int32)
-    return int(same.sum())
+def _changed_losses(outcome: PeerRun, baseline: PeerRun) -> int:
+    """The run without swapping has at least as many."""
+    before = baseline.losses[: len(outcome.losses)]
+    return int((outcome.losses.view(torch.int32) != before.view(torch.int32)).sum())

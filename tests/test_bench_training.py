@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chameleon_mm.bench import _training_peers, training
+from chameleon_mm.bench import _light_share, _planned, _training_peers, training
+from chameleon_mm.bench._light_share import Sample, light_share
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
+from chameleon_mm.bench._measure import Figure, Waived
 from chameleon_mm.bench._training_peers import ModelledSaveOnCpu, Peer, peers
-from chameleon_mm.bench.training import PeerRun, choose_shape, fill_layers, run_peer
+from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
+from chameleon_mm.bench.training import choose_shape, fill_layers, fresh_device
 from chameleon_mm.cli import main
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
@@ -25,8 +28,10 @@ from chameleon_mm.units import GIB
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=32, heads=4, ffn=96, seq=16, batch=2, dtype="float32")
 SMALL = [
-    "--device=sim", "--layers=3", "--width=64", "--heads=2", "--ffn=224", "--seq=64", "--batch=2", "--steps=1",
+    "--device=sim", "--layers=2", "--width=64", "--heads=2", "--ffn=224", "--seq=64", "--batch=2", "--steps=1",
 ]  # fmt: skip
+DEEP = ["--device=sim", "--layers=6", "--width=128", "--heads=2", "--ffn=256", "--seq=256", "--batch=8", "--steps=1"]
+"""Every activation is worth moving, and the quarter of them is more than what must be there at once."""
 
 
 def arguments(*given: str) -> argparse.Namespace:
@@ -200,26 +205,39 @@ def test_the_first_peer_is_the_one_to_compare_with_and_torchs_own_comes_last() -
 @pytest.mark.parametrize("peer", peers(SimDevice()), ids=lambda peer: peer.key)
 def test_a_peer_leaves_nothing_behind(peer: Peer, sim: SimDevice, no_gc: None) -> None:
     result = run_peer(peer, SHAPE, sim, steps=1, seed=0, hbm_budget=sim.capacity)
-    assert len(result.losses) == training.WARMUP_STEPS + 1
+    assert len(result.losses) == warmup_steps(peer, sim) + 1
     assert len(result.step_us) == 1
-    assert result.peak_allocated_bytes > 0
+    assert result.peak_allocated_bytes >= result.steady_peak_bytes > result.kept_bytes > 0
+    assert (result.followed is not None) == peer.planned
     assert sim.allocated_bytes() == 0
+
+
+def test_a_budget_is_what_stays_and_a_share_of_what_comes_and_goes() -> None:
+    run = PeerRun(
+        losses=torch.zeros(1), step_us=(1.0,), peak_allocated_bytes=500, peak_reserved_bytes=None,
+        steady_peak_bytes=300, kept_bytes=100,
+    )  # fmt: skip
+    assert (run.activation_bytes, run.budget_for(1 / 2), run.budget_for(1 / 4)) == (200, 200, 150)
 
 
 # --- the theme
 
 
-def test_the_theme_runs_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "training.json"
-    assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
-    assert "simulated H200" in capsys.readouterr().out
-    data = json.loads(path.read_text())
-    assert data["simulated"] is True
-    assert data["theme"] == "training"
-    cells = {row["peer"]: row["cells"] for row in data["rows"]}
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The theme's, of a shape whose quarter is enough."""
+    path = tmp_path_factory.mktemp("bench") / "training.json"
+    assert main(["bench", "training", *DEEP, "--json", str(path)]) == 0
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
+    assert (record["simulated"], record["theme"]) == (True, "training")
+    cells = {row["peer"]: row["cells"] for row in record["tables"]["peers"]["rows"]}
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
     for peer, row in cells.items():
-        assert row["equal_losses"]["median"] == training.WARMUP_STEPS + 1, peer
+        assert row["equal_losses"]["median"] == 1.0, peer
         assert row["equal_losses"]["simulated"] is False
         assert row["step_ms"]["simulated"] is row["peak_allocated_gib"]["simulated"] is True
         assert "no caching allocator" in row["peak_reserved_gib"]["waived"]
@@ -227,22 +245,98 @@ def test_the_theme_runs_on_the_simulator(tmp_path: Path, capsys: pytest.CaptureF
     peak = {peer: row["peak_allocated_gib"]["median"] for peer, row in cells.items()}
     assert peak["checkpoint"] < peak["no_swap"]
     assert peak["torch_save_on_cpu_modelled"] < peak["no_swap"]
+    assert peak["swap_session_quarter"] < peak["swap_session_half"] < peak["no_swap"]
 
 
-def test_the_session_holds_half_of_the_peak_and_nothing_is_free() -> None:
-    sizes = {**training.TINY, "layers": 3}
-    by_key = {peer.key: peer for peer in peers(SimDevice())}
-    plain = run_peer(by_key["no_swap"], Shape(**sizes), SimDevice(), steps=1, seed=0, hbm_budget=0)
-    half = plain.peak_allocated_bytes // 2
-    swapped = run_peer(by_key["swap_session"], Shape(**sizes), SimDevice(), steps=1, seed=0, hbm_budget=half)
-    assert swapped.peak_allocated_bytes <= half
-    assert torch.equal(swapped.losses.view(torch.int32), plain.losses.view(torch.int32))
-    assert swapped.step_us[0] >= plain.step_us[0]
+def test_what_a_plan_foresaw_stands_beside_what_came(record: dict[str, Any]) -> None:
+    table = record["tables"]["planned against measured"]
+    rows = {(row["peer"], row["quantity"]): row["cells"] for row in table["rows"]}
+    assert len(rows) == 2 * 3
+    for peer in ("swap_session_half", "swap_session_quarter"):
+        step, peak = rows[peer, "step ms"], rows[peer, "peak GiB"]
+        assert abs(step["error"]["median"]) < 2
+        assert step["measured"]["median"] / step["predicted"]["median"] == pytest.approx(1 + step["error"]["median"] / 100)
+        assert peak["measured"]["median"] == pytest.approx(peak["predicted"]["median"], rel=1e-3)  # the losses are kept
+        assert step["predicted"]["simulated"] is True
+    assert not any("NOT steady" in note for note in table["notes"])
+
+
+def test_nothing_beats_the_bound_and_plans_come_nearer_to_it(record: dict[str, Any]) -> None:
+    for row in record["tables"]["bound"]["rows"]:
+        share = {key: row["cells"][key]["median"] for key in ("planned", "unplanned")}
+        assert share["unplanned"] <= share["planned"] <= 1.001
+
+
+def test_promises_are_bounds(record: dict[str, Any]) -> None:
+    bounds = {bound["name"]: bound for bound in record["bounds"]}
+    changed = {name: bound for name, bound in bounds.items() if name.endswith("losses changed")}
+    assert len(changed) == sum(peer.ours for peer in peers(SimDevice()))
+    assert all(bound["held"] and bound["counted"] for bound in changed.values())
+    share = bounds["light profiler, share of a training step over hooks alone"]
+    assert (share["limit"], share["held"]) == (0.005, None)
+    assert "simulator" in share["found"]["waived"]
+
+
+def test_a_simulated_host_costs_nothing() -> None:
+    device = fresh_device("sim:a100")
+    assert isinstance(device, SimDevice)
+    assert (device.spec.name, device.host_us) == ("A100", 0.0)
+    with device.compute():
+        torch.ones(4) + torch.ones(4)
+        device.current_stream().record(timed=True)
+    assert device.host_us == 0.0
+
+
+def test_a_plan_that_there_is_not_is_waived() -> None:
+    run = PeerRun(
+        losses=torch.zeros(1), step_us=(1.0,), peak_allocated_bytes=2, peak_reserved_bytes=None,
+        steady_peak_bytes=2, kept_bytes=1,
+    )  # fmt: skip
+    table = _planned.planned_table(SimDevice())
+    _planned.add_planned(table, "half", "key", run)
+    assert [row.cells["predicted"] for row in table.rows] == [_planned.NO_PLAN] * 3
+    assert _planned.ideal_step(run, run, 1) == _planned.NO_PLAN
+    assert _planned.ideal_step(Waived("no memory"), run, 1) == Waived("no memory")
+
+
+class CountedDevice(SimDevice):
+    """One that says it is real, so that what is measured on a GPU alone is measured."""
+
+    @property
+    def simulated(self) -> bool:
+        return False
+
+
+def test_the_share_of_the_light_profiler_compares_two_steps_of_one_round() -> None:
+    table, bound = light_share(CountedDevice(), SHAPE, repeats=3, seed=0)
+    share = table.rows[1].cells["share"]
+    assert isinstance(share, Figure)
+    assert share.count == 3
+    assert bound.found == pytest.approx(share.median / 100)
+
+
+def test_the_share_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {
+        "hooks alone": [Sample(1000.0, 100.0), Sample(2000.0, 100.0), Sample(1000.0, 100.0)],
+        "light profiler": [Sample(1010.0, 103.0), Sample(2010.0, 105.0), Sample(1004.0, 101.0)],
+    }
+    monkeypatch.setattr(_light_share, "samples", lambda *args, **kwargs: taken)
+    table, bound = light_share(CountedDevice(), SHAPE, repeats=3, seed=0)
+    assert bound.found == pytest.approx(0.005)
+    host = table.rows[1].cells["host"]
+    assert isinstance(host, Figure)
+    assert host.median == pytest.approx(0.3)
+
+
+def one_bit_off(losses: Tensor) -> Tensor:
+    changed = losses.clone()
+    changed.view(torch.int32)[-1] ^= 1
+    return changed
 
 
 def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
     """Replace what the peer `key` gives: an exception to raise, or a function of the run's result."""
-    real = training.run_peer
+    real = run_peer
 
     def fake(peer: Peer, *args: Any, **kwargs: Any) -> PeerRun:
         if peer.key == key and isinstance(change, Exception):
@@ -253,20 +347,20 @@ def with_result(monkeypatch: pytest.MonkeyPatch, key: str, change: Any) -> None:
     monkeypatch.setattr(training, "run_peer", fake)
 
 
-@pytest.mark.parametrize("key", ["swap_session", "chameleon_save_on_cpu"])
+@pytest.mark.parametrize("key", ["swap_session_half", "swap_session_quarter_unplanned", "chameleon_save_on_cpu"])
 def test_a_changed_loss_of_ours_fails_the_benchmark(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with_result(monkeypatch, key, lambda r: dataclasses.replace(r, losses=r.losses * torch.tensor([1.0, 1.0, 1.0000001])))
+    with_result(monkeypatch, key, lambda r: dataclasses.replace(r, losses=one_bit_off(r.losses)))
     assert main(["bench", "training", *SMALL]) == 1
-    assert "changed a loss" in capsys.readouterr().out
+    assert "losses changed: 1, at most 0" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_changed_loss_of_others_is_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_result(monkeypatch, "checkpoint", lambda r: dataclasses.replace(r, losses=r.losses + 1))
     path = tmp_path / "t.json"
     assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["rows"][1]["cells"]["equal_losses"]["median"] == 0
+    assert json.loads(path.read_text())["tables"]["peers"]["rows"][1]["cells"]["equal_losses"]["median"] == 0
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), HostMemoryExhausted("no more to pin")])
@@ -276,7 +370,7 @@ def test_a_peer_that_does_not_fit_is_waived_with_its_reason(
     with_result(monkeypatch, "torch_save_on_cpu_modelled", error)
     path = tmp_path / "t.json"
     assert main(["bench", "training", *SMALL, "--json", str(path)]) == 0
-    cells = json.loads(path.read_text())["rows"][-1]["cells"]
+    cells = json.loads(path.read_text())["tables"]["peers"]["rows"][-1]["cells"]
     assert all(str(error) in cell["waived"] for cell in cells.values())
 
 
@@ -285,7 +379,7 @@ def test_without_the_first_peer_there_is_nothing_to_compare(
 ) -> None:
     with_result(monkeypatch, "no_swap", torch.OutOfMemoryError("out of memory"))
     assert main(["bench", "training", *SMALL]) == 1
-    assert "every other figure is a ratio to it" in " ".join(capsys.readouterr().out.split())
+    assert "the others are ratios to it" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,9 @@ RECORDINGS = 3
 DRAFTS = 1000
 """That the planner tries for a step with few candidates: a fifth of a second between two steps, once."""
 
+EVENT_GAP_US = 10.0
+"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
+
 SPARE_PART = 256
 """Of the budget a plan leaves this part: a step of the same fingerprint may differ in what the hooks do not see, such as a
 scalar that the loop keeps."""
@@ -194,9 +197,10 @@ class Adaptation:
         if plan is not None and plan.peak_bytes + extra_bytes <= self._hbm_budget_bytes:
             return  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         trace = course.trace
-        if extra_bytes == kept_bytes(trace, {TensorKind.GRADIENT}):
-            trace = there_before(trace, {TensorKind.GRADIENT})  # gradients are kept and filled with zeros
-        else:
+        gradients = kept_bytes(trace, {TensorKind.GRADIENT})
+        if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
+            trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
+        if extra_bytes:
             trace = with_extra(trace, extra_bytes)
         course.replace(trace, self._plans(trace, at_most=CANDIDATES))
 
@@ -208,13 +212,14 @@ class Adaptation:
             if time is None:
                 return
             self._measuring.popleft()
-            for tensor, stall_us in time.stalls_us.items():
+            late_us = {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in time.stalls_us.items()}
+            for tensor, stall_us in late_us.items():
                 self._guide.light.prefetched(tensor, stall_us)
             if variant not in course.variants:
                 continue
-            course.measured(variant, time.step_us, time.stalls_us)
+            course.measured(variant, time.step_us, late_us)
             if course.wants_better():
-                lead_us = {tensor: LEAD_SHARE * us for tensor, us in time.stalls_us.items() if us > 0}
+                lead_us = {tensor: LEAD_SHARE * us for tensor, us in late_us.items() if us > 0}
                 course.offer(self._plans(course.trace, at_most=1, lead_us=lead_us))
 
     def _to(self, phase: PlanPhase) -> None:

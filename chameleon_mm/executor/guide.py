@@ -60,6 +60,7 @@ class Guide:
         self._ins = ins
         self._known: Known | None
         self._recorder: Recorder | None
+        self._needs_more: Callable[[Course, int], None] | None
         self._forget_step()
 
     def begin_step(self, known: Known, recorder: Recorder | None, needs_more: Callable[[Course, int], None]) -> None:
@@ -84,7 +85,7 @@ class Guide:
         self.light.begin_step()
         self._known = None
         """None: outside of steps."""
-        self._needs_more: Callable[[Course, int], None] | None = None
+        self._needs_more = None
         """Forgotten with the step: it leads to whoever holds this, and through it to the model."""
         self._entry: KnownSequence[Course | None] | None = None
         """The known step that this one agrees with, or did last."""

@@ -58,8 +58,8 @@ class Script:
         unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
         if unknown:
             raise ValueError(
-                f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a plan "
-                f"for this trace"
+                f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
+                f"plan for this trace"
             )
         actions = {action.tensor: action for action in plan.actions}
         roles: dict[int, Role] = {}

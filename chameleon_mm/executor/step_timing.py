@@ -41,7 +41,7 @@ class StepTiming:
 
     def result(self) -> StepTime | None:
         """What it took; None while the device is still at it. Never waits."""
-        if self._end is None or not self._end.query():
+        if self._end is None or not (self._end.query() and self._start.query()):
             return None
         stalls: Counter[int] = Counter()
         for before, after, tensor in self._waits:

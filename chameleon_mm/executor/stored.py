@@ -285,8 +285,9 @@ class SavedStorage:
     def reclaim(self, *, in_turn: bool = False) -> None:
         """Order compute after the copy out and drop the device copy. `in_turn`: the link keeps the order of the plan."""
         assert self._out is not None
+        issue = self._tools.transfer.issue_out_in_turn if in_turn else self._tools.transfer.issue_out
         try:
-            done = self._tools.transfer.issue_out(self._out, in_turn=in_turn)
+            done = issue(self._out)
         except SimError:
             raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
@@ -299,8 +300,9 @@ class SavedStorage:
                 if self.place is Place.LEAVING:
                     self.reclaim()  # as it is, this time
                 return
-        if self._keeps_remainder():
-            self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
+        kept = self._keeps_remainder()
+        self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
+        if kept:
             self._drop_device()
 
     def _keeps_remainder(self) -> bool:

@@ -107,6 +107,7 @@ class EventTimes:
         for stretch in closed:
             assert stretch.end is not None
             stretch.end.synchronize()
+            stretch.start.synchronize()  # on another stream it need not be over, and CUDA tells no time of a pending event
             # Below 0 only where a stretch began on one stream and ended on another that was not as far.
             elapsed_us = max(0.0, stretch.end.elapsed_us(stretch.start))
             total = sum(stretch.weights)

@@ -56,10 +56,15 @@ class Transfer:
         """Queue host to device, behind earlier ones; `issue_in` brings it forward."""
         return self._submit(self._in, Move(hbm, host, after, timed))
 
-    def issue_out(self, move: Move, *, in_turn: bool = False) -> Event:
-        """Hand all of a swap-out over now and return the event after it. `in_turn`: behind what was queued before it."""
+    def issue_out(self, move: Move) -> Event:
+        """Hand all of a swap-out over now and return the event after it."""
         with self._lock:
-            return self._out.issue(move, in_turn=in_turn)
+            return self._out.issue(move)
+
+    def issue_out_in_turn(self, move: Move) -> Event:
+        """As `issue_out`, behind all that was queued before it."""
+        with self._lock:
+            return self._out.issue_in_turn(move)
 
     def issue_in(self, move: Move) -> Event:
         """Hand all of a swap-in over now, ahead of queued ones, and return the event after it."""

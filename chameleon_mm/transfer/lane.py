@@ -113,9 +113,12 @@ class Lane:
         self._forget_complete()
         return not self._running and not self._queue
 
-    def issue(self, move: Move, *, in_turn: bool = False) -> Event:
-        while in_turn and not move.ended and self._queue[0] is not move:
+    def issue_in_turn(self, move: Move) -> Event:
+        while not move.ended and self._queue[0] is not move:
             self._hand_over_front(before=move)
+        return self.issue(move)
+
+    def issue(self, move: Move) -> Event:
         if move.failed:
             raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:

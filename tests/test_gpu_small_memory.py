@@ -1,0 +1,157 @@
+"""A Llama-shaped stack on a device with a quarter of the memory that it needs: the same bits, from its first step on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from chameleon_mm.bench._llama import DTYPES, Shape, Stack
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.reproducible import reproducible
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.pinned.host_memory import available_host_bytes
+from chameleon_mm.session import SwapSession
+from chameleon_mm.units import GIB, KIB
+
+STEPS = 4
+"""A recorded one, and some that follow a plan."""
+
+SMALL = Shape(layers=8, width=64, heads=2, ffn=192, seq=128, batch=16, dtype="float32")
+LARGE = Shape(layers=16, width=768, heads=12, ffn=2048, seq=1024, batch=32, dtype="bfloat16")
+"""20 GiB of activations beside 1 GiB of parameters, gradients and moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What training gave, on the CPU."""
+
+    losses: Tensor
+    """[steps]"""
+    gradients: tuple[Tensor, ...]
+    """Of the last step."""
+    parameters: tuple[Tensor, ...]
+    host_random: Tensor
+    device_random: Tensor | None
+    """The generators' states at the end; None: the device has none of its own."""
+
+
+class Dropping(nn.Module):
+    """The stack with dropout behind every block, so that a step draws random numbers."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__()
+        self.stack = Stack(shape, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.stack.blocks:
+            x = F.dropout(block(x, self.stack.rope), 0.1)
+        return x
+
+
+def train(device: Device, shape: Shape, *, hbm_budget: int | None, min_bytes: int | None = None, steps: int = STEPS) -> Run:
+    """Train a fresh model. `hbm_budget`: of the session that does it; None: without one."""
+    with reproducible(), device.compute():
+        torch.manual_seed(3)
+        model = Dropping(shape, device.torch_device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        session = None
+        if hbm_budget is not None:
+            session = SwapSession(hbm_budget=hbm_budget, device=device, model=model, min_bytes=min_bytes)
+        losses: list[Tensor] = []
+        with nullcontext() if session is None else session.pool, nullcontext() if session is None else session:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                with nullcontext() if session is None else session.step():
+                    x = torch.randn(shape.batch, shape.seq, shape.width, dtype=DTYPES[shape.dtype], device=device.torch_device)
+                    loss = (model(x).float() - x.float()).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.detach())
+        device.synchronize()
+        own_random = device.torch_device.type != "cpu"
+        return Run(
+            losses=torch.stack(losses).cpu(),
+            gradients=tuple(p.grad.cpu().clone() for p in model.parameters() if p.grad is not None),
+            parameters=tuple(p.detach().cpu().clone() for p in model.parameters()),
+            host_random=torch.get_rng_state(),
+            device_random=torch.cuda.get_rng_state(device.torch_device) if own_random else None,
+        )
+
+
+def assert_same_bits(one: Run, other: Run) -> None:
+    assert torch.equal(one.losses.view(torch.int32), other.losses.view(torch.int32))
+    assert len(one.gradients) == len(one.parameters) == len(other.gradients)
+    for a, b in zip((*one.gradients, *one.parameters), (*other.gradients, *other.parameters), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert torch.equal(one.host_random, other.host_random)
+    if one.device_random is not None and other.device_random is not None:
+        assert torch.equal(one.device_random, other.device_random)
+
+
+@contextmanager
+def fraction_of_memory(nbytes: int, index: int) -> Iterator[None]:
+    """The process may hold `nbytes` of the GPU's memory; what it may hold otherwise is put back."""
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.mem_get_info(index)[1], index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, index)
+
+
+def without_litter() -> None:
+    """What failed or is over holds nothing, and the allocator keeps nothing for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def test_a_quarter_of_the_peak_is_enough_on_the_simulator() -> None:
+    roomy = SimDevice()
+    plain = train(roomy, SMALL, hbm_budget=None, steps=3)
+    quarter = roomy.peak_allocated_bytes() // 4
+    with pytest.raises(torch.OutOfMemoryError):
+        train(SimDevice(hbm_bytes=quarter), SMALL, hbm_budget=None, steps=1)
+    small = SimDevice(hbm_bytes=quarter)
+    swapped = train(small, SMALL, hbm_budget=quarter * 9 // 10, min_bytes=64 * KIB, steps=3)
+    assert_same_bits(plain, swapped)
+    assert small.peak_allocated_bytes() <= quarter
+
+
+def test_the_comparison_sees_one_bit() -> None:
+    shape = replace(SMALL, layers=1)
+    one = train(SimDevice(), shape, hbm_budget=None, steps=1)
+    other = train(SimDevice(), shape, hbm_budget=None, steps=1)
+    assert_same_bits(one, other)
+    other.gradients[0].view(torch.int32).view(-1)[0] ^= 1
+    with pytest.raises(AssertionError):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+def test_a_quarter_of_the_peak_is_enough_on_a_gpu() -> None:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    without_litter()
+    if device.capacity < 32 * GIB or available_host_bytes() < 40 * GIB:
+        pytest.skip("needs 32 GiB of device memory and 40 GiB of host memory")
+    held = torch.cuda.memory_reserved(device.index)
+    device.reset_peaks()
+    plain = train(device, LARGE, hbm_budget=None)
+    quarter = device.peak_allocated_bytes() // 4
+    without_litter()
+    with fraction_of_memory(held + quarter, device.index):
+        with pytest.raises(torch.OutOfMemoryError):
+            train(device, LARGE, hbm_budget=None, steps=1)
+        without_litter()
+        # The fraction bounds what the allocator reserves, of which blocks in use are a part: the rest is for its gaps.
+        swapped = train(device, LARGE, hbm_budget=quarter * 3 // 4)
+    assert_same_bits(plain, swapped)

@@ -1,4 +1,4 @@
-"""Operators whose backward rounds otherwise while a dispatch mode is on: a recorded step leaves in time, and keeps their bits."""
+"""Operators whose backward rounds otherwise while a dispatch mode is on: a recorded step leaves in time to keep their bits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,227 @@
+"""Training whose steps change: the numbers stay eager's, the budget holds at every step, each new sequence is recorded once.
+
+Sequence length, layers that are skipped, frozen ones, evaluation in between, micro-batches and experts, each alone and all in
+one run, on a simulated GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS
+from chameleon_mm.device.sim import CostModel
+from chameleon_mm.executor.adaptation import KNOWN_STEPS
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+LAYERS, EXPERTS, WIDTH = 4, 3, 48
+ROWS, LONG_ROWS = 192, 288
+MIN_BYTES = 8 << 10
+
+GPU = dataclasses.replace(
+    SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    """Blocks, then experts of which each step takes some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor, *, skip: Collection[int] = (), route: Sequence[int] = ()) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i not in skip:
+                x = block(x)
+        if route:
+            rows = len(x) // len(route)
+            x = torch.cat([torch.tanh(self.experts[e](x[i * rows : (i + 1) * rows])) for i, e in enumerate(route)])
+        return x.square().mean()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one step does."""
+
+    rows: int = ROWS
+    skip: tuple[int, ...] = ()
+    frozen: int = 0
+    """The first blocks, whose parameters get no gradient."""
+    evaluates: bool = False
+    micro_batches: int = 1
+    route: tuple[int, ...] = ()
+
+
+PLAIN = Work()
+
+
+def changes(kind: str, rng: Random) -> Work:
+    """A step of that kind."""
+    match kind:
+        case "long":
+            return Work(rows=rng.choice((ROWS, LONG_ROWS)))
+        case "skip":
+            return Work(skip=(rng.randrange(LAYERS),))
+        case "freeze":
+            return Work(frozen=rng.randrange(3))
+        case "evaluate":
+            return Work(evaluates=rng.random() < 0.3)
+        case "accumulate":
+            return Work(micro_batches=rng.randint(1, 3))
+        case "route":
+            return Work(route=tuple(rng.sample(range(EXPERTS), rng.randint(1, 2))))
+    raise ValueError(kind)
+
+
+KINDS = ("long", "skip", "freeze", "evaluate", "accumulate", "route")
+
+
+def schedule(kinds: Sequence[str], steps: int) -> Iterator[Work]:
+    rng = Random(5)
+    return (changes(rng.choice(kinds), rng) for _ in range(steps))
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A whole training run."""
+
+    losses: list[float] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    """By step, of device memory."""
+    recorded: list[int] = field(default_factory=list)
+    """By step: how many recordings it ended with, 0 or 1."""
+    report: cm.SwapReport | None = None
+
+
+def run(works: Sequence[Work], budget: int | None = None) -> Run:
+    """Unswapped without a budget."""
+    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+    torch.manual_seed(0)
+    with device.compute():
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = None if budget is None else cm.SwapSession(budget, "64MiB", device, MIN_BYTES, model=model)
+    done = Run()
+    with session or device.compute():
+        for number, work in enumerate(works):
+            before = 0 if session is None else session.report().detailed_steps
+            device.reset_peaks()
+            with nullcontext() if session is None else session.step():
+                done.losses += step(model, optimizer, work, torch.Generator().manual_seed(number))
+            done.peaks.append(device.peak_allocated_bytes())
+            done.recorded.append(0 if session is None else session.report().detailed_steps - before)
+    done.parameters = [p.detach().clone() for p in model.parameters()]
+    done.report = None if session is None else session.report()
+    return done
+
+
+def step(model: Net, optimizer: torch.optim.Optimizer, work: Work, generator: torch.Generator) -> list[float]:
+    """Losses of all that it ran."""
+    losses = []
+    for block in model.blocks[: work.frozen]:
+        block.requires_grad_(False)
+    if work.evaluates:
+        with torch.no_grad():
+            losses.append(model(torch.randn(LONG_ROWS, WIDTH, generator=generator)).item())
+    for _ in range(work.micro_batches):
+        loss = model(torch.randn(work.rows, WIDTH, generator=generator), skip=work.skip, route=work.route)
+        loss.backward()
+        losses.append(loss.item())
+    optimizer.step()
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    return losses
+
+
+def assert_exact_within(works: Sequence[Work], share: float) -> Run:
+    """Swapped within `share` of the unswapped peak: the same bits, never more memory. Returns the swapped run."""
+    expected = run(works)
+    budget = int(max(expected.peaks) * share)
+    got = run(works, budget)
+    assert got.losses == expected.losses
+    assert all(torch.equal(a, b) for a, b in zip(got.parameters, expected.parameters, strict=True))
+    assert [
+        (i, work, peak - budget) for i, (work, peak) in enumerate(zip(works, got.peaks, strict=True)) if peak > budget
+    ] == []
+    assert got.report is not None
+    assert got.report.oom_retries == 0
+    assert got.report.budget_misses == 0
+    return got
+
+
+def recordings(works: Sequence[Work], got: Run) -> Counter[Work]:
+    """By kind of step: how often one was recorded to its end."""
+    return Counter(work for work, recorded in zip(works, got.recorded, strict=True) if recorded)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_that_changes_in_one_way(kind: str) -> None:
+    works = list(schedule((kind,), 12))
+    got = assert_exact_within(works, 0.7)
+    assert max(recordings(works, got).values()) <= 1
+
+
+def test_a_sequence_that_changes_in_every_way() -> None:
+    works = list(schedule(KINDS, 30))
+    got = assert_exact_within(works, 0.6)
+    assert max(recordings(works, got).values()) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS)], ids=["all", *KINDS])
+def test_two_hundred_steps(kinds: Sequence[str]) -> None:
+    works = list(schedule(kinds, 200))
+    got = assert_exact_within(works, 0.6)
+    assert max(recordings(works, got).values()) <= 1
+
+
+def test_two_lengths_in_turn_are_recorded_once_each() -> None:
+    works = [Work(rows=rows) for rows in (ROWS, LONG_ROWS)] * 8
+    got = assert_exact_within(works, 0.7)
+    assert sum(got.recorded) == 2
+    assert recordings(works, got) == Counter(set(works))
+    assert got.report is not None
+    assert (
+        got.report.plan_cache_hits >= len(works) - 4
+    )  # all but the two that were recorded, and the first of each taken for another
+
+
+def test_a_known_sequence_that_comes_back_is_not_recorded_again() -> None:
+    others = [Work(micro_batches=count) for count in (2, 3)]
+    works = [PLAIN, *others * 25, PLAIN]
+    got = assert_exact_within(works, 0.7)
+    assert sum(got.recorded) == 3
+    assert got.recorded[-1] == 0
+
+
+def test_the_cache_of_known_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.executor.adaptation.KNOWN_STEPS", 2)
+    works = [Work(micro_batches=count) for count in (1, 2, 3, 1, 1, 1)]
+    got = assert_exact_within(works, 0.7)
+    assert recordings(works, got)[PLAIN] == 2  # forgotten meanwhile, recorded again, known from then on
+    assert got.recorded[-1] == 0
+    assert KNOWN_STEPS == 32

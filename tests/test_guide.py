@@ -1,0 +1,199 @@
+"""A running step among the known ones: phases, another that takes over in the middle, strays, and what goes by no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.executor import Executor
+from chameleon_mm.executor.adaptation import RECORDINGS, Adaptation, PlanPhase
+from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
+from chameleon_mm.trace import Trace
+from tests._random_models import SLOW_GPU, far_ahead, link_of, planning
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+SIDE = 96
+
+
+@pytest.fixture(autouse=True)
+def _all_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans for the smallest budget there is: something moves in each."""
+
+    def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
+        return [generate_plan(trace, least_memory(trace).nbytes, None, link_of(SLOW_GPU))]
+
+    monkeypatch.setattr("chameleon_mm.executor.adaptation.candidate_plans", plans)
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "t": torch.tanh,
+    "s": torch.sigmoid,
+    "e": lambda x: (x * 0.1).exp(),
+    "c": torch.cos,
+}
+
+
+class Training:
+    """Steps that are told by a word: each letter an operator."""
+
+    def __init__(self) -> None:
+        self.device = far_ahead()
+        self.pool = cm.PinnedPool("8MiB", device=self.device)
+        self.executor: Executor = planning(self.device, pool=self.pool)
+        assert self.executor.adaptation is not None
+        self.adaptation: Adaptation = self.executor.adaptation
+
+    def step(self, word: str, *, completed: bool = True) -> PlanPhase:
+        """Exact to the bit, with nothing left behind. Returns the phase that it began in."""
+        with self.device.compute():
+            x = torch.randn(SIDE, SIDE, requires_grad=True)
+            (expected,) = torch.autograd.grad(self._run(x, word), x)
+            self.executor.begin_step(timed=True)
+            phase = self.adaptation.phase
+            with torch.autograd.graph.saved_tensors_hooks(self.executor.save, self.executor.use):
+                (got,) = torch.autograd.grad(self._run(x, word), x)
+            self.executor.end_step(completed=completed)
+            assert torch.equal(got, expected)
+        assert self.executor.live_storages == 0
+        assert self.pool.stats().live_bytes == 0
+        return phase
+
+    def _run(self, x: Tensor, word: str) -> Tensor:
+        for letter in word:
+            x = OPERATORS[letter](x)
+        return x.sum()
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Detailed steps, plans, steps that were known."""
+        return self.adaptation.detailed_steps, self.adaptation.plans, self.adaptation.plan_cache_hits
+
+
+PROFILE, STEADY = PlanPhase.PROFILE, PlanPhase.STEADY
+
+
+def test_profile_plan_steady() -> None:
+    training = Training()
+    assert training.adaptation.phase is PROFILE
+    assert [training.step("tsecst") for _ in range(3)] == [PROFILE, STEADY, STEADY]
+    assert training.counts[0] == 1
+    assert training.counts[2] == 2
+    assert training.adaptation.steps_by_phase == {"profile": 1, "steady": 2}
+    assert training.executor.meter.totals.bytes_swapped_in > 0
+
+
+def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
+    training = Training()
+    for word in ("tsecst", "tsecst", "ttttss"):
+        training.step(word)
+    assert training.counts[0] == 1  # it was expected to be the known one: nobody was recording
+    training.step("ttttss")
+    assert training.counts[0] == 2
+    before = training.counts
+    for word in ("tsecst", "ttttss") * 3:
+        training.step(word)
+    assert training.counts[0] == before[0]
+    assert training.counts[2] == before[2] + 6
+
+
+def test_another_known_step_takes_over_in_the_middle() -> None:
+    """Whichever was expected: the plan of the one that it turns out to be is followed from there on."""
+    training = Training()
+    for _ in range(3):
+        training.step("tsecst")
+    for _ in range(3):
+        training.step("tsecttcc")
+    detailed, _, hits = training.counts
+    assert detailed == 2
+    for word in ("tsecst", "tsecttcc", "tsecttcc", "tsecst", "tsecst", "tsecttcc"):
+        training.step(word)
+    assert training.counts[0] == detailed
+    assert training.counts[2] == hits + 6
+
+
+@pytest.mark.parametrize("stray", ["tsecstst", "tsecs", "tscst", "ctsecst", "tsectsecst", "tsesct"])
+def test_a_step_that_strays_is_exact_and_costs_one_recording(stray: str) -> None:
+    training = Training()
+    for _ in range(3):
+        training.step("tsecst")
+    detailed, _, hits = training.counts
+    training.step(stray)
+    assert training.counts[2] == hits
+    assert training.step("tsecst") in (STEADY, PROFILE)
+    assert training.counts[2] == hits + 1  # the known one is still known
+    phases = [training.step(stray) for _ in range(6)]
+    assert training.counts[0] == detailed + 1
+    assert phases[-1] is STEADY
+
+
+def test_a_stray_moves_what_it_has_in_common_with_the_plan() -> None:
+    """Its first operators are the known step's, so their storages go by its plan: out, and back again."""
+    training = Training()
+    for _ in range(3):
+        training.step("tsecsttsecst")
+    before = training.executor.meter.totals.bytes_swapped_in
+    training.step("tsecsttsecstc")
+    assert training.executor.meter.totals.bytes_swapped_in > before
+
+
+def test_a_step_that_ends_in_an_error_teaches_nothing() -> None:
+    training = Training()
+    assert training.step("tsecst", completed=False) is PROFILE
+    assert training.counts == (0, 0, 0)
+    assert training.step("tsecst") is PROFILE
+    assert training.step("tsecst") is STEADY
+    assert training.counts[0] == 1
+    training.step("tsecst", completed=False)
+    assert training.step("tsecst") is STEADY
+    assert training.counts[2] == 2
+
+
+def test_what_comes_outside_of_steps_goes_by_no_plan() -> None:
+    training = Training()
+    for _ in range(3):
+        training.step("tsecst")
+    before = training.counts
+    with training.device.compute():
+        x = torch.randn(SIDE, SIDE, requires_grad=True)
+        (expected,) = torch.autograd.grad(training._run(x, "tsecst"), x)
+        with torch.autograd.graph.saved_tensors_hooks(training.executor.save, training.executor.use):
+            (got,) = torch.autograd.grad(training._run(x, "tsecst"), x)
+    assert torch.equal(got, expected)
+    training.step("tsecst")
+    assert training.counts == (before[0], before[1], before[2] + 1)
+
+
+def test_a_step_that_cannot_be_recorded_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.profiler.recorder.Recorder.flaw", "made up")
+    training = Training()
+    phases = [training.step("tsecst") for _ in range(RECORDINGS + 2)]
+    assert phases == [PROFILE] * (RECORDINGS + 2)
+    assert training.counts == (0, 0, 0)
+    assert training.executor._recorder is None
+
+
+def test_a_graph_from_one_step_is_used_in_the_next() -> None:
+    training = Training()
+    for _ in range(3):
+        training.step("tsecst")
+    executor, device = training.executor, training.device
+    with device.compute():
+        x = torch.randn(SIDE, SIDE, requires_grad=True)
+        (expected,) = torch.autograd.grad(training._run(x, "tsecst"), x)
+        executor.begin_step(timed=True)
+        with torch.autograd.graph.saved_tensors_hooks(executor.save, executor.use):
+            out = training._run(x, "tsecst")
+        executor.end_step(completed=True)
+        executor.begin_step(timed=True)
+        (got,) = torch.autograd.grad(out, x)
+        executor.end_step(completed=True)
+    assert torch.equal(got, expected)
+    del out
+    assert executor.live_storages == 0
+    assert training.pool.stats().live_bytes == 0

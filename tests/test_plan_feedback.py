@@ -1,0 +1,69 @@
+"""What steps were measured to take corrects what was assumed: a wrong model of the link costs some steps, not the training."""
+
+from __future__ import annotations
+
+import dataclasses
+from statistics import median
+
+import pytest
+
+from chameleon_mm.executor import Executor
+from chameleon_mm.executor.course import MOST_PLANS, SAMPLES
+from chameleon_mm.policy import LinkCost, least_memory, memory_curve
+from tests._random_models import SLOW_GPU, Step, far_ahead, link_of, planning, train
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+STEPS = 2 + SAMPLES * (MOST_PLANS + 1)
+"""Enough for each plan to be tried."""
+
+TRUE = link_of(SLOW_GPU)
+
+
+def trained(seed: int, link: LinkCost, share: float, *, keeps_measuring: bool = True) -> tuple[list[Step], Executor]:
+    """Under the budget that lies at `share` between the smallest possible and what the model needs."""
+    device = far_ahead()
+    executor = planning(device)
+    train(seed, device, executor, steps=1)
+    trace = executor.adaptation.latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
+    least, most = least_memory(trace).nbytes, int(memory_curve(trace).max())
+    budget = int((least + share * (most - least)) * 1.01)
+    device = far_ahead()
+    executor = planning(device, budget, link=link)
+    if not keeps_measuring:
+        executor.adaptation._link_cost = lambda: link  # type: ignore[union-attr]  # as above
+    steps, _ = train(seed, device, executor, steps=STEPS)
+    assert all(step.peak_bytes <= budget for step in steps)
+    return steps, executor
+
+
+def settled_us(steps: list[Step]) -> float:
+    return median(step.step_us for step in steps[-SAMPLES:])
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("times", [0.5, 2.0, 8.0])
+def test_a_link_that_was_assumed_wrong_costs_little_in_the_end(seed: int, times: float) -> None:
+    """Copies of the first, recorded step tell the rates before anything is planned."""
+    wrong = dataclasses.replace(
+        TRUE, d2h_gbps=TRUE.d2h_gbps * times, h2d_gbps=TRUE.h2d_gbps * times, duplex_gbps=TRUE.duplex_gbps * times
+    )
+    right, _ = trained(seed, TRUE, 0.4)
+    steps, _ = trained(seed, wrong, 0.4)
+    assert settled_us(steps) <= 1.03 * settled_us(right)
+
+
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_stalls_that_nobody_foresaw_lead_to_plans_with_more_lead(seed: int) -> None:
+    """Without rates that are measured, the stalls alone tell that copies take longer than planned."""
+    wrong = dataclasses.replace(TRUE, d2h_gbps=8.0, h2d_gbps=8.0, duplex_gbps=12.0)
+    steps, executor = trained(seed, wrong, 0.4, keeps_measuring=False)
+    adaptation = executor.adaptation
+    assert adaptation is not None
+    assert adaptation.latest is not None
+    course = adaptation.latest
+    assert 1 < len(course.variants) <= MOST_PLANS
+    assert course.settled
+    first = median(step.step_us for step in steps[1 : 1 + SAMPLES])
+    assert settled_us(steps) <= first
+    assert course.current is min(course.variants, key=lambda variant: variant.step_us)

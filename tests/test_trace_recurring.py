@@ -1,0 +1,70 @@
+"""A first step as those after it will be: what it made and kept is there when the next one begins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from chameleon_mm.policy import memory_curve
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra
+
+STATE = {TensorKind.OPTIMIZER}
+
+
+def first_step() -> Trace:
+    """A gradient and two moments are made and kept, a temporary is not; a parameter and a moment were there."""
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192)
+    parameter, old = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
+    t = b.tensor(3000)
+    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
+    gradient = b.tensor(4000, TensorKind.GRADIENT)
+    b.op("aten::mm", 2, StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
+    b.dies(t)
+    moments = [b.tensor(nbytes, TensorKind.OPTIMIZER) for nbytes in (4000, 1)]
+    b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, reads=(old, gradient), writes=moments)
+    short = b.tensor(700, TensorKind.OPTIMIZER)
+    b.op("aten::sqrt", 4, StepPhase.OPTIMIZER, 1.0, writes=(short,))
+    b.dies(short)
+    b.op("aten::add_", 5, StepPhase.OPTIMIZER, 1.0, writes=(parameter,))
+    return b.finish(1)
+
+
+def test_what_is_kept_counts_as_the_allocator_does() -> None:
+    assert kept_bytes(first_step(), STATE) == 4096 + 512
+    assert kept_bytes(first_step(), {TensorKind.GRADIENT}) == 4096
+    assert kept_bytes(first_step(), {*STATE, TensorKind.GRADIENT}) == 8192 + 512
+    assert kept_bytes(first_step(), {TensorKind.TEMPORARY}) == 0
+
+
+def test_state_is_there_from_the_beginning() -> None:
+    trace = first_step()
+    again = there_before(trace, STATE)
+    before, after = memory_curve(trace), memory_curve(again)
+    assert after[0] - before[0] == kept_bytes(trace, STATE)
+    assert after[-1] == before[-1]
+    assert (after >= before).all()
+    assert again.fingerprint == trace.fingerprint
+    assert [t.born for t in again.tensors] == [
+        -1 if t.kind is TensorKind.OPTIMIZER and t.dies > 4 else t.born for t in trace.tensors
+    ]
+
+
+def test_once_it_is_there_nothing_changes_any_more() -> None:
+    again = there_before(first_step(), STATE)
+    assert there_before(again, STATE) is again
+    assert kept_bytes(again, STATE) == 0
+
+
+def test_the_trace_that_it_is_made_from_stays_as_it_was() -> None:
+    trace = first_step()
+    born, start = trace.tensor_born.copy(), trace.start_bytes
+    there_before(trace, STATE)
+    assert (trace.tensor_born == born).all()
+    assert trace.start_bytes == start
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 10_000])
+def test_something_else_is_there_all_the_time(nbytes: int) -> None:
+    trace = first_step()
+    assert (memory_curve(with_extra(trace, nbytes)) == memory_curve(trace) + np.int64(nbytes)).all()

@@ -102,7 +102,13 @@ class Trainer:
             budget = self.device.allocated_bytes() + 64 * 1024
         codecs = ("all",) if mode == "encoded" else ()
         self.session = cm.SwapSession(
-            hbm_budget=budget, host_budget="1MiB", device=self.device, min_bytes=0, thresholds=THRESHOLDS[mode], codecs=codecs
+            hbm_budget=budget,
+            host_budget="1MiB",
+            device=self.device,
+            min_bytes=0,
+            thresholds=THRESHOLDS[mode],
+            codecs=codecs,
+            plans=mode == "plain",  # planned storages travel alone, as they are
         )
         self.expected = self._gradient()
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow  # half a minute; the kernels' own tests go through the same sizes
 def test_every_case_is_right_under_the_interpreter(tmp_path: Path) -> None:
     target = tmp_path / "kernels.json"
     command = [sys.executable, "-m", "chameleon_mm.bench._sanitized_kernels", "--place", "cpu", "--json", str(target)]

@@ -151,9 +151,9 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
 
 ONLY_IN = {"pack": "packed", "unpack": "packed", "encode": "encoded", "decode": "encoded"}
 QUICK = {"allocation", "copy", *ONLY_IN}
-"""Sites of the two modes besides the plain one that are quick to go through."""
+"""Sites that are quick to go through; of the others there are many in a step."""
 CASES = [
-    pytest.param(site, mode, marks=() if mode == "plain" or site in QUICK else pytest.mark.slow)
+    pytest.param(site, mode, marks=() if site in QUICK or (mode == "plain" and site != "query") else pytest.mark.slow)
     for site in SITES
     for mode in THRESHOLDS
     if ONLY_IN.get(site, mode) == mode

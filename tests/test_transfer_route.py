@@ -25,7 +25,8 @@ def test_each_path_begins_where_the_one_before_it_ends(nbytes: int, path: Path) 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=3, max_size=3).map(sorted), st.integers(0, 1 << 41), st.integers(0, 1 << 41))
 def test_a_larger_buffer_never_takes_a_path_for_smaller_ones(ends: list[int], one: int, other: int) -> None:
-    thresholds = Thresholds(stay_below_bytes=ends[0], pack_below_bytes=ends[1], batch_below_bytes=ends[2])
+    stay, pack, batch = ends
+    thresholds = Thresholds(stay_below_bytes=stay, pack_below_bytes=pack, batch_below_bytes=batch, staging_bytes=2 * pack)
     order = list(Path)
     small, large = sorted((one, other))
     assert order.index(thresholds.path(small)) <= order.index(thresholds.path(large))

@@ -98,15 +98,21 @@ def assert_as_simulated(steps: Sequence[Step], link: LinkCost) -> list[SwapPlan]
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_planned_steps_are_as_simulated(seed: int) -> None:
-    in_part = 0
     for budget in budgets_of(seed, (0.0, 0.3, 0.7)):
         steps, executor = assert_exact_and_clean(seed, budget)
         assert all(step.peak_bytes <= budget for step in steps)
         for plan, step in zip(assert_as_simulated(steps[1:], link_of(SLOW_GPU)), steps[1:], strict=True):
             assert plan.peak_bytes == step.peak_bytes
-            assert step.trace is not None
-            in_part += sum(action.nbytes < step.trace.tensors[action.tensor].nbytes for action in plan.actions)
         assert executor.meter.totals.budget_misses == 0
+
+
+def test_planned_steps_move_storages_in_part_too() -> None:
+    in_part = 0
+    for seed in range(4):
+        for budget in budgets_of(seed, (0.3,)):
+            for step in assert_exact_and_clean(seed, budget)[0][1:]:
+                assert step.trace is not None and step.plan is not None
+                in_part += sum(action.nbytes < step.trace.tensors[action.tensor].nbytes for action in step.plan.actions)
     assert in_part > 0
 
 

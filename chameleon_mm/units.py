@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_Bytes = TypeVar("_Bytes", int, "NDArray[np.int64]")
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
+
+ALLOCATION_UNIT_BYTES = 512
+"""The caching allocator rounds up to it, and the simulator as it does."""
 
 _FACTORS = {
     "": 1, "B": 1,
@@ -42,6 +52,11 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
 def round_up(nbytes: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is `nbytes` or more."""
     return -(-nbytes // multiple) * multiple
+
+
+def allocated_size(nbytes: _Bytes) -> _Bytes:
+    """Device memory that a storage of `nbytes` takes; of an array of sizes, one by one."""
+    return (nbytes + (ALLOCATION_UNIT_BYTES - 1)) & -ALLOCATION_UNIT_BYTES  # a power of two
 
 
 def format_size(nbytes: float) -> str:

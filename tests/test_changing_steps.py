@@ -28,6 +28,9 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 LAYERS, EXPERTS, WIDTH = 4, 3, 48
 ROWS, LONG_ROWS = 192, 288
 MIN_BYTES = 8 << 10
+SMALL_SHARE = 0.62
+"""Of the unswapped peak. Where a block is left out there is no plan below 0.61: parameters, optimizer state and what one
+operator needs are that much of it."""
 
 GPU = dataclasses.replace(
     SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
@@ -195,8 +198,16 @@ def test_a_sequence_that_changes_in_every_way() -> None:
 @pytest.mark.parametrize("kinds", [KINDS, *((kind,) for kind in KINDS)], ids=["all", *KINDS])
 def test_two_hundred_steps(kinds: Sequence[str]) -> None:
     works = list(schedule(kinds, 200))
-    got = assert_exact_within(works, 0.6)
+    got = assert_exact_within(works, SMALL_SHARE)
     assert max(recordings(works, got).values()) <= 1
+
+
+def test_a_plan_whose_memory_others_hold() -> None:
+    """Every block but the last ones is frozen or not: up to there the hooks are the same, and what else is allocated is not."""
+    works = [Work(frozen=frozen) for frozen in (2, 2, 1, 2, 0, 1, 0, 2, 2, 0, 1, 0, 0)]
+    got = assert_exact_within(works, 0.6)
+    assert got.report is not None
+    assert got.report.plan_cache_hits > 0
 
 
 def test_two_lengths_in_turn_are_recorded_once_each() -> None:

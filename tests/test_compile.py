@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
+from tests._unwatched import Unwatched
 
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.
@@ -44,14 +45,6 @@ inductor = pytest.param(
     ],
 )
 BACKENDS = ["eager", "aot_eager", inductor]
-
-
-class Unwatched(cm.SimDevice):
-    """A simulated device that lets the model's operators be, as a GPU does: no dispatch mode, so dynamo compiles."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
 
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -21,6 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.units import MIB
+from tests._unwatched import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -68,12 +69,6 @@ class Side:
             self._device.current_stream().wait(self._sim.record())
         else:
             torch.cuda.current_stream(self._device.torch_device).wait_stream(self._cuda)
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def opened(device: Device) -> cm.SwapSession:

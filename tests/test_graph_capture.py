@@ -21,6 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
+from tests._unwatched import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -58,12 +59,6 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
     for name in ("alloc_pinned", "alloc_pageable", "free_pinned", "allocated_bytes", "read_memory", "synchronize"):
         noted(cm.SimDevice, name)
     return device
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def opened(device: Device) -> cm.SwapSession:

@@ -6,9 +6,8 @@ other people's hooks; tensors of two devices; checkpoints; torch.func
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,22 +25,9 @@ from torch.utils.checkpoint import (
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
+from tests._unwatched import Unwatched, deep, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-class Unwatched(cm.SimDevice):
-    """Installs nothing but hooks on a thread, as a GPU does: what a session leaves behind is then its own."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def leaf(device: Device) -> Tensor:
@@ -59,23 +45,6 @@ def opened(device: Device) -> cm.SwapSession:
 
 def swapping(device: Device) -> cm.save_on_cpu:
     return cm.save_on_cpu(pool=cm.PinnedPool("8MiB", device=device), min_bytes=0)
-
-
-def on_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work` on a thread to its end; raises here what it raised."""
-    raised: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - handed to the test, which is on another thread
-            raised.append(error)
-
-    thread = threading.Thread(target=body, name="other")
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised.pop()
 
 
 def hooks_act(pool: cm.PinnedPool, x: Tensor) -> bool:

@@ -22,7 +22,8 @@ from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.device.sim.stream import SimEvent
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.stored import Claim, Place, SavedStorage
+from chameleon_mm.executor.claims import Claim
+from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.transfer import Thresholds
 

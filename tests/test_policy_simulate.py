@@ -26,6 +26,7 @@ from chameleon_mm.policy import (
     smallest_budget,
 )
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
+from chameleon_mm.policy.footprint import ActionColumns, Footprint
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
@@ -348,6 +349,31 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
             host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
         most.append(max(moments, default=there()))
     return most, most_on_host
+
+
+@given(st.randoms(use_true_random=False))
+def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
+    trace = random_step(random)
+    plan = random_plan(random, trace)
+    timeline = simulate(trace, plan, LINK)
+    curve = memory_curve(trace)
+    climbs = Footprint(trace, curve).climbs(ActionColumns.of(plan.actions, trace)).tolist()
+    gain = {
+        a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
+        for a in plan.actions
+        for whole in (trace.tensors[a.tensor].nbytes,)
+    }
+    ends = [*trace.hook_tick.tolist(), trace.num_ticks - 1]
+    looks = [
+        k for k, hook in enumerate(trace.hooks) if k == 0 or hook.tensor >= 0 or any(a.reclaim_at == k for a in plan.actions)
+    ]
+    for look, next_look in pairwise((*looks, len(climbs))):
+        highest = max(timeline.allocated_bytes[ends[look] : ends[next_look] + 1].tolist())
+        assert highest <= timeline.peak_bytes
+        for hook in range(look, next_look):
+            reclaimed = sum(gain[a.tensor] for a in plan.actions if a.reclaim_at <= hook <= a.in_at)
+            assert int(curve[ends[hook]]) - reclaimed + climbs[hook] == highest
+    assert len(climbs) == len(trace.hooks)
 
 
 def test_one_simulator_for_many_plans() -> None:

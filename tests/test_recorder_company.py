@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -35,6 +34,7 @@ from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, UNMOVABLE, Recorder
 from chameleon_mm.profiler.surroundings import is_on
 from chameleon_mm.units import MIB
+from tests._unwatched import Unwatched, deep, on_a_thread
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -48,41 +48,10 @@ Step = Callable[[Tensor], list[Tensor]]
 """One step on a leaf: all that it computes."""
 
 
-class Unwatched(cm.SimDevice):
-    """No dispatch mode but the recorder's, as on a GPU."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
-
-
 def trained(x: Tensor, program: Callable[[Tensor], Tensor]) -> list[Tensor]:
     out = program(x)
     (grad,) = torch.autograd.grad(out.sum(), x)
     return [out.detach(), grad]
-
-
-def on_a_thread(work: Callable[[], None]) -> None:
-    """Runs `work` on a thread to its end; raises here what it raised."""
-    raised: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - handed to the test, which is on another thread
-            raised.append(error)
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised.pop()
 
 
 # --- programs

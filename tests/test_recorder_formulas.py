@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,16 +11,9 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.profiler import recorder as recorder_module
+from tests._unwatched import Unwatched
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-class Unwatched(cm.SimDevice):
-    """No dispatch mode of its own, as on a GPU."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
 
 
 def product(x: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.memory import ROUND_BYTES
 from chameleon_mm.units import round_up
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -34,7 +33,7 @@ def alive_bytes() -> int:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and thing.is_cpu and thing.layout is torch.strided:
             storage = thing.untyped_storage()
-            storages[storage._cdata] = round_up(storage.nbytes(), ROUND_BYTES)
+            storages[storage._cdata] = round_up(storage.nbytes(), 512)
     return sum(storages.values())
 
 

@@ -15,6 +15,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, KeptTensor, ProtectedStorages, SwappedView
 from chameleon_mm.policy import DefaultRule, Limits
+from tests._unwatched import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -44,13 +45,6 @@ def swapping(device: Device, pool: cm.PinnedPool) -> cm.save_on_cpu:
 
 def randn(device: Device, *shape: int, grad: bool = False) -> Tensor:
     return torch.randn(shape, device=device.torch_device, requires_grad=grad)
-
-
-def deep(x: Tensor) -> Tensor:
-    """A chain whose every link saves something that nobody else keeps."""
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 # --- lives

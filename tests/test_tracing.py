@@ -7,8 +7,7 @@ backward of the real ones                  # the bits of the run without a trace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 import pytest
@@ -19,22 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import chameleon_mm as cm
 from chameleon_mm.units import MIB
+from tests._unwatched import Unwatched, deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-class Unwatched(cm.SimDevice):
-    """No dispatch mode of its own, as on a GPU."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
-
-
-def deep(x: Tensor) -> Tensor:
-    for _ in range(4):
-        x = torch.tanh(x * 1.5).exp() - 1
-    return x
 
 
 def fake(x: Tensor) -> object:

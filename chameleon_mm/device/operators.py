@@ -1,7 +1,7 @@
-"""What an operator does to a GPU, from its schema, read once per operator.
+"""What an operator does to a GPU, from its schema, read once per operator: for dispatch modes.
 
 view, empty            -> no kernel: host time only
-composite              -> taken apart first, as autograd does outside of inference mode
+composite              -> taken apart first, as autograd does outside of inference mode: run_in_parts
 mutated, overwritten   -> which arguments are written, and whether they are read before
 host_reads             -> the host needs the result, so it waits
 repeatable, random     -> whether one that failed may run again, and whether its generator goes back first
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _HOST_READS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
@@ -52,7 +53,7 @@ _TORCHS_OWN = {"aten", "prims"}
 """Namespaces whose operators say by a tag whether they draw random numbers; another's may not know of the tag."""
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 """Where an operator that is made of others has its kernel."""
 
 FlopFormula = Callable[..., int]
@@ -90,6 +91,21 @@ class OpFacts:
         return _opaque(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else _from_schema(func)
 
 
+class KnownFacts(dict[Any, OpFacts]):
+    """By operator, those it was asked for: `facts[func]` reads an operator's schema the first time."""
+
+    def __missing__(self, func: Any) -> OpFacts:
+        facts = self[func] = OpFacts.of(func)
+        return facts
+
+
+def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
+    """Run a composite operator as the operators that it is made of, which `mode` sees."""
+    with mode:
+        # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
+        return func._op_dk(_COMPOSITE, *args, **kwargs)
+
+
 def _from_schema(func: torch._ops.OpOverload[Any, Any]) -> OpFacts:
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
@@ -99,7 +115,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any]) -> OpFacts:
     gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
     runs = gives_tensors or bool(written) or name in _HOST_READS
     # `prim` are questions alone, which the dispatcher's table does not have: to ask it about one raises.
-    composite = namespace != "prim" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE.name)
+    composite = namespace != "prim" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
     return OpFacts(
         name,
         composite=composite,

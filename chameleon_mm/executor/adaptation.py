@@ -94,8 +94,6 @@ class Adaptation:
         self.steps_by_phase: Counter[str] = Counter()
         self.detailed_steps = 0
         """Steps recorded to their end."""
-        self.recordings_stopped = 0
-        """Recordings that ended when the step turned out to be a known one."""
         self.plans = 0
         self.plan_cache_hits = 0
         """Steps that were, hook for hook, one that had a plan when they began."""
@@ -147,7 +145,6 @@ class Adaptation:
         timing, self._meter.timing = self._meter.timing, None
         followed = self._guide.followed
         record, whole = self._guide.end_step()
-        self.recordings_stopped += recorder is not None and not whole
         if not completed:
             self._known.abandon_step()
             return

@@ -25,7 +25,7 @@ from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
-from chameleon_mm.units import round_up
+from chameleon_mm.units import allocated_size
 
 PREFETCH_HORIZON = 8
 """Looks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
@@ -38,9 +38,6 @@ The other half is for the climb until the next look: an operator's result and it
 
 _NO_BOUND = 1 << 62
 """More bytes than any device has."""
-
-ROUND_BYTES = 512
-"""The caching allocator counts blocks rounded up to this."""
 
 
 class BudgetGuard:
@@ -62,6 +59,8 @@ class BudgetGuard:
         """Of copies by a plan: given back when it says so, or under pressure."""
         self.trusts_plan = False
         """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
+        self.planned_climb_bytes = 0
+        """Of a plan that is trusted: what it takes itself, and lets the model take, from this look to the next one."""
         self.astray = False
         """Whether the step may be another than the one before: then what that took at the same place says little."""
         self.headroom = Headroom()
@@ -90,7 +89,9 @@ class BudgetGuard:
             return
         self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
-        self.make_room(0, keep=None)
+        # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
+        # may have taken what the plan counts on.
+        self._make_room(0, self.planned_climb_bytes if self.trusts_plan else self._need(), keep=None)
 
     def allocated_bytes(self) -> int:
         """Of the device, now."""
@@ -119,7 +120,7 @@ class BudgetGuard:
 
     def took(self, nbytes: int) -> None:
         """A swap-in was allocated."""
-        rounded = round_up(nbytes, ROUND_BYTES)
+        rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
 
@@ -128,10 +129,13 @@ class BudgetGuard:
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
+        self._make_room(nbytes, self._need(), keep)
+
+    def _make_room(self, nbytes: int, need: int | None, keep: SavedStorage | None) -> None:
+        """`need`: of the next climb; None: not known."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
-        need = self._need()
         if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
             self.reclaim.flush(lambda: False)
             self._allocated = self._device.allocated_bytes()
@@ -174,22 +178,27 @@ class BudgetGuard:
             self.flush()
             return True
         taken = {id(storage) for storage in busy}
-        idle = [saved for saved in self._live() if saved.device is not None and id(saved.device) not in taken]
-        for saved in sorted((s for s in idle if s.place in (Place.ARRIVING, Place.RESTORED)), key=self._rank, reverse=True):
-            with suppress(torch.OutOfMemoryError):
-                saved.drop_restored()
-                return True
-        victims = [saved for saved in idle if saved.place is Place.RESIDENT and saved.op_is_over and saved.worth_a_copy]
+        for saved in self._restored():
+            if id(saved.device) not in taken:
+                with suppress(torch.OutOfMemoryError):
+                    saved.drop_restored()
+                    return True
+        victims = [saved for saved in self._resident() if id(saved.device) not in taken]
         # Best fit: the smallest that is large enough, else the largest.
         for saved in sorted(victims, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):
             with suppress(TransferFailed, HostMemoryExhausted):
                 self._swap_out(saved)
-                saved.reclaim()
                 return True
         return False
 
-    def _rank(self, saved: SavedStorage) -> int:
-        return self._order.rank(saved.index)
+    def _restored(self) -> list[SavedStorage]:
+        """What the host has a copy of and the device, too: the one that is used last first."""
+        both = [saved for saved in self._live() if saved.place in (Place.ARRIVING, Place.RESTORED)]
+        return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
+
+    def _resident(self) -> list[SavedStorage]:
+        """What is on the device alone, and may be copied."""
+        return [saved for saved in self._live() if saved.place is Place.RESIDENT and saved.op_is_over and saved.worth_a_copy]
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` leaves the model what it needs."""
@@ -226,21 +235,22 @@ class BudgetGuard:
         self.planned.flush(enough)
         if enough():
             return None
-        restored = [s for s in self._live() if s.place in (Place.ARRIVING, Place.RESTORED) and s is not keep]
-        for saved in sorted(restored, key=self._rank, reverse=True):
+        for saved in self._restored():
+            if saved is keep:
+                continue
             if enough():
                 return None
             with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                 saved.drop_restored()
         self._pack_small()
         self.reclaim.flush(enough)
-        resident = [s for s in self._live() if s.place is Place.RESIDENT and s is not keep]
         try:
-            for saved in [s for s in resident if s.op_is_over and s.worth_a_copy]:
+            for saved in self._resident():
+                if saved is keep:
+                    continue
                 if enough():
                     return None
                 self._swap_out(saved)
-                saved.reclaim()
         except TransferFailed:
             return None
         except HostMemoryExhausted as refusal:
@@ -248,8 +258,10 @@ class BudgetGuard:
         return None
 
     def _swap_out(self, saved: SavedStorage) -> None:
-        """To pinned memory, else to ordinary. Raises `TransferFailed`, and `HostMemoryExhausted` where the host has neither."""
+        """To pinned memory, else to ordinary, and its device memory goes at once. Raises `TransferFailed`, and
+        `HostMemoryExhausted` where the host has neither."""
         with suppress(HostMemoryExhausted):
             saved.swap_out()
         if saved.place is Place.RESIDENT:
             saved.swap_out(pageable=True)
+        saved.reclaim()

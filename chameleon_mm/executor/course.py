@@ -60,12 +60,15 @@ class Course:
         self.first_hook_bytes = _first_hook_bytes(trace)
         """Allocated at the step's first hook, as far as is known."""
         self.variants: list[Variant] = []
-        self._current: Variant | None = None
 
     @property
     def current(self) -> Variant | None:
-        """The plan to follow; None: there is none within the budget, and the default rule does what it can."""
-        return self._current
+        """The plan to follow: the first that was not tried enough, else the fastest. None: there is none within the budget, and
+        the default rule does what it can."""
+        on_trial = [variant for variant in self.variants if len(variant.times_us) < SAMPLES]
+        if on_trial and len(self.variants) > 1:
+            return on_trial[0]
+        return min(self.variants, key=lambda variant: variant.step_us, default=None)
 
     @property
     def settled(self) -> bool:
@@ -75,13 +78,12 @@ class Course:
     def offer(self, plans: Sequence[SwapPlan]) -> None:
         """Other plans, best first. Those that there were are kept, unless the trace is another now (`replace`)."""
         self.variants += [Variant(Script.of(self.trace, plan)) for plan in plans]
-        self._choose()
 
     def replace(self, trace: Trace, plans: Sequence[SwapPlan]) -> None:
         """The step needs more memory than was known: what was planned and measured before is of no use."""
         self.trace = trace
         self.first_hook_bytes = _first_hook_bytes(trace)
-        self.variants, self._current = [], None
+        self.variants = []
         self.offer(plans)
 
     def measured(self, variant: Variant, step_us: float, stalls_us: Mapping[int, float]) -> None:
@@ -89,22 +91,13 @@ class Course:
         variant.times_us.append(step_us)
         del variant.times_us[:-SAMPLES]
         variant.stalls_us = stalls_us
-        self._choose()
 
     def wants_better(self) -> bool:
         """Whether the plan that was kept stalls more than it was to, and another one may be tried."""
-        current = self._current
+        current = self.current
         if current is None or not self.settled or len(current.times_us) < SAMPLES or len(self.variants) >= MOST_PLANS:
             return False
         return current.unforeseen_us > WORTH_A_PLAN * current.step_us
-
-    def _choose(self) -> None:
-        """The first that has not been tried enough, else the fastest."""
-        on_trial = [variant for variant in self.variants if len(variant.times_us) < SAMPLES]
-        if on_trial and len(self.variants) > 1:
-            self._current = on_trial[0]
-        elif self.variants:
-            self._current = min(self.variants, key=lambda variant: variant.step_us)
 
 
 def _first_hook_bytes(trace: Trace) -> int:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,22 +26,26 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor.adaptation import Adaptation
 from chameleon_mm.executor.budget import BudgetGuard
-from chameleon_mm.executor.claims import Claims
-from chameleon_mm.executor.classify import ProtectedStorages, facts_of, taken_apart
+from chameleon_mm.executor.claims import Claim, Claims
+from chameleon_mm.executor.classify import ProtectedStorages, facts_of
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.guide import Guide
-from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView, TakenApart
+from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.recording import Recording
+from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.staging import Staging
-from chameleon_mm.executor.stored import Claim, Place, SavedStorage, Tools
+from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SaveFacts, UseOrder
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.surroundings import tracer_is_on
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
@@ -49,23 +53,6 @@ if TYPE_CHECKING:
 
 LONGEST_UNNAMED_STEP = 16_384
 """Storages saved outside of any step before it is cut: a graph that is kept for ever must not make one step of all the rest."""
-
-_TRACERS = (
-    torch._C._TorchDispatchModeKey.FAKE,
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FUNCTIONAL,
-)
-
-
-def _tracing() -> bool:
-    """Whether a tracer runs on this thread: what we would make under it would be fake, or part of its graph."""
-    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
-
-
-@contextmanager
-def _unrecorded(recorder: Recorder) -> Iterator[None]:
-    with recorder.paused(), recorder.untimed():
-        yield
 
 
 class Executor:
@@ -87,7 +74,7 @@ class Executor:
         link_cost: LinkCost | None = None,
     ) -> None:
         self.device = device
-        self.meter = Meter()
+        self.meter = meter = Meter()
         self._rule = rule
         self._protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
@@ -112,9 +99,7 @@ class Executor:
         outs = weakref.ref(self._outs)
         self._ins = SwapIns(tools, live, self._guard, staging, self._order)
         self._guide = Guide(live, self._guard, self._outs, self._ins) if plans else None
-        self._recorder: Recorder | None = None
-        self._left_recorder = False
-        """Whether its mode was left before the step ended."""
+        self._recording = Recording()
         self.adaptation: Adaptation | None = None
         if self._guide is not None and limits.hbm_budget_bytes is not None:
             me = weakref.ref(self)
@@ -128,7 +113,7 @@ class Executor:
                     model=model,
                     free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
                 ),
-                link_cost=partial(self._link_cost_of, self.meter, link_cost or UNMEASURED_LINK),
+                link_cost=lambda: rates_of(meter.resolve(), link_cost or UNMEASURED_LINK),
             )
         self._claims = Claims()
         self._lock = threading.Lock()
@@ -141,22 +126,15 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
-        with self._quiet():
+        with self._recording.quiet():
             handle = self._save(t, guided=self._guide is not None)
-        if self._recorder is not None and self._recorder.must_leave:
-            self._recorder.must_leave = False
-            self._recorder.__exit__(None, None, None)
-            self._left_recorder = True
+        self._recording.leave_early()
         return handle
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
-        with self._quiet():
+        with self._recording.quiet():
             return self._use(handle, guided=self._guide is not None)
-
-    def _quiet(self) -> AbstractContextManager[None]:
-        """What we do ourselves is no part of the step that is recorded, nor is the time that compute takes for it."""
-        return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
 
     def _save(self, t: Tensor, *, guided: bool) -> Handle:
         """`guided`: a hook of autograd's own; else a part of what one saves."""
@@ -164,10 +142,12 @@ class Executor:
             return KeptTensor(t, by_reference=False)
         if self.device.capturing():
             return self._keep_apart(t, "capturing")
-        if _tracing():
+        if tracer_is_on():
             return self._keep_apart(t, "tracing")
         facts = facts_of(t, self.device, self._protected)
-        handle: Handle | None = self._save_inner(t) if facts.kind == "subclass" else None
+        handle: Handle | None = None
+        if facts.kind == "subclass":
+            handle = save_parts(t, lambda part: self._save(part, guided=False))
         reason = self._rule.reason_to_keep(facts)
         with self._entered():
             claim = self._claim(t, facts) if handle is None and reason is None else None
@@ -207,7 +187,7 @@ class Executor:
                 f"{saved.nbytes} bytes that was saved before and may be moved between replays; capture both together"
             )
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
-        with _disable_current_modes() if _tracing() else nullcontext(), self._entered():
+        with _disable_current_modes() if tracer_is_on() else nullcontext(), self._entered():
             guide, finished = self._guide, self._outs.finished()
             if guide is not None and guided:
                 guide.used(handle.saved_at, saved, finished)
@@ -224,7 +204,7 @@ class Executor:
 
     def _pass_by(self, handle: Handle) -> None:
         """A use of what never left: what else is due at its hook."""
-        if self._guide is None or self._forked or self.device.capturing() or _tracing():
+        if self._guide is None or self._forked or self.device.capturing() or tracer_is_on():
             return
         with self._entered():
             finished = self._outs.finished()
@@ -240,28 +220,6 @@ class Executor:
         """Without entering: nothing may be asked of the device now."""
         with self._lock:
             return self._keep(t, reason)
-
-    def _save_inner(self, t: Tensor) -> TakenApart | None:
-        """A wrapper by what it wraps; None if it cannot be taken apart or nothing of it would move."""
-        apart = taken_apart(t)
-        if apart is None:
-            return None
-        inner, context = apart
-        # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
-        stays = set(inner) - {"_values"} if t.is_nested else set()
-        parts = {
-            name: self._save(part, guided=False)
-            for name, part in inner.items()
-            if isinstance(part, Tensor) and name not in stays
-        }
-        if all(isinstance(part, KeptTensor) for part in parts.values()):
-            return None
-        rest = {name: part for name, part in inner.items() if name not in parts}
-        return TakenApart(t, parts, rest, context)
-
-    @staticmethod
-    def _link_cost_of(meter: Meter, otherwise: LinkCost) -> LinkCost:
-        return rates_of(meter.resolve(), otherwise)
 
     def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """An operator found no memory: give back what is on its way out, else a storage of about `nbytes` that is not `busy`.
@@ -290,18 +248,14 @@ class Executor:
             self._live.begin_epoch()
             compute = self.device.current_stream()
             self.meter.begin_step(compute, timed=timed)
-            self._recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
-        if self._recorder is not None:
-            self._recorder.__enter__()
+            recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
+        self._recording.begin(recorder)
 
     def end_step(self, *, completed: bool) -> None:
         """Give back what is still on its way out; learn from the step if it `completed`."""
-        recorder, self._recorder = self._recorder, None
+        recorder = self._recording.end()
         if recorder is not None:
             self.meter.totals.oom_retries += recorder.oom_retries
-            if not self._left_recorder:
-                recorder.__exit__(None, None, None)
-        self._left_recorder = False
         if self._forked or self.device.capturing():
             self._in_step = False
             return
@@ -371,8 +325,7 @@ class Executor:
             carrier = saved.carrier
             try:
                 saved.retire()
-                if saved.traced is not None and self._recorder is not None:
-                    self._recorder.retired(saved.traced)
+                self._recording.retired(saved.traced)
                 if carrier is not None and not carrier.riders:
                     self._live.carriers.discard(carrier)
                     carrier.retire()
@@ -409,7 +362,8 @@ class Executor:
             for saved in finished:
                 self._outs.send(saved)
         else:
-            self._guide.give_back()
+            # One that somebody gave back before is no room for what the plan has next.
+            look = self._guide.give_back() or look
             self._guide.send(finished)
         self._outs.pack_waiting()
         self._transfer.pump()
@@ -430,7 +384,8 @@ class Executor:
     def _new_claim(self, t: Tensor, compute: Stream, part: Part | None) -> Claim:
         if self._live.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        saved = SavedStorage(t, compute, self._tools, epoch=self._live.epoch, index=self._live.next_index, part=part)
+        make = SavedStorage if part is None else partial(SavedPart, part=part)
+        saved = make(t, compute, self._tools, epoch=self._live.epoch, index=self._live.next_index)
         self._live.add(saved)
         self._saved_any = True
         self._outs.add(saved)

@@ -113,10 +113,6 @@ class Guide:
         """Whether the step is, hook for hook, the one that was planned."""
         return self._guard.trusts_plan
 
-    @property
-    def recorder(self) -> Recorder | None:
-        return self._recorder
-
     # --- the hooks
 
     def saved(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
@@ -170,6 +166,8 @@ class Guide:
         if not self._strayed and (not expected or hook == 0 or self._recorder is not None):
             self._stay_or_stray(self._known, hook)
         place = hook if not self._strayed else self._matched(save)
+        if self._guard.trusts_plan and self._script is not None:
+            self._guard.planned_climb_bytes = self._script.climb(place)
         self._place_of.append(place)
         if place > self._reached:
             self._reached = place
@@ -237,8 +235,8 @@ class Guide:
 
     # --- what is due
 
-    def give_back(self) -> None:
-        """Compute waits for the copies whose memory is to be given back here."""
+    def give_back(self) -> bool:
+        """Compute waits for the copies whose memory is to be given back here. Returns whether the plan has any."""
         for action in self._due.reclaims:
             saved = self._cast.get(action.tensor)
             if saved is None:
@@ -248,6 +246,7 @@ class Guide:
             if saved.place is Place.LEAVING:
                 saved.reclaim(in_turn=True)
                 self._guard.took(saved.remains_bytes)
+        return bool(self._due.reclaims)
 
     def send(self, finished: Iterable[SavedStorage]) -> None:
         """Queue copies out: what is due, and storages whose operator is over now."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from chameleon_mm.executor.inplace_error import Origin, inplace_message
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.stored import Claim
+    from chameleon_mm.executor.claims import Claim
 
 
 class VersionProbe:

@@ -2,6 +2,7 @@
 
 script = Script.of(trace, plan)
 script.role(hook)                  # what becomes of the storage that is first saved there; None: nothing is known of it
+script.climb(hook)                 # how much more is allocated at most until the next look at memory
 cursor = script.begin_step()
 cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
 """
@@ -12,7 +13,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from chameleon_mm.policy import Action, SwapPlan
+from chameleon_mm.policy import Action, SwapPlan, memory_curve
+from chameleon_mm.policy.footprint import ActionColumns, Footprint
 from chameleon_mm.trace import Trace
 
 
@@ -37,9 +39,10 @@ class Due(NamedTuple):
 class Script:
     """Of one plan, for any number of steps. Not changed by them."""
 
-    def __init__(self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int]) -> None:
-        """`sizes`: of the trace's storages, bytes."""
+    def __init__(self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int], climbs: Sequence[int]) -> None:
+        """`sizes`: of the trace's storages, bytes. `climbs`: by hook, as `Footprint.climbs`."""
         self.plan = plan
+        self._climbs = climbs
         self._roles = roles
         self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
         # One that is due out where it is due to go begins with the reclaim that waits for it; so does one that is due back at
@@ -68,11 +71,19 @@ class Script:
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
                 roles[hook] = Role(tensor, actions.get(tensor))
-        return cls(roles, plan, trace.tensor_bytes.tolist())
+        in_reach = [
+            action for action in plan.actions if action.use_at < plan.num_hooks
+        ]  # of a wrong plan: the others never come
+        climbs = Footprint(trace, memory_curve(trace)).climbs(ActionColumns.of(in_reach, trace))
+        return cls(roles, plan, trace.tensor_bytes.tolist(), climbs.tolist())
 
     def role(self, hook: int) -> Role | None:
         """Of the storage that is saved for the first time at hook number `hook`."""
         return self._roles.get(hook)
+
+    def climb(self, hook: int) -> int:
+        """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next look."""
+        return self._climbs[hook]
 
     def begin_step(self) -> Cursor:
         return Cursor(self)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -22,24 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor.kept_buffers import KeptBuffers
 from chameleon_mm.executor.kept_gradients import KeptGradient, copy_of
 from chameleon_mm.pinned import PinnedPool
-
-
-class RandomState:
-    """The states of torch's default generators: the host's, and the device's where it has one of its own."""
-
-    __slots__ = ("_device", "_device_state", "_host_state")
-
-    def __init__(self, device: Device) -> None:
-        self._device = device.torch_device
-        self._host_state = torch.get_rng_state()
-        self._device_state: Tensor | None = None
-        if self._device.type != "cpu":
-            self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host_state)
-        if self._device_state is not None:
-            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
+from chameleon_mm.profiler.random_state import RandomState
 
 
 class StepStart:

@@ -3,16 +3,15 @@
     RESIDENT [--gather] --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> ARRIVING --use--> RESTORED --drop--> ON_HOST
         ^____take_back____________________|                              any of them --retire (last handle gone)--> RETIRED
 
-Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business.
+Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business. The life is
+told in one file, long as it is: each way out of a place is to be read beside the ways into it.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,17 +69,21 @@ class Tools:
 
 
 class SavedStorage:
-    """The buffers of one saved storage, or of the one `part` of it that was saved, and the copies between them."""
+    """The buffers of one saved storage, and the copies between them.
 
-    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part | None = None) -> None:
+    A carrier is one that stands for several small ones, a `SavedPart` one of which a view alone was saved.
+    """
+
+    part: Part | None = None
+    """Which bytes of the storage were saved; None: all of them."""
+    gathered = False
+    """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
+
+    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
         storage = t.untyped_storage()
         self.place = Place.RESIDENT
         self.nbytes = self._saved_nbytes = storage.nbytes()
         """Bytes that are held and moved: those of the saved storage, until it is gathered."""
-        self.part = part
-        """Which bytes of the storage were saved; None: all of them."""
-        self.gathered = False
-        """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
         self.device: torch.UntypedStorage | None = storage
         """The device copy, held strongly. None when it was dropped."""
         self.first = weakref.ref(storage)
@@ -100,9 +103,7 @@ class SavedStorage:
         self.round = 0
         self._seal = Seal(t, epoch) if tools.verify else None
         self.storage_id = id(storage)
-        self.key = claim_key(storage, part)
-        """Under which the executor finds the claim on it."""
-        self._saved_on = self._home = home
+        self._home = home
         self._tools = tools
         self._block: PinnedBlock | None = None
         self._out: Move | None = None
@@ -127,8 +128,6 @@ class SavedStorage:
         """The step in which it was saved last, and the hook."""
         self._remainder = Remainder(0, tools.streams)
         """What stays on the device of it while the rest is on the host."""
-        self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
-        self._unpacked_on: Stream | None = None
 
     # --- out
 
@@ -136,21 +135,6 @@ class SavedStorage:
     def worth_a_copy(self) -> bool:
         """Whether it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
         return self.device is not None and self.device.nbytes() == self.nbytes and not self.probe.moved
-
-    def gather(self, current: Stream) -> None:
-        """From here on hold the bytes of `part` alone: a kernel on `current`, which is the current stream.
-
-        The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
-        """
-        assert self.place is Place.RESIDENT and self.device is not None and self.part is not None and not self.gathered
-        self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
-        packed = self.part.pack(self.device)
-        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
-        self._home.free(flat_bytes(self.device))
-        self.device, self._home, self.gathered = packed, current, True
-        self.latest = weakref.ref(packed)
-        self.nbytes = packed.nbytes()
-        self._tools.meter.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
 
     def swap_out(self, *, pageable: bool = False, last_bytes: int | None = None) -> None:
         """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
@@ -442,27 +426,6 @@ class SavedStorage:
             return None
         return storage
 
-    def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
-        """Of a gathered one: a storage with its bytes in place that somebody holds and `compute` may use without a wait.
-
-        That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
-        """
-        storage = self.first()
-        if storage is not None and storage.nbytes() == self._saved_nbytes and self._saved_on is compute:
-            return storage
-        return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
-
-    def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Of a gathered one: a storage with its bytes in place, made on `compute`, the current stream.
-
-        Raises `torch.OutOfMemoryError`.
-        """
-        assert self.part is not None
-        storage = compute.alloc(self.part.end_byte).untyped_storage()
-        self.part.unpack(packed, storage)
-        self._unpacked, self._unpacked_on = weakref.ref(storage), compute
-        return storage
-
     def home_is(self, compute: Stream) -> bool:
         return self._home is compute
 
@@ -520,41 +483,3 @@ class SavedStorage:
         after = self._read if self._read is not None else self._out.done if self._out is not None else None
         self._block.release(after=after)
         self._block = None
-
-
-def claim_key(storage: torch.UntypedStorage, part: Part | None) -> Hashable:
-    """Of the claim on all of a storage, or on a part of it."""
-    return id(storage) if part is None else (id(storage), part)
-
-
-class Claim:
-    """What the handles of one saved storage share: its end is the end of the storage's life. Note [Life].
-
-    It has no `__del__` itself: while one runs, a weak reference still leads to the object and brings it back, and a thread that
-    saves the same storage at that moment would share a claim that is being retired. So a part of it has one, which ends when
-    no reference leads here any more.
-    """
-
-    __slots__ = ("__weakref__", "_end", "saved")
-
-    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
-        self.saved = saved
-        self._end = _End(saved, retire)
-
-
-class _End:
-    """Retires a storage when its claim is gone.
-
-    `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
-    registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is.
-    """
-
-    __slots__ = ("_retire", "_saved")
-
-    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
-        self._saved = saved
-        self._retire = retire
-
-    def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._retire(self._saved)

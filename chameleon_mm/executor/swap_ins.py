@@ -17,6 +17,7 @@ from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.policy import UseOrder
@@ -39,13 +40,12 @@ class SwapIns:
 
     def bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """The storage, on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
-        if not saved.gathered:
+        if not isinstance(saved, SavedPart) or not saved.gathered:
             return self._bring_held(saved, compute)
         storage = saved.unpacked_elsewhere(compute)
         if storage is not None:
             self._tools.meter.totals.uses_on_device += 1
             return storage
-        assert saved.part is not None
         packed = self._bring_held(saved, compute)
         return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), keep=saved)
 

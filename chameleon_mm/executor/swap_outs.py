@@ -22,6 +22,7 @@ from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.kernels.arguments import UNIT_BYTES
@@ -92,7 +93,7 @@ class SwapOuts:
         """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
         if saved.place is not Place.RESIDENT or not saved.worth_a_copy:
             return
-        if saved.part is not None:
+        if isinstance(saved, SavedPart):
             self._gather(saved)
         if saved.nbytes < self._rule.min_bytes:
             return
@@ -188,7 +189,7 @@ class SwapOuts:
             self._tools.meter.totals.carriers += 1
             self.send_alone(carrier)
 
-    def _gather(self, saved: SavedStorage) -> None:
+    def _gather(self, saved: SavedPart) -> None:
         """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
             saved.gather(self._tools.streams.current())

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.policy import Peak
-from chameleon_mm.policy.memory import allocated_sizes, sum_over_time
+from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.units import allocated_size
 
 _CLASSES = {
     "parameters": (TensorKind.PARAMETER,),
@@ -37,7 +38,7 @@ class Need:
 
 def needs_of(trace: Trace, peak: Peak) -> tuple[Need, ...]:
     """The classes that `trace` has. `peak`: its peak. O(operators + storages)."""
-    size = allocated_sizes(trace.tensor_bytes)
+    size = allocated_size(trace.tensor_bytes)
     since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
     needs = []
     for name, kinds in _CLASSES.items():

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, Int64s, allocated_sizes, memory_curve, smallest_budget
+from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, smallest_budget
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import format_size
+from chameleon_mm.units import allocated_size, format_size
 
 Float64s = NDArray[np.float64]
 
@@ -165,7 +165,7 @@ def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
     An operator with several results is shared out by their sizes: it runs once for all.
     """
     candidates = Candidates.of(trace)
-    size = np.maximum(allocated_sizes(trace.tensor_bytes), 1).astype(np.float64)
+    size = np.maximum(allocated_size(trace.tensor_bytes), 1).astype(np.float64)
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
     written = np.bincount(op, size[trace.write_tensors], len(trace.op_us))
     share_us = trace.op_us[op] * size[trace.write_tensors] / written[op]

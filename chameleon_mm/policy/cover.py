@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from chameleon_mm.policy.memory import ALLOCATION_UNIT_BYTES
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.units import allocated_size
 
 Rank = Callable[[Problem], Sequence[float]]
 """(n,) of a problem: candidates of lower rank are taken first."""
@@ -86,7 +86,7 @@ def cover(
             if use[i] <= k or not more:
                 heapq.heappop(waiting)
                 continue
-            missing = -(-(excess - away) // ALLOCATION_UNIT_BYTES) * ALLOCATION_UNIT_BYTES
+            missing = allocated_size(excess - away)
             if more <= missing:
                 heapq.heappop(waiting)
             else:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.memory import Int64s, allocated_sizes
+from chameleon_mm.policy.memory import Int64s
 from chameleon_mm.policy.plan import Action
 from chameleon_mm.trace import Trace
+from chameleon_mm.units import allocated_size
 
 HOST_BLOCK_BYTES = 4096
 """Blocks of pinned memory are multiples of it."""
@@ -44,7 +45,7 @@ class ActionColumns:
         rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]
         tensor, nbytes, out_at, reclaim_at, in_at, use_at = np.array(rows, np.int64).reshape(-1, 6).T
         whole = trace.tensor_bytes[tensor]
-        head = allocated_sizes(whole - nbytes)
+        head = allocated_size(whole - nbytes)
         return cls(
             tensor=tensor,
             nbytes=nbytes,
@@ -54,7 +55,7 @@ class ActionColumns:
             use_at=use_at,
             stays=whole - nbytes,
             head=head,
-            gain=allocated_sizes(whole) - head,
+            gain=allocated_size(whole) - head,
         )
 
 
@@ -64,16 +65,15 @@ class Footprint:
     def __init__(self, trace: Trace, curve: Int64s) -> None:
         self._tick = trace.hook_tick
         self._curve = curve
+        self._movable = np.flatnonzero(trace.hook_tensor >= 0)
+        """Hooks about a storage that may move."""
         self._last_use = np.zeros(len(trace.tensor_bytes), np.int64)
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         self._last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
 
     def allocated(self, actions: ActionColumns) -> Int64s:
         """(ticks,) of device memory allocated at most during each."""
-        change = np.zeros(len(self._curve), np.int64)
-        np.subtract.at(change, self._tick[actions.reclaim_at], actions.gain)
-        np.add.at(change, self._tick[actions.in_at], actions.gain)
-        level = self._curve + np.cumsum(change)
+        level = self._left_allocated(actions)
         in_part = np.flatnonzero(actions.head)
         if len(in_part):
             hooks = np.union1d(actions.reclaim_at[in_part], actions.in_at[in_part])
@@ -81,6 +81,30 @@ class Footprint:
                 tick = self._tick[hook]
                 level[tick] = max(int(level[tick]), nbytes)
         return level
+
+    def climbs(self, actions: ActionColumns) -> Int64s:
+        """(hooks,) of device memory: from when a hook's reclaims are done until those of the next hook that reclaims, or is
+        about a storage that may move, how much more is allocated at most. With what is allocated then it never passes the
+        plan's peak."""
+        if not len(self._tick):
+            return np.zeros(0, np.int64)
+        looks = np.union1d(np.append(self._movable, 0), actions.reclaim_at)
+        back = np.zeros(len(self._tick), np.int64)
+        np.add.at(back, actions.in_at, actions.gain)
+        reclaimed = self._left_allocated(actions)[self._tick] - back
+        level = self.allocated(actions)
+        ticks = self._tick[looks]
+        highest = np.maximum.reduceat(level, ticks)
+        highest[:-1] = np.maximum(highest[:-1], level[ticks[1:]])
+        since = np.searchsorted(looks, np.arange(len(self._tick)), side="right") - 1
+        return np.asarray(highest[since] - reclaimed)
+
+    def _left_allocated(self, actions: ActionColumns) -> Int64s:
+        """(ticks,): as `allocated`, but for what is there in the middle of a hook alone."""
+        change = np.zeros(len(self._curve), np.int64)
+        np.subtract.at(change, self._tick[actions.reclaim_at], actions.gain)
+        np.add.at(change, self._tick[actions.in_at], actions.gain)
+        return np.asarray(self._curve + np.cumsum(change))
 
     def host_bytes(self, actions: ActionColumns) -> int:
         """Of pinned memory at most. A block is held from its copy out's hook to the last use of its storage, both included."""

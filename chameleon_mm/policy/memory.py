@@ -15,17 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_mm.trace import NEVER, TensorKind, Trace
-
-ALLOCATION_UNIT_BYTES = 512
-"""The caching allocator rounds up to it. A power of two."""
+from chameleon_mm.units import allocated_size
 
 Int64s = NDArray[np.int64]
 Ticks = NDArray[np.int32] | NDArray[np.int64]
-
-
-def allocated_sizes(nbytes: Int64s) -> Int64s:
-    """Device memory that storages of `nbytes` take."""
-    return (nbytes + (ALLOCATION_UNIT_BYTES - 1)) & -ALLOCATION_UNIT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +51,7 @@ class Candidates:
         return cls(
             tensor=tensor,
             nbytes=nbytes,
-            size=allocated_sizes(nbytes),
+            size=allocated_size(nbytes),
             sendable=trace.tensor_sendable[tensor].astype(np.int64),
             first=first[tensor],
             use=use[tensor],
@@ -89,7 +82,7 @@ class Peak:
 
 def memory_curve(trace: Trace) -> Int64s:
     """(ticks,) of bytes allocated at most during each tick of `trace`, nothing swapped. O(operators + storages)."""
-    size = allocated_sizes(trace.tensor_bytes)
+    size = allocated_size(trace.tensor_bytes)
     change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
     return change + _untouched_bytes(trace, size)
 
@@ -114,7 +107,7 @@ def smallest_budget(trace: Trace) -> int:
 
 
 def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) -> Peak:
-    size = allocated_sizes(trace.tensor_bytes)
+    size = allocated_size(trace.tensor_bytes)
     tick = int(curve.argmax()) if len(curve) else -1
     there = np.flatnonzero((trace.tensor_born <= tick) & (tick <= trace.tensor_dies))
     by_kind = np.bincount(trace.tensor_kind[there], size[there], len(TensorKind))

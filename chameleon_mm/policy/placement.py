@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.draft import Draft
-from chameleon_mm.policy.memory import ALLOCATION_UNIT_BYTES
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
 Lead = float | Mapping[int, float]
 """Microseconds by which copies back are to be done before their uses: for all, or by tensor of the trace (0 for the others)."""

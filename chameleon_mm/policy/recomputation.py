@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.memory import Candidates, Int64s, allocated_sizes, memory_curve, sum_over_time
+from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, sum_over_time
 from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.units import allocated_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class _Segmenting:
         self._trace = trace
         self._curve = memory_curve(trace)
         self._candidates = Candidates.of(trace)
-        self._size = allocated_sizes(trace.tensor_bytes)
+        self._size = allocated_size(trace.tensor_bytes)
         self._born = trace.tensor_born.astype(np.int64)
         self._last_read = np.full(len(self._size), -1, np.int64)
         op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))

@@ -15,9 +15,8 @@ from random import Random
 import numpy as np
 
 from chameleon_mm.policy.cover import Rank, cover
-from chameleon_mm.policy.memory import ALLOCATION_UNIT_BYTES
 from chameleon_mm.policy.problem import Problem
-from chameleon_mm.units import round_up
+from chameleon_mm.units import allocated_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,5 +105,5 @@ def _missing(problem: Problem, budget: int, i: int, random: Random) -> int:
     missing = int(random.choice(np.unique(excess).tolist()))
     if random.random() < 0.5:
         missing -= problem.size[random.randrange(len(problem.size))]
-    missing = round_up(missing, ALLOCATION_UNIT_BYTES)
+    missing = allocated_size(missing)
     return missing if 0 < missing < size else size

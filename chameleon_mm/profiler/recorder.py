@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import COMPOSITE, OpFacts
+from chameleon_mm.device.operators import KnownFacts, run_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
         self._contents = ContentHashes()
-        self._facts: dict[Any, OpFacts] = {}
+        self._facts = KnownFacts()
         self._times = EventTimes(device) if times is None else times
         self._retry = None if free_something is None else OomRetry(device, self._freeing(free_something))
         self._lock = threading.RLock()
@@ -183,13 +183,9 @@ class Recorder(TorchDispatchMode):
                 return func(*args, **kwargs)
         if getattr(self._thread, "paused", 0):
             return func(*args, **kwargs)
-        facts = self._facts.get(func)
-        if facts is None:
-            facts = self._facts[func] = OpFacts.of(func)
+        facts = self._facts[func]
         if facts.composite:
-            with self:
-                # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
-                return func._op_dk(COMPOSITE, *args, **kwargs)
+            return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)
         call = OpCall(facts, func, args, kwargs, device_type=self._device_type)

@@ -11,7 +11,7 @@ the allocator does not look again at what events held when it failed (pytorch#18
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.profiler.random_state import RandomState
 from chameleon_mm.units import parse_size
 
 FreeSomething = Callable[[int, Sequence[torch.UntypedStorage]], bool]
@@ -48,7 +49,7 @@ class OomRetry:
         """`call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be freed, or the operator may not run twice."""
         if not call.facts.repeatable or self._device.capturing():
             return call.run()
-        drawn = _Generators(self._device, call) if call.facts.random else None
+        drawn = RandomState(self._device, _generators(call)) if call.facts.random else None
         failure = self._attempt(call)
         if failure is None:
             return call.out
@@ -78,6 +79,10 @@ class OomRetry:
         return None
 
 
+def _generators(call: OpCall) -> Iterator[torch.Generator]:
+    return (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Generator))
+
+
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:
     """What was asked for, by the message, rounded up; 0 where it does not say."""
     match = _TRIED.search(str(failure))
@@ -87,25 +92,3 @@ def tried_bytes(failure: torch.OutOfMemoryError) -> int:
 def _bytes_of(text: str) -> float:
     number, unit = text.split()
     return float(number) * (1 if unit in ("B", "bytes") else parse_size(f"1{unit}"))
-
-
-class _Generators:
-    """The state of every generator that a call may draw from: its own, the host's and the device's."""
-
-    __slots__ = ("_device", "_device_state", "_host_state", "_own")
-
-    def __init__(self, device: Device, call: OpCall) -> None:
-        self._device = device.torch_device
-        own = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Generator)]
-        self._own = [(generator, generator.get_state()) for generator in own]
-        self._host_state = torch.get_rng_state()
-        self._device_state = None
-        if self._device.type != "cpu":
-            self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._host_state)
-        if self._device_state is not None:
-            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
-        for generator, state in self._own:
-            generator.set_state(state)

@@ -20,10 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from chameleon_mm.trace import NEVER, TensorKind, TraceBuilder
-from chameleon_mm.units import round_up
-
-ROUND_BYTES = 512
-"""The caching allocator counts blocks rounded up to this."""
+from chameleon_mm.units import allocated_size
 
 
 class TracedStorage:
@@ -71,7 +68,7 @@ class TracedStorage:
     @property
     def charged_bytes(self) -> int:
         """What the allocator counts for it."""
-        return round_up(self.nbytes, ROUND_BYTES) if self.counted else 0
+        return allocated_size(self.nbytes) if self.counted else 0
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
@@ -187,7 +184,7 @@ class StorageBook:
         """
         seen_now = allocated_bytes - self._live_bytes - self._unknown
         for storage in newcomers:
-            charged = round_up(storage.nbytes(), ROUND_BYTES)
+            charged = allocated_size(storage.nbytes())
             new = fresh or (0 < charged <= seen_now)
             if new:
                 seen_now -= charged
@@ -227,9 +224,9 @@ class StorageBook:
         Returns the bytes of before the step that the device did not count.
         """
         self.settle()
-        uncounted = sum(round_up(t.nbytes, ROUND_BYTES) for t in self.traced if t.born < 0 and not t.counted)
+        uncounted = sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
         for expected in self._expected.values():
-            charged = round_up(expected.nbytes, ROUND_BYTES)
+            charged = allocated_size(expected.nbytes)
             if expected.ref() is None or (not fake and charged > self._lowest_unknown):
                 continue
             self._record(expected.nbytes, -1, expected.kind, counted=not fake)
@@ -294,7 +291,7 @@ class StorageBook:
         self._gone = []
         self._expected = {key: expected for key, expected in self._expected.items() if expected.ref() is not None}
         for expected in sorted(gone, key=lambda expected: expected.rank):
-            charged = round_up(expected.nbytes, ROUND_BYTES)
+            charged = allocated_size(expected.nbytes)
             if charged <= nbytes:
                 nbytes -= charged
                 self._record_dead(expected.nbytes, expected.kind)

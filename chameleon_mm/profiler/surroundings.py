@@ -4,6 +4,7 @@ forked     -> another process: its locks may be held for ever, and the device is
 capturing  -> a graph is captured: nothing may be asked of the device
 tracing    -> a tracer runs: what comes is fake, or goes on for its graph
 compiled   -> dynamo compiled: the step took the time that compiling takes, and runs other kernels the next time
+tracer_is_on()               -> the same for whoever has no step of its own to compare with
 is_on(mode), leave(mode)     -> a mode on this thread's stack, known by identity, whoever is above it
 """
 
@@ -43,10 +44,7 @@ class Surroundings:
     @property
     def tracing(self) -> bool:
         """Whether a tracer that was not there from the beginning runs on this thread."""
-        if torch._C._len_torch_dispatch_stack() == 0:
-            return False
-        mode = torch._C._get_dispatch_mode
-        return mode(_Key.FAKE) is not self._fake_mode or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
+        return tracer_is_on(besides=self._fake_mode)
 
     @property
     def fake(self) -> bool:
@@ -57,6 +55,15 @@ class Surroundings:
     def compiled(self) -> bool:
         """Whether dynamo has compiled anything since, on any thread."""
         return _frames_compiled() != self._frames
+
+
+def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
+    """Whether a tracer runs on this thread, other than the `FakeTensorMode` `besides`: what is made under it is fake, or part
+    of its graph."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    mode = torch._C._get_dispatch_mode
+    return mode(_Key.FAKE) is not besides or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
 
 
 def is_on(mode: TorchDispatchMode) -> bool:

@@ -13,15 +13,12 @@ import numpy as np
 
 from chameleon_mm.trace.records import TensorKind
 from chameleon_mm.trace.trace import Trace
-
-_ALLOCATION_UNIT_BYTES = 512
-"""The caching allocator rounds up to it."""
+from chameleon_mm.units import allocated_size
 
 
 def kept_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
     """Device memory of the storages of `kinds` that were made in the step and outlive it."""
-    sizes = trace.tensor_bytes[_kept(trace, kinds)]
-    return int((-(-sizes // _ALLOCATION_UNIT_BYTES) * _ALLOCATION_UNIT_BYTES).sum())
+    return int(allocated_size(trace.tensor_bytes[_kept(trace, kinds)]).sum())
 
 
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import COMPOSITE, OpFacts
+from chameleon_mm.device.operators import KnownFacts, run_in_parts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
 
@@ -31,7 +31,7 @@ class SimCompute(TorchDispatchMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self.machine = machine
-        self._facts: dict[Any, OpFacts] = {}
+        self._facts = KnownFacts()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -42,13 +42,9 @@ class SimCompute(TorchDispatchMode):
                 return func(*args, **kwargs)  # no memory, no kernel
             if is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # asks the subclass, with this mode still active for what it is made of
-        facts = self._facts.get(func)
-        if facts is None:
-            facts = self._facts[func] = OpFacts.of(func)
+        facts = self._facts[func]
         if facts.composite:
-            with self:
-                # Not `decompose`: that prefers Python decompositions, which need not give eager's bits.
-                return func._op_dk(COMPOSITE, *args, **kwargs)
+            return run_in_parts(func, args, kwargs, self)
         return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 
     def _launch(self, call: OpCall) -> Any:

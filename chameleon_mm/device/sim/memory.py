@@ -22,10 +22,7 @@ from torch import Tensor
 from chameleon_mm.device.sim.extent import Extent
 from chameleon_mm.device.sim.shadow import Access, Clock, Shadow, join
 from chameleon_mm.errors import SimRaceError
-from chameleon_mm.units import format_size, round_up
-
-ROUND_BYTES = 512
-"""The caching allocator's rounding: what `memory_allocated` counts for a block."""
+from chameleon_mm.units import allocated_size, format_size
 
 
 def plain_bytes(nbytes: int) -> Tensor:
@@ -131,7 +128,7 @@ class Ledger:
             if buffer.nbytes != nbytes and buffer.ref() is storage:
                 self._resized(buffer, nbytes)
             return buffer
-        charge = 0 if host else round_up(nbytes, ROUND_BYTES)
+        charge = 0 if host else allocated_size(nbytes)
         self.make_room(charge)
         key = id(storage)
         self._serial += 1
@@ -194,7 +191,7 @@ class Ledger:
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
         """A storage has another size than when it was last seen: its old block went back to its owner, it has a new one."""
-        charge = 0 if buffer.host else round_up(nbytes, ROUND_BYTES)
+        charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
         if not buffer.host and buffer.shadow.foreign_to(buffer.owner):
             self._check_reuse(buffer, self._clocks_of(buffer.owner))

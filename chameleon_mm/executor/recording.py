@@ -1,0 +1,59 @@
+"""The recorder of the step that runs, if one does: entered with the step, left with it or before.
+
+recording.begin(recorder)            # None: nobody writes this step down
+with recording.quiet(): ...          # what swapping does itself
+recording.leave_early()              # after a save: where a backward would round otherwise under any dispatch mode
+recorder = recording.end()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.storages import TracedStorage
+
+
+class Recording:
+    """Not thread-safe but for `quiet` and `retired`, which any thread of the step may call."""
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+        self._entered = False
+
+    def begin(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._entered = recorder is not None
+        if recorder is not None:
+            recorder.__enter__()
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """What happens inside is no part of the step that is recorded, nor is the time that compute takes for it."""
+        return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
+
+    def leave_early(self) -> None:
+        if self._entered and self._recorder is not None and self._recorder.must_leave:
+            self._leave(self._recorder)
+
+    def retired(self, traced: TracedStorage | None) -> None:
+        """The claim on it is no more."""
+        if self._recorder is not None:
+            self._recorder.retired(traced)
+
+    def end(self) -> Recorder | None:
+        """Leave it. Returns it, for what it has."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None and self._entered:
+            self._leave(recorder)
+        return recorder
+
+    def _leave(self, recorder: Recorder) -> None:
+        self._entered = False
+        recorder.__exit__(None, None, None)
+
+
+@contextmanager
+def _unrecorded(recorder: Recorder) -> Iterator[None]:
+    with recorder.paused(), recorder.untimed():
+        yield

@@ -1,0 +1,64 @@
+"""A saved storage of which a view alone was saved: once its operator is over, the rest of it goes.
+
+RESIDENT --gather--> RESIDENT, its bytes side by side --swap_out--> ... --> back as they are --unpack--> in place, for a use
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.executor.gather import Part
+from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+
+
+class SavedPart(SavedStorage):
+    """The bytes of `part`. Until they are gathered all of the storage is held, and would move."""
+
+    part: Part
+
+    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part) -> None:
+        super().__init__(t, home, tools, epoch=epoch, index=index)
+        self.part = part
+        self._saved_on = home
+        self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
+        self._unpacked_on: Stream | None = None
+
+    def gather(self, current: Stream) -> None:
+        """From here on hold the bytes of `part` alone: a kernel on `current`, which is the current stream.
+
+        The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
+        """
+        assert self.place is Place.RESIDENT and self.device is not None and not self.gathered
+        self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+        packed = self.part.pack(self.device)
+        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
+        self._home.free(flat_bytes(self.device))
+        self.device, self._home, self.gathered = packed, current, True
+        self.latest = weakref.ref(packed)
+        self.nbytes = packed.nbytes()
+        self._tools.meter.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
+
+    def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
+        """Of a gathered one: a storage with its bytes in place that somebody holds and `compute` may use without a wait.
+
+        That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
+        """
+        storage = self.first()
+        if storage is not None and storage.nbytes() == self._saved_nbytes and self._saved_on is compute:
+            return storage
+        return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
+
+    def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:
+        """Of a gathered one: a storage with its bytes in place, made on `compute`, the current stream.
+
+        Raises `torch.OutOfMemoryError`.
+        """
+        storage = compute.alloc(self.part.end_byte).untyped_storage()
+        self.part.unpack(packed, storage)
+        self._unpacked, self._unpacked_on = weakref.ref(storage), compute
+        return storage

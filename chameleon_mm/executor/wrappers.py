@@ -1,0 +1,25 @@
+"""A saved wrapper subclass by what it wraps: each inner tensor is saved as one of its own would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from chameleon_mm.executor.classify import taken_apart
+from chameleon_mm.executor.handles import Handle, KeptTensor, TakenApart
+
+
+def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> TakenApart | None:
+    """A wrapper by what it wraps, each part saved by `save`; None if it cannot be taken apart or nothing of it would move."""
+    apart = taken_apart(t)
+    if apart is None:
+        return None
+    inner, context = apart
+    # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
+    stays = set(inner) - {"_values"} if t.is_nested else set()
+    parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
+    if all(isinstance(part, KeptTensor) for part in parts.values()):
+        return None
+    rest = {name: part for name, part in inner.items() if name not in parts}
+    return TakenApart(t, parts, rest, context)

@@ -75,6 +75,12 @@ class SwapReport:
     """Swap-ins that nobody had started before the use."""
     prefetches: int
     """Swap-ins started before the use."""
+    prefetches_timed: int | None
+    """Of those in timed steps: how many were used, each at its first use."""
+    prefetches_late: int | None
+    """Of these: how many compute had to wait for."""
+    late_us: float | None
+    """For how long, in all. A part of `stall_us`."""
     uses_on_device: int
     """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     hidden_fraction: float | None
@@ -149,6 +155,9 @@ class SwapReport:
             bytes_reclaimed=totals.bytes_reclaimed,
             swap_ins_on_demand=totals.swap_ins_on_demand,
             prefetches=totals.prefetches,
+            prefetches_timed=totals.prefetches_timed if timed else None,
+            prefetches_late=totals.prefetches_late if timed else None,
+            late_us=totals.late_us if timed else None,
             uses_on_device=totals.uses_on_device,
             hidden_fraction=totals.hidden_fraction,
             stall_us=totals.stall_us if timed else None,
@@ -199,6 +208,7 @@ class SwapReport:
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
+            (f"late prefetches{clock}", self._lateness()),
             ("uses found on the device", str(self.uses_on_device)),
             (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
             (f"stall{clock}", _measured(self.stall_us, format_us)),
@@ -209,6 +219,11 @@ class SwapReport:
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", str(self.steps_run_again)),
         ]  # fmt: skip
+
+    def _lateness(self) -> str:
+        if not self.prefetches_timed or self.late_us is None:
+            return "not measured"
+        return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
 
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
         """What the latest plan predicted, and what came of it."""

@@ -8,6 +8,7 @@ from array import array
 import pytest
 
 from chameleon_mm.executor.course import MOST_PLANS, SAMPLES, WORTH_A_PLAN, Course, Variant
+from chameleon_mm.executor.step_timing import StepTime
 from chameleon_mm.policy import SwapPlan, memory_curve
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.trace.recurring import with_extra
@@ -27,6 +28,10 @@ def course(*plans: SwapPlan) -> Course:
     return made
 
 
+def took(step_us: float, stalls_us: dict[int, float] | None = None, *, busy_us: float | None = None) -> StepTime:
+    return StepTime(step_us, stalls_us or {}, step_us if busy_us is None else busy_us)
+
+
 def follow(made: Course, step_us: dict[float, float], steps: int = 1, stalls_us: dict[int, float] | None = None) -> list[float]:
     """Steps under whatever is current. `step_us`: what each takes, by what its plan foresaw. Returns which were followed."""
     followed = []
@@ -35,7 +40,7 @@ def follow(made: Course, step_us: dict[float, float], steps: int = 1, stalls_us:
         assert current is not None
         foreseen = current.script.plan.step_us
         followed.append(foreseen)
-        made.measured(current, step_us[foreseen], stalls_us or {})
+        made.measured(current, took(step_us[foreseen], stalls_us))
     return followed
 
 
@@ -121,6 +126,25 @@ def test_the_measured_time_is_the_median_of_the_latest() -> None:
     assert made.current is not None
     assert made.current.step_us == 100.0
     for time in (500.0, 110.0, 120.0):
-        made.measured(made.current, time, {})
+        made.measured(made.current, took(time))
     assert isinstance(made.current, Variant)
     assert made.current.step_us == 115.0
+
+
+def test_operators_that_take_longer_than_the_trace_has_it() -> None:
+    ops_us, heads_us, stall_us = TRACE.duration_us, 7.0, 20.0
+    made = course(plan(ops_us + heads_us + stall_us, stall_us=stall_us))
+    made.measured(made.variants[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
+    assert made.slowdown == 1.0  # not judged yet
+    made.measured(made.variants[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
+    assert made.slowdown == pytest.approx(2.5)
+
+
+def test_how_long_operators_take_is_asked_of_the_plan_that_is_kept() -> None:
+    ops_us = TRACE.duration_us
+    made = course(plan(ops_us), plan(ops_us))
+    for variant, busy_us in zip(made.variants, (0.5 * ops_us, 2.0 * ops_us), strict=True):
+        for _ in range(SAMPLES):
+            assert made.slowdown == 1.0
+            made.measured(variant, took(9e9 - busy_us, busy_us=busy_us))
+    assert made.slowdown == pytest.approx(2.0)

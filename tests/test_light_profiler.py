@@ -15,7 +15,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, Lateness, LightProfiler
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord, feature_hash
 from chameleon_mm.trace import StepPhase
 
@@ -505,20 +505,6 @@ def test_a_step_without_hooks() -> None:
     empty = seen(lambda: None)
     assert (empty.num_hooks, empty.num_saves, empty.num_uses, empty.boundaries, empty.num_micro_batches) == (0, 0, 0, (), 0)
     assert empty.fingerprint == seen(lambda: None).fingerprint
-
-
-# --- lateness
-
-
-def test_lateness_is_added_up_by_tensor_until_it_is_taken() -> None:
-    light = LightProfiler()
-    light.prefetched(3, 0.0)
-    light.prefetched(3, 12.5)
-    light.end_step()  # a device's events may be read after the step
-    light.prefetched(3, 7.5)
-    light.prefetched(5, 0.0)
-    assert light.take_lateness() == {3: Lateness(uses=3, late=2, stall_us=20.0), 5: Lateness(uses=1)}
-    assert light.take_lateness() == {}
 
 
 # --- records

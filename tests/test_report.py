@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import Device
+from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import CopySpan
 from chameleon_mm.executor.meter import MAX_SPANS, Meter
 from chameleon_mm.transfer import Transfer
@@ -46,6 +46,9 @@ def made_up(**changed: object) -> cm.SwapReport:
         bytes_reclaimed=8 * MIB,
         swap_ins_on_demand=1,
         prefetches=7,
+        prefetches_timed=6,
+        prefetches_late=2,
+        late_us=1200.0,
         uses_on_device=9,
         hidden_fraction=0.755,
         stall_us=1234.0,
@@ -69,7 +72,10 @@ def made_up(**changed: object) -> cm.SwapReport:
     return dataclasses.replace(report, **changed)  # type: ignore[arg-type]  # the names are checked by replace itself
 
 
-UNMEASURED = {"hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": ()}
+UNMEASURED = {
+    "hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": (), "prefetches_timed": None,
+    "prefetches_late": None, "late_us": None,
+}  # fmt: skip
 
 
 def trained(device: Device, *, steps: int = 2, budget_bytes: int = 6 * MIB) -> cm.SwapReport:
@@ -131,6 +137,7 @@ def test_the_text_says_simulated_beside_every_time() -> None:
     lines = dict(made_up().rows())
     assert "simulated" in lines["device"]
     assert lines["stall (simulated)"] == "1.23 ms"
+    assert lines["late prefetches (simulated)"] == "2 of 6 in timed steps, 1.20 ms in all"
     assert lines["hidden share of copy time (simulated)"] == "75.5 %"
     assert not [label for label in dict(made_up(simulated=False, device="NVIDIA H200").rows()) if "simulated" in label]
 
@@ -138,6 +145,7 @@ def test_the_text_says_simulated_beside_every_time() -> None:
 def test_what_was_not_measured_says_so() -> None:
     lines = dict(made_up(**UNMEASURED).rows())
     assert lines["stall (simulated)"] == lines["hidden share of copy time (simulated)"] == "not measured"
+    assert lines["late prefetches (simulated)"] == "not measured"
     assert "None" not in str(made_up(**UNMEASURED))
 
 
@@ -167,6 +175,20 @@ def test_where_there_is_no_plan_the_text_says_so() -> None:
     lines = dict(nothing.rows())
     assert (lines["latest plan"], lines["steps by phase"]) == ("none", "none begun")
     assert "predicted" not in str(nothing)
+
+
+@pytest.mark.parametrize("h2d_gbps", [1.0, 1000.0])
+def test_prefetches_are_late_where_the_link_is_slow(h2d_gbps: float) -> None:
+    spec = dataclasses.replace(SPECS["h200"], h2d_gbps=h2d_gbps, d2h_gbps=1000.0, duplex_gbps=1000.0 + h2d_gbps, hbm_gbps=100.0)
+    report = trained(cm.SimDevice(spec), steps=3, budget_bytes=10 * MIB)
+    assert report.prefetches_timed is not None and report.prefetches_late is not None
+    assert report.late_us is not None and report.stall_us is not None
+    assert 0 < report.prefetches_timed <= report.prefetches
+    if h2d_gbps == 1.0:
+        assert 0 < report.prefetches_late <= report.prefetches_timed
+        assert 0 < report.late_us <= report.stall_us
+    else:
+        assert (report.prefetches_late, report.late_us) == (0, 0.0)
 
 
 def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> None:

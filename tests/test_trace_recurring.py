@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from chameleon_mm.policy import memory_curve
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces
+from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_times
 
 STATE = {TensorKind.OPTIMIZER}
 
@@ -68,3 +70,10 @@ def test_the_trace_that_it_is_made_from_stays_as_it_was() -> None:
 def test_something_else_is_there_all_the_time(nbytes: int) -> None:
     trace = first_step()
     assert (memory_curve(with_extra(trace, nbytes)) == memory_curve(trace) + np.int64(nbytes)).all()
+
+
+def test_other_times_change_nothing_else() -> None:
+    trace = first_step()
+    slower = with_times(trace, 2.5)
+    assert slower.op_us.tolist() == [2.5 * us for us in trace.op_us.tolist()]
+    assert diff_traces(dataclasses.replace(slower, op_us=trace.op_us), trace) == []

@@ -22,13 +22,13 @@ from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.course import Course, Variant
 from chameleon_mm.executor.guide import Guide, Known
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.meter import EVENT_GAP_US, Meter
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.known import KnownSequences
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import TensorKind, Trace
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra
+from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_times
 
 _log = logging.getLogger(__name__)
 
@@ -44,12 +44,16 @@ RECORDINGS = 3
 DRAFTS = 1000
 """That the planner tries for a step with few candidates: a fifth of a second between two steps, once."""
 
-EVENT_GAP_US = 10.0
-"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
-
 SPARE_PART = 256
-"""Of the budget a plan leaves this part: a step of the same fingerprint may differ in what the hooks do not see, such as a
-scalar that the loop keeps."""
+"""Of the budget a plan leaves this part, where it can: a step of the same fingerprint may differ in what the hooks do not see,
+such as a scalar that the loop keeps."""
+
+TIMES_OFF = 0.05
+"""Share by which operators may take longer or shorter than the trace has it before they are planned for again. A recorded step
+is slower than others: kernels are loaded in it, and the host has more to do for each operator."""
+
+CORRECTIONS = 2
+"""Of a step's times, at the most."""
 
 LEAD_SHARE = 1.0
 """Of a stall that was not foreseen: how much earlier the copy back is to begin next time."""
@@ -150,7 +154,7 @@ class Adaptation:
             return
         entry = self._known.end_step(record)
         if entry is not None and entry.plan is not None:
-            self.plan_cache_hits += 1
+            self.plan_cache_hits += bool(entry.plan.variants)
             if timing is not None and followed is not None and followed in entry.plan.variants:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
@@ -172,18 +176,21 @@ class Adaptation:
     def _plans(self, trace: Trace, *, at_most: int, lead_us: dict[int, float] | None = None) -> list[SwapPlan]:
         began = perf_counter()
         plans: list[SwapPlan] = []
-        try:
-            plans = candidate_plans(
-                trace,
-                self._hbm_budget_bytes - self._hbm_budget_bytes // SPARE_PART,
-                self._host_budget(),
-                self._link_cost(),
-                lead_us=lead_us or 0.0,
-                at_most=at_most,
-                drafts=DRAFTS,
-            )
-        except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
-            _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", len(trace.hooks), str(refusal))
+        for spare_bytes in (self._hbm_budget_bytes // SPARE_PART, 0):
+            try:
+                plans = candidate_plans(
+                    trace,
+                    self._hbm_budget_bytes - spare_bytes,
+                    self._host_budget(),
+                    self._link_cost(),
+                    lead_us=lead_us or 0.0,
+                    at_most=at_most,
+                    drafts=DRAFTS,
+                )
+                break
+            except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+                if spare_bytes == 0:
+                    _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", len(trace.hooks), str(refusal))
         self.planning_us += (perf_counter() - began) * 1e6
         self.plans += len(plans)
         return plans
@@ -209,13 +216,15 @@ class Adaptation:
             if time is None:
                 return
             self._measuring.popleft()
-            late_us = {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in time.stalls_us.items()}
-            for tensor, stall_us in late_us.items():
-                self._guide.light.prefetched(tensor, stall_us)
             if variant not in course.variants:
                 continue
-            course.measured(variant, time.step_us, late_us)
-            if course.wants_better():
+            late_us = {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in time.stalls_us.items()}
+            course.measured(variant, time._replace(stalls_us=late_us))
+            if abs(course.slowdown - 1) > TIMES_OFF and course.times_corrected < CORRECTIONS:
+                course.times_corrected += 1
+                trace = with_times(course.trace, course.slowdown)
+                course.replace(trace, self._plans(trace, at_most=CANDIDATES))
+            elif course.wants_better():
                 lead_us = {tensor: LEAD_SHARE * us for tensor, us in late_us.items() if us > 0}
                 course.offer(self._plans(course.trace, at_most=1, lead_us=lead_us))
 

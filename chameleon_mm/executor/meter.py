@@ -20,6 +20,9 @@ from chameleon_mm.transfer import Move, Piece
 MAX_SPANS = 20_000
 """Copies kept for `save_trace`: the latest."""
 
+EVENT_GAP_US = 10.0
+"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
+
 
 @dataclass(frozen=True, slots=True)
 class CopySpan:
@@ -59,6 +62,12 @@ class Totals:
     stall_us: float = 0.0
     copy_us: float = 0.0
     timed_steps: int = 0
+    prefetches_timed: int = 0
+    """Swap-ins begun before their use, in timed steps, by the time of that use."""
+    prefetches_late: int = 0
+    """Of these: compute had to wait."""
+    late_us: float = 0.0
+    """For how long, in all."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     encoded: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By codec and dtype: storages that crossed in its form; `refused_by_codec`: those that it found not to be of its kind."""
@@ -80,7 +89,7 @@ class Meter:
         """Of the step that runs, where somebody wants to know."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
-        self._waits: deque[tuple[Event, Event]] = deque()
+        self._waits: deque[tuple[Event, Event, bool]] = deque()
         self._moves: deque[tuple[Move, str]] = deque()
         self._resolving = threading.Lock()
         """One resolver at a time; others only append to the two deques above, which is atomic."""
@@ -97,10 +106,10 @@ class Meter:
         self.timed = False
         self.resolve()
 
-    def wait(self, compute: Stream, event: Event, tensor: int | None = None) -> None:
+    def wait(self, compute: Stream, event: Event, tensor: int | None = None, *, prefetched: bool = False) -> None:
         """Order `compute` after `event`, timing how long that holds it up when this step is timed.
 
-        `tensor`: the plan's number of the storage whose copy back it is.
+        `tensor`: the plan's number of the storage whose copy back it is. `prefetched`: a copy back that began before its use.
         """
         if not self.timed:
             compute.wait(event)
@@ -108,9 +117,13 @@ class Meter:
         before = compute.record(timed=True)
         compute.wait(event)
         after = compute.record(timed=True)
-        self._waits.append((before, after))
-        if tensor is not None and self.timing is not None:
+        self._waits.append((before, after, prefetched))
+        if self.timing is not None:
             self.timing.waited(before, after, tensor)
+
+    def on_time(self) -> None:
+        """A prefetch was there at its use, even by the host's clock, which is ahead of the device's."""
+        self.totals.prefetches_timed += self.timed
 
     def encoded(self, codec: str, dtype: str, *, exact: bool) -> None:
         """A codec's status came back with its bytes."""
@@ -129,13 +142,21 @@ class Meter:
         with self._resolving:
             if self._origin is not None and self._origin.query():
                 while self._waits and self._waits[0][1].query():
-                    before, after = self._waits.popleft()
-                    self.totals.stall_us += after.elapsed_us(before)
+                    before, after, prefetched = self._waits.popleft()
+                    self._add_wait(after.elapsed_us(before), prefetched=prefetched)
                 for _ in range(len(self._moves)):
                     move, direction = self._moves.popleft()
                     if not self._add_up(move, direction, self._origin):
                         self._moves.append((move, direction))
             return tuple(self.spans)
+
+    def _add_wait(self, stall_us: float, *, prefetched: bool) -> None:
+        self.totals.stall_us += stall_us
+        if prefetched:
+            self.totals.prefetches_timed += 1
+            if stall_us > EVENT_GAP_US:
+                self.totals.prefetches_late += 1
+                self.totals.late_us += stall_us
 
     def _add_up(self, move: Move, direction: str, origin: Event) -> bool:
         """Take the complete pieces of `move`; returns whether there will be no more."""

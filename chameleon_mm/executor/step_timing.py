@@ -1,14 +1,13 @@
 """How long one step took on the device, and where compute waited for copies: known once its last event is complete.
 
 timing = StepTiming(compute)          # the step begins
-timing.waited(before, after, tensor)  # compute was made to wait, for this storage of the plan
+timing.waited(before, after, tensor)  # compute was made to wait for a copy, back where it is of this storage of the plan
 timing.end(compute)                   # it is over; nobody waits for that
 timing.result()                       # None: not yet
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import NamedTuple
 
 from chameleon_mm.device import Event, Stream
@@ -20,6 +19,8 @@ class StepTime(NamedTuple):
     step_us: float
     stalls_us: dict[int, float]
     """By the plan's number of the storage: how long compute waited for its copy back, 0 included."""
+    busy_us: float
+    """Of `step_us`: what is left without any of the waits for copies, of either direction."""
 
 
 class StepTiming:
@@ -30,10 +31,10 @@ class StepTiming:
     def __init__(self, compute: Stream) -> None:
         self._start = compute.record(timed=True)
         self._end: Event | None = None
-        self._waits: list[tuple[Event, Event, int]] = []
+        self._waits: list[tuple[Event, Event, int | None]] = []
 
-    def waited(self, before: Event, after: Event, tensor: int) -> None:
-        """Between the two events compute did nothing but wait for storage number `tensor`."""
+    def waited(self, before: Event, after: Event, tensor: int | None) -> None:
+        """Between the two events compute did nothing but wait for a copy: back, where it is of storage number `tensor`."""
         self._waits.append((before, after, tensor))
 
     def end(self, compute: Stream) -> None:
@@ -43,8 +44,12 @@ class StepTiming:
         """What it took; None while the device is still at it. Never waits."""
         if self._end is None or not (self._end.query() and self._start.query()):
             return None
-        stalls: Counter[int] = Counter()
+        step_us = busy_us = self._end.elapsed_us(self._start)
+        stalls: dict[int, float] = {}
         for before, after, tensor in self._waits:
             if after.query() and before.query():
-                stalls[tensor] += max(0.0, after.elapsed_us(before))  # type: ignore[assignment]  # a counter of times
-        return StepTime(self._end.elapsed_us(self._start), dict(stalls))
+                waited_us = max(0.0, after.elapsed_us(before))
+                busy_us -= waited_us
+                if tensor is not None:
+                    stalls[tensor] = stalls.get(tensor, 0.0) + waited_us
+        return StepTime(step_us, stalls, busy_us)

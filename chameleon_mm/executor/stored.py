@@ -364,8 +364,8 @@ class SavedStorage:
         self.place = Place.ARRIVING
         return self.device
 
-    def arrive(self, compute: Stream) -> torch.UntypedStorage:
-        """Order `compute` after the copy back; the storage may then be used there."""
+    def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
+        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: it began before this use."""
         assert self.device is not None
         if self.carrier is not None:
             return self.device  # unpacked on the stream that is its home
@@ -374,7 +374,10 @@ class SavedStorage:
         if self._arrived_on is not compute:
             if not arrived.query():
                 tensor = None if self.role is None else self.role.tensor
-                self._tools.meter.wait(compute, arrived, tensor)  # Note [Swap-in]: use after the bytes are there
+                # Note [Swap-in]: use after the bytes are there
+                self._tools.meter.wait(compute, arrived, tensor, prefetched=prefetched)
+            elif prefetched:
+                self._tools.meter.on_time()
             self._arrived_on = compute
         if self._encoding is not None and self._encoded is not None:
             self._encoding.decode(self._encoded, self.device, compute)

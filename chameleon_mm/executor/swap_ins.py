@@ -95,7 +95,7 @@ class SwapIns:
             return saved.arrive(compute)
         totals.uses_on_device += 1
         if saved.place in (Place.ARRIVING, Place.RESTORED):
-            return saved.arrive(compute)
+            return saved.arrive(compute, prefetched=saved.place is Place.ARRIVING)
         assert saved.device is not None
         return saved.device
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_mm.profiler.known import KnownSequence, KnownSequences
-from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, Lateness, LightProfiler
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
 
@@ -15,7 +15,6 @@ __all__ = [
     "Boundary",
     "KnownSequence",
     "KnownSequences",
-    "Lateness",
     "LightProfiler",
     "Matcher",
     "StepRecord",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -53,18 +52,6 @@ _HEAP_TYPE = 1 << 9
 """Among a class's flags: it was made while Python ran. CPython's `Py_TPFLAGS_HEAPTYPE`."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Lateness:
-    """How the prefetches of one tensor of a plan fared."""
-
-    uses: int = 0
-    """How often its prefetch was waited for or found there."""
-    late: int = 0
-    """How often compute had to wait."""
-    stall_us: float = 0.0
-    """Time that compute waited, in all."""
-
-
 class LightProfiler:
     """What every step looks like from the hooks. Not thread-safe: whoever calls holds the lock that orders the hooks.
 
@@ -78,7 +65,6 @@ class LightProfiler:
         "_followed",
         "_kinds",
         "_last_used",
-        "_lateness",
         "_number",
         "_numbers",
         "_phase",
@@ -88,7 +74,6 @@ class LightProfiler:
     )
 
     def __init__(self) -> None:
-        self._lateness: dict[int, Lateness] = {}
         self._kinds: set[type] = set()
         """Classes of nodes that stand for their operator's name. None that would not live as long anyway."""
         self.begin_step()
@@ -173,25 +158,6 @@ class LightProfiler:
     def phase(self) -> StepPhase | None:
         """FORWARD or BACKWARD, by the hooks so far; None before the first. A forward that backward runs again is BACKWARD."""
         return self._phase
-
-    # --- lateness
-
-    def prefetched(self, tensor: int, stall_us: float) -> None:
-        """A prefetch of tensor number `tensor` of the plan was used; compute waited for it `stall_us`, 0: it was there.
-
-        May come long after the use, once the device's events can be read.
-        """
-        lateness = self._lateness.get(tensor)
-        if lateness is None:
-            lateness = self._lateness[tensor] = Lateness()
-        lateness.uses += 1
-        lateness.late += stall_us > 0
-        lateness.stall_us += stall_us
-
-    def take_lateness(self) -> dict[int, Lateness]:
-        """By tensor number, since this was last asked."""
-        taken, self._lateness = self._lateness, {}
-        return taken
 
     # --- what happens at a few hooks of a step, or in a new one
 

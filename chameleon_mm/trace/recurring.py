@@ -2,6 +2,7 @@
 
 again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first optimizer step, kept ever since
 again = with_extra(trace, nbytes)                        # something else is there too, all the time
+again = with_times(trace, 0.8)                           # operators take less than they did
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 def with_extra(trace: Trace, nbytes: int) -> Trace:
     """`trace` with `nbytes` more allocated, all the time."""
     return dataclasses.replace(trace, start_bytes=trace.start_bytes + nbytes)
+
+
+def with_times(trace: Trace, factor: float) -> Trace:
+    """`trace` with each operator's time multiplied by `factor`."""
+    return dataclasses.replace(trace, op_us=trace.op_us * factor)
 
 
 def _kept(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

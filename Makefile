@@ -19,6 +19,10 @@ MARKERS ?= not slow and not gpu
 PYTEST_ARGS ?=
 ARGS ?=
 
+# Processes that the tests are shared among: one for each core, and no more than what 24 GiB of memory are enough for.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-slow check format gpu gpu-smoke clean distclean
@@ -30,10 +34,10 @@ demo: $(STAMP) ## Train a small GPT with and without swapping, and compare (ARGS
 	@$(BIN)/python -m chameleon_mm demo $(ARGS)
 
 test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-k pool")
-	@$(BIN)/python -m pytest -m "$(MARKERS)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKERS)" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the slow ones
-	@$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+	@$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """Made-up steps for the planner: the shape of a decoder's training step, with as many operators as asked for.
 
 layer_chain(LayerShape(...), layers)       a dense decoder: what its layers save, how long their operators take
+pipeline_chain(LayerShape(...), 8, 4)      the same for micro-batches in GPipe's order: all forwards, then all backwards
 step_of(operators)                         any number of operators, 25 saved storages and 150 hook calls in each 1000
 
 No model is run. Times are FLOPs over a sustained rate, and bytes over the memory's: what a plan comes to is simulated.
@@ -58,6 +59,19 @@ def layer_chain(shape: LayerShape, layers: int) -> Trace:
     return step.finish()
 
 
+def pipeline_chain(shape: LayerShape, micro_batches: int, layers: int) -> Trace:
+    """As `layer_chain`, for `micro_batches` of the shape: forward of all, then backward of all, of the first one first."""
+    step = _Step(start_bytes=64 * MIB)
+    parts = shape.parts() * layers
+    for _ in range(micro_batches):
+        for name, us, nbytes in parts:
+            step.forward(name, us, nbytes)
+    for first in range(0, micro_batches * len(parts), len(parts)):
+        for place, (name, us, _) in reversed(list(enumerate(parts))):
+            step.backward(name, 2 * us, first + place)
+    return step.finish()
+
+
 def step_of(operators: int) -> Trace:
     """One step of `operators` operators, as many hooks and saved storages as a dense decoder has to so many."""
     step = _Step(start_bytes=64 * MIB)
@@ -99,9 +113,10 @@ class _Step:
         self._held.append(made)
         self._saved.append(made)
 
-    def backward(self, name: str, us: float) -> None:
+    def backward(self, name: str, us: float, which: int = -1) -> None:
+        """`which`: of what was saved; by default the last that was not used, and no other way after that."""
         b = self._builder
-        used = self._saved.pop()
+        used = self._saved[which] if which >= 0 else self._saved.pop()
         self._release()
         b.use(used, 1)
         self._sendable()

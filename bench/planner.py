@@ -1,7 +1,8 @@
 """`chameleon-mm bench planner`: how long planning takes, and how good the plans are.
 
     speed:       steps of 10^3 to 10^6 operators, at a quarter of what swapping can reach   -> ms, and how it grows
-    quality:     a decoder's layers at 2, 4 and 8 times less activation memory              -> step time beside ideal and others
+    quality:     a decoder's layers at 2, 4 and 8 times less activation memory, its micro-batches in a pipeline's order too
+                 -> step time beside ideal and others
 
 Planning is measured on this machine's processor. What plans take is simulated, on a link with an H200's published rates; no GPU
 takes part in any figure.
@@ -13,12 +14,19 @@ import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
-from math import log
+from math import inf, log
 
 from rich.console import Console
 
-from chameleon_mm.bench._measure import Column, Figure, Results, Waived, add_output_arguments, environment, interleave
-from chameleon_mm.bench._planner_traces import HOOKS_PER_1000, SAVED_PER_1000, LayerShape, layer_chain, step_of
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
+from chameleon_mm.bench._planner_traces import (
+    HOOKS_PER_1000,
+    SAVED_PER_1000,
+    LayerShape,
+    layer_chain,
+    pipeline_chain,
+    step_of,
+)
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.bench.pinned import processor_name
 from chameleon_mm.device import resolve_device
@@ -37,6 +45,10 @@ from chameleon_mm.trace import Trace
 PARTS = ("speed", "quality")
 OPERATORS = (1_000, 10_000, 100_000, 1_000_000)
 LAYERS, TOKENS, LESS = 32, (4_096, 32_768), (2, 4, 8)
+MICRO_BATCHES = 8
+"""Of the pipeline, whose stage has that many times fewer layers."""
+DEPTHS = (0, 1, 2, 4, 8)
+"""Of swapping everything."""
 
 LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
 """Published for an H200 on PCIe 5."""
@@ -46,6 +58,7 @@ MAX_GROWTH = 1.2
 """Exponent of the time over operators, from ten thousand on: n log n between 10^4 and 10^6 is 1.09."""
 MIN_OF_IDEAL, MIN_OVER_SWAP_FIRST = 0.97, 1.10
 _GROWS_FROM = 10_000
+_PIPELINE = "pipeline, "
 
 _SPEED = (
     Column(key="ms", title="planning ms", formula="processor time of generate_plan"),
@@ -57,7 +70,12 @@ _QUALITY = (
     Column(key="longer", title="longer", formula="step of the plan / step without swapping", simulated=True),
     Column(key="ideal", title="of T*", formula="relaxed bound of the step time / step of the plan", simulated=True),
     Column(key="first", title="swap-first", formula="step of swap_first (the best of depth 0, 1, 2) / step", simulated=True),
-    Column(key="everything", title="swap-all", formula="step of swap_everything / step of the plan", simulated=True),
+    Column(
+        key="everything",
+        title="swap-all",
+        formula="step of swap_everything (the best depth within the budget) / step",
+        simulated=True,
+    ),
 )
 
 
@@ -144,26 +162,33 @@ def speed(device: Device, operators: Sequence[int], *, repeats: int) -> Results:
 
 
 def quality(device: Device, layers: int) -> Results:
-    """A row for each sequence length and budget: `layers` layers of a 7B decoder, one sequence."""
+    """A row for each sequence length and budget: `layers` layers of a 7B decoder, one sequence; and a stage of a pipeline."""
     results = Results("planner quality", device, _QUALITY)
     results.notes.append(f"link: {LINK.d2h_gbps} GB/s out, {LINK.h2d_gbps} GB/s back, {LINK.duplex_gbps} GB/s both at once")
     results.notes.append(f"{layers} layers in the shape of a 7B model's, everything saved, times by arithmetic (LayerShape)")
-    for tokens in TOKENS:
-        trace = layer_chain(LayerShape(tokens=tokens), layers)
+    results.notes.append(f"pipeline: {MICRO_BATCHES} micro-batches, all forwards first, then their backwards in the same order")
+    stage = max(1, layers // MICRO_BATCHES)
+    steps = [("", tokens, layer_chain(LayerShape(tokens=tokens), layers)) for tokens in TOKENS]
+    steps += [(_PIPELINE, tokens, pipeline_chain(LayerShape(tokens=tokens), MICRO_BATCHES, stage)) for tokens in TOKENS]
+    for order, tokens, trace in steps:
         activations = int(memory_curve(trace).max()) - trace.start_bytes
-        everything_us = swap_everything(trace, LINK).step_us
+        everything = [swap_everything(trace, LINK, depth=depth) for depth in DEPTHS]
         for less in LESS:
             budget = max(smallest_budget(trace), trace.start_bytes + activations // less)
             plan = generate_plan(trace, budget, None, LINK)
             first_us = min(swap_first(trace, budget, LINK, depth=depth).step_us for depth in (0, 1, 2))
+            everything_us = min((other.step_us for other in everything if other.peak_bytes <= budget), default=inf)
             figures = {
                 "longer": plan.step_us / trace.duration_us,
                 "ideal": ideal(trace, budget, LINK).step_us / plan.step_us,
                 "first": first_us / plan.step_us,
                 "everything": everything_us / plan.step_us,
             }
-            cells = {key: Figure.of([value], "x", simulated=True) for key, value in figures.items()}
-            results.add(f"s={tokens}, {less}x less", {"tokens": tokens, "less": less, "budget_bytes": budget}, cells)
+            cells: dict[str, Cell] = {key: Figure.of([value], "x", simulated=True) for key, value in figures.items()}
+            if everything_us == inf:
+                cells["everything"] = Waived("swapping everything is not within the budget")
+            params = {"order": order, "tokens": tokens, "less": less, "budget_bytes": budget}
+            results.add(f"{order}s={tokens}, {less}x less", params, cells)
     return results
 
 
@@ -183,11 +208,13 @@ def speed_bounds(table: Results) -> list[Bound]:
 
 
 def quality_bounds(table: Results) -> list[Bound]:
-    """Each plan beside the bound and beside swapping everything; at 4 times less beside swapping the largest first."""
+    """Each plan beside swapping everything; a chain's beside T*, too, and at 4 times less beside swapping the largest first."""
     bounds = []
     for row in table.rows:
-        limits = {"ideal": ("of T*", MIN_OF_IDEAL), "everything": ("over swap-everything", 1.0)}
-        if row.params["less"] == 4:
+        limits = {"everything": ("over swap-everything", 1.0)}
+        if row.params["order"] != _PIPELINE:
+            limits["ideal"] = ("of T*", MIN_OF_IDEAL)
+        if row.params["order"] != _PIPELINE and row.params["less"] == 4:
             limits["first"] = ("over swap-first", MIN_OVER_SWAP_FIRST)
         for key, (what, limit) in limits.items():
             found = median_of(row.cells[key])

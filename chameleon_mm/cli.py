@@ -66,7 +66,10 @@ examples:
   chameleon-mm plan llama-7b --batch 4 --hbm-budget 80GiB
   chameleon-mm plan models:tiny --gpu a100 --json tiny.json --png tiny.png
   chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
+  chameleon-mm plan llama-7b --autocast bfloat16         float32 weights, bfloat16 products
 
+A model's own torch.autocast("cuda") counts as it would on a GPU. The built-in GPT-2s save less than Hugging Face's: they have
+the fused GELU, and their loss in the dtype of the logits. What is printed as a smallest budget may be given as --hbm-budget.
 Exits with 1 if no plan keeps within the budgets.
 """
 _BENCH = {
@@ -181,5 +184,7 @@ def _environment(theme: str, device: Device) -> Mapping[str, Any]:
 
 def _run_doctor(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm import doctor
+    from chameleon_mm.demo.outputs import check_outputs
 
+    check_outputs({"--json": args.json})
     return doctor.run(args.json, console)

@@ -58,7 +58,7 @@ class SwapReport:
     plan_cache_hits: int
     """Steps that were, hook for hook, one that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Steps begun in each phase: "profile" ones were recorded, "steady" ones followed a plan."""
+    """Steps begun in each phase: "profile" ones without a plan, most of them recorded, "steady" ones with one."""
     planning_us: float
     """Host time that making plans took, in all."""
     planned_step_us: float | None
@@ -116,6 +116,8 @@ class SwapReport:
     """Swap-ins, and operators of recorded steps, that found no memory at first and were tried again."""
     steps_run_again: int
     """Times that `run_step` ran a step again, each within a tighter budget than `hbm_budget_bytes`."""
+    lowered_budget_bytes: int | None
+    """The tighter budget that steps are within since; None: no step was run again."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page."""
 
@@ -129,6 +131,7 @@ class SwapReport:
         steps: int,
         hbm_budget_bytes: int,
         peak_hbm_bytes: int,
+        lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
     ) -> SwapReport:
         """The figures that `meter` and `pool` stand at now."""
@@ -176,6 +179,7 @@ class SwapReport:
             pageable_swap_outs=totals.pageable_swap_outs,
             oom_retries=totals.oom_retries,
             steps_run_again=totals.steps_run_again,
+            lowered_budget_bytes=lowered_budget_bytes,
             spans=spans,
         )
 
@@ -217,8 +221,12 @@ class SwapReport:
             ("views gathered, packs of small ones", f"{self.gathers}, {self.carriers}"),
             *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
-            ("steps run again", str(self.steps_run_again)),
+            ("steps run again", self._run_again()),
         ]  # fmt: skip
+
+    def _run_again(self) -> str:
+        since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"
+        return f"{self.steps_run_again}{since}"
 
     def _lateness(self) -> str:
         if not self.prefetches_timed or self.late_us is None:

@@ -182,7 +182,8 @@ class SwapSession:
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
         states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
-        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. A step in which an optimizer of the
+        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. That budget is the session's from
+        then on: the report tells it, and a new session begins with what it is given. A step in which an optimizer of the
         model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
         other ranks, which would not follow. All else that `fn` changes is the caller's: let it take its batch from outside,
         make no scheduler step before the optimizer's, and write no parameter through `.data`, which leaves no trace. A
@@ -212,6 +213,7 @@ class SwapSession:
             self.device,
             steps=self._steps,
             hbm_budget_bytes=self.hbm_budget_bytes,
+            lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             peak_hbm_bytes=self._peak_bytes(),
             adaptation=self._executor.adaptation,
         )

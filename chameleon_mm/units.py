@@ -1,9 +1,13 @@
-"""Sizes: `parse_size("20GiB") -> 21474836480` and back. Suffixes in names elsewhere: `_bytes`, `_us`, `_gbps` (1e9 B/s)."""
+"""Sizes: `parse_size("20GiB") -> 21474836480` and back. Suffixes in names elsewhere: `_bytes`, `_us`, `_gbps` (1e9 B/s).
+
+parse_size(format_size_up(nbytes)) >= nbytes        # what was printed may be given back as a budget
+"""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import floor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -25,14 +29,16 @@ _FACTORS = {
     "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
+_SHOWN = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str, *, what: str = "size") -> int:
     """Bytes of `size`: an int of bytes, or text such as "20GiB", "1.5 MiB", "8GB" (KiB.. are 1024-based, KB.. 1000-based).
 
-    `what` names the argument in the error. Raises `TypeError` for another type, `ValueError` for text that is no size,
-    for a negative size and for a fraction of a byte.
+    What is no whole number of bytes is rounded down, so that a budget is never passed: "112.3GiB" is 120581206835 bytes.
+    `what` names the argument in the error. Raises `TypeError` for another type, `ValueError` for text that is no size, for a
+    negative size, and for a fraction of bytes themselves ("1.5"), where a unit is likely to have been left out.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
         raise TypeError(f'{what}: expected an int of bytes or text such as "20GiB", got {size!r} ({type(size).__name__})')
@@ -43,10 +49,10 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     match = _SIZE.fullmatch(size)
     if match is None or match[2].upper() not in _FACTORS:
         raise ValueError(f'{what}: expected a number and B, KiB, MiB, GiB, TiB, KB, MB, GB or TB ("20GiB"), got {size!r}')
-    exact = Fraction(match[1]) * _FACTORS[match[2].upper()]  # not a float: 1.003 * 1000 is 1002.9999999999999
-    if exact.denominator != 1:
-        raise ValueError(f"{what}: expected a whole number of bytes, got {size!r} = {float(exact)} bytes")
-    return exact.numerator
+    number, factor = Fraction(match[1]), _FACTORS[match[2].upper()]  # not a float: 1.003 * 1000 is 1002.9999999999999
+    if factor == 1 and number.denominator != 1:
+        raise ValueError(f'{what}: expected a whole number of bytes, or a unit after it ("1.5GiB"), got {size!r}')
+    return floor(number * factor)
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -61,11 +67,24 @@ def allocated_size(nbytes: _Bytes) -> _Bytes:
 
 def format_size(nbytes: float) -> str:
     """Text of `nbytes` for people: "1.50 GiB", "12.0 MiB", "512 B"."""
-    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+    for factor, unit in _SHOWN:
         if abs(nbytes) >= factor:
             value = nbytes / factor
             return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_size_up(nbytes: int) -> str:
+    """Text as `format_size` has it, its last digit rounded up: what somebody needs who is to say it back.
+
+    `parse_size` of it is `nbytes` or, by less than a hundredth, more. `nbytes` is 0 or more.
+    """
+    for factor, unit in _SHOWN:
+        if nbytes >= factor:
+            digits = 2 if nbytes < 10 * factor else 1
+            whole, fraction = divmod(-(-nbytes * 10**digits // factor), 10**digits)
+            return f"{whole}.{fraction:0{digits}d} {unit}"
+    return f"{nbytes} B"
 
 
 def format_us(us: float) -> str:

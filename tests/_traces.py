@@ -2,13 +2,14 @@
 
 chain(layers=8)                a transformer-like chain: each layer saves a few tensors, backward uses them in reverse order
 chain(micro_batches=3)         forward and backward in turn
+pipeline(micro_batches=8)      all forwards, then all backwards, first micro-batch first; of 1 layer: first saved, first used
 random_step(random)            branches, repeated saves and uses, storages that nobody may move, odd sizes and orders
 random_plan(random, trace)     any actions that `simulate` accepts for it
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan
@@ -86,6 +87,44 @@ def chain(
     for state in states:
         b.op("aten::_fused_adamw_", 500, OPTIMIZER, op_us / 4, reads=state, writes=state)
     return b.finish(fingerprint)
+
+
+def pipeline(
+    *,
+    micro_batches: int,
+    layers: int,
+    saved_bytes: Callable[[], int] = lambda: 8 * MIB,
+    op_us: float = 170.0,
+) -> Trace:
+    """One step in GPipe's order, each operator of forward saving what it makes, backward twice as long.
+
+    saved_bytes: asked for each.
+    """
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    waiting: list[int] = []
+
+    def hook_came() -> None:
+        while waiting:
+            b.sendable(waiting.pop(), b.num_hooks - 1)
+
+    saved: list[list[int]] = []
+    for _ in range(micro_batches):
+        saved.append([])
+        for _ in range(layers):
+            x = b.tensor(saved_bytes(), TensorKind.ACTIVATION)
+            b.op("aten::mm", 1, FORWARD, op_us, writes=(x,))
+            b.save(x, 1)
+            hook_came()
+            waiting.append(x)
+            b.released(x)
+            saved[-1].append(x)
+    for micro_batch in saved:
+        for x in reversed(micro_batch):
+            b.use(x, 1)
+            hook_came()
+            b.op("aten::mm_backward", 2, BACKWARD, 2 * op_us)
+            b.dies(x)
+    return b.finish(fingerprint=0x61BE)
 
 
 def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) -> Trace:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from chameleon_mm.bench import THEMES, planner
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
-from chameleon_mm.bench._planner_traces import LayerShape, layer_chain, step_of
+from chameleon_mm.bench._planner_traces import LayerShape, layer_chain, pipeline_chain, step_of
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.policy import Candidates, memory_curve
 
@@ -36,6 +36,16 @@ def test_a_chain_saves_what_its_layers_do() -> None:
     assert trace.duration_us == pytest.approx(3 * 3 * sum(us for _, us, _ in shape.parts()))
 
 
+def test_a_pipeline_has_all_forwards_first_and_uses_the_first_micro_batch_first() -> None:
+    shape = LayerShape(tokens=128, hidden=64, ffn=160)
+    trace, chain = pipeline_chain(shape, 3, 2), layer_chain(shape, 6)
+    assert int(memory_curve(trace).max()) == int(memory_curve(chain).max())
+    assert trace.duration_us == pytest.approx(chain.duration_us)
+    saved, used = ([hook.tensor for hook in trace.hooks if hook.use is use] for use in (False, True))
+    assert saved == sorted(saved)
+    assert [saved.index(tensor) for tensor in used] == [*range(23, -1, -1), *range(47, 23, -1), *range(71, 47, -1)]
+
+
 def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     parser = argparse.ArgumentParser()
     planner.add_arguments(parser)
@@ -55,14 +65,17 @@ def test_a_run_writes_both_parts_and_every_bound(tmp_path: Path) -> None:
     assert list(rows["speed"]) == ["1,000 operators", "2,000 operators"]
     assert "waived" in rows["speed"]["1,000 operators"]["growth"]
     assert rows["speed"]["2,000 operators"]["ms"]["simulated"] is False
-    assert list(rows["quality"]) == [f"s={tokens}, {less}x less" for tokens in planner.TOKENS for less in planner.LESS]
+    assert list(rows["quality"]) == [
+        f"{order}s={tokens}, {less}x less" for order in ("", "pipeline, ") for tokens in planner.TOKENS for less in planner.LESS
+    ]
     assert all(cell["simulated"] for cells in rows["quality"].values() for cell in cells.values())
     bounds = {bound["name"]: bound["held"] for bound in written["bounds"]}
     assert bounds["planning, 100,000 operators"] is None
     assert bounds["planning, exponent of its growth"] is None
     assert bounds["s=4096, 4x less: of T*"] is True
     assert bounds["s=32768, 4x less: over swap-first"] is True
-    assert len(bounds) == 3 + 2 * (3 * 2 + 1)
+    assert bounds["pipeline, s=4096, 8x less: over swap-everything"] is True
+    assert len(bounds) == 3 + 2 * (3 * 2 + 1) + 2 * 3
     for shown in (text, markdown.read_text(encoding="utf-8")):
         assert "s=4096, 4x less: over swap-first" in shown
 
@@ -112,10 +125,10 @@ def test_times_are_judged_at_two_sizes_and_growth_from_ten_thousand_on(sim: SimD
 
 def test_quality_is_counted_and_swap_first_is_judged_at_four_times_less(sim: SimDevice) -> None:
     results = Results("planner quality", sim, planner._QUALITY)
-    for less, ideal in ((2, 0.98), (4, 0.96)):
+    for order, less, ideal in (("", 2, 0.98), ("", 4, 0.96), ("pipeline, ", 4, 0.9)):
         values = {"longer": 1.2, "ideal": ideal, "first": 1.05, "everything": 1.5}
-        cells = {key: Figure.of([value], "x", simulated=True) for key, value in values.items()}
-        results.add(f"{less}x", {"tokens": 1, "less": less}, cells)
+        cells: dict[str, Cell] = {key: Figure.of([value], "x", simulated=True) for key, value in values.items()}
+        results.add(f"{order}{less}x", {"order": order, "tokens": 1, "less": less}, cells)
     verdicts = {bound.name: (bound.held, bound.counted) for bound in planner.quality_bounds(results)}
     assert verdicts == {
         "2x: of T*": (True, True),
@@ -123,4 +136,5 @@ def test_quality_is_counted_and_swap_first_is_judged_at_four_times_less(sim: Sim
         "4x: of T*": (False, True),
         "4x: over swap-everything": (True, True),
         "4x: over swap-first": (False, True),
+        "pipeline, 4x: over swap-everything": (True, True),
     }

@@ -50,7 +50,10 @@ def raising(error: BaseException) -> Run:
         (["--help"], ["demo", "doctor", "plan", "bench", "examples:", "Exit codes"]),
         (["demo", "--help"], ["--hbm-budget", "half of what it uses unswapped", "default 0.1", "examples:"]),
         (["doctor", "--help"], ["--json"]),
-        (["plan", "--help"], ["MODEL", "--hbm-budget", "--json", "--png", "llama-7b", "predicted", "examples:"]),
+        (
+            ["plan", "--help"],
+            ["MODEL", "--hbm-budget", "90% of the GPU", "--autocast", "--json", "--png", "llama-7b", "fused GELU"],
+        ),
         (["bench", "--help"], list(THEMES)),
         *([["bench", theme, "--help"], ["--device", "--json", "--markdown"]] for theme in THEMES),
     ],
@@ -169,6 +172,14 @@ def test_doctor_writes_its_findings(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["doctor", "--json", str(path)]) == 0
     assert json.loads(path.read_text())
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [".", "", "/nonexistent/doctor.json"])
+def test_doctor_refuses_what_it_cannot_write_before_it_looks(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", place]) == 2
+    captured = capsys.readouterr()
+    assert "--json: expected a file" in captured.err
+    assert captured.out == ""
 
 
 def test_python_dash_m_is_the_command() -> None:

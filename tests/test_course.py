@@ -7,32 +7,64 @@ from array import array
 
 import pytest
 
-from chameleon_mm.executor.course import MOST_PLANS, SAMPLES, WORTH_A_PLAN, Course, Variant
+from chameleon_mm.executor.course import LATELY, MOST_PLANS, SAMPLES, WORTH_A_PLAN, Course, Variant
+from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.step_timing import StepTime
-from chameleon_mm.policy import SwapPlan, memory_curve
-from chameleon_mm.profiler.step_record import StepRecord
-from chameleon_mm.trace.recurring import with_extra
-from tests._traces import chain, plan_of
+from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
+from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
+from chameleon_mm.units import allocated_size
+from tests._traces import H200_LINK, chain, plan_of
 
 TRACE = chain(layers=2)
+FIRST = Candidates.of(TRACE)
+TENSOR = int(FIRST.tensor[0])
 
 
-def plan(step_us: float, stall_us: float = 0.0) -> SwapPlan:
-    return dataclasses.replace(plan_of(TRACE), step_us=step_us, stall_us=stall_us)
+def plan(step_us: float) -> SwapPlan:
+    """Each moves most of a storage, all but as many bytes as microseconds: no two are alike. Compute waits for both copies."""
+    sendable, first, use = (int(column[0]) for column in (FIRST.sendable, FIRST.first, FIRST.use))
+    moved = Action(
+        tensor=TENSOR,
+        nbytes=int(FIRST.nbytes[0]) - int(step_us),
+        out_at=max(sendable, first),
+        reclaim_at=max(sendable, first),
+        in_at=use,
+        use_at=use,
+    )
+    return dataclasses.replace(plan_of(TRACE, [moved]), step_us=step_us)
+
+
+def foreseen(plan: SwapPlan) -> tuple[float, float]:
+    """Its stalls, at the reclaim and for the copy back."""
+    timeline = simulate(TRACE, plan, H200_LINK)
+    return timeline.out_stalls_us[TENSOR], timeline.in_stalls_us[TENSOR]
 
 
 def course(*plans: SwapPlan) -> Course:
-    nothing = StepRecord(fingerprint=TRACE.fingerprint, features=(), save_of=array("i"))
-    made = Course(nothing, TRACE)
-    made.offer(plans)
+    hooks = len(TRACE.hook_tick)
+    record = StepRecord(fingerprint=TRACE.fingerprint, features=tuple(range(hooks)), save_of=array("i", [NOT_A_USE] * hooks))
+    made = Course(record, TRACE)
+    made.offer(plans, H200_LINK)
     return made
 
 
-def took(step_us: float, stalls_us: dict[int, float] | None = None, *, busy_us: float | None = None) -> StepTime:
-    return StepTime(step_us, stalls_us or {}, step_us if busy_us is None else busy_us)
+def took(
+    step_us: float,
+    in_stalls_us: dict[int, float] | None = None,
+    out_stalls_us: dict[int, float] | None = None,
+    *,
+    busy_us: float | None = None,
+) -> StepTime:
+    return StepTime(step_us, in_stalls_us or {}, out_stalls_us or {}, step_us if busy_us is None else busy_us)
 
 
-def follow(made: Course, step_us: dict[float, float], steps: int = 1, stalls_us: dict[int, float] | None = None) -> list[float]:
+def follow(
+    made: Course,
+    step_us: dict[float, float],
+    steps: int = 1,
+    stalls_us: dict[int, float] | None = None,
+    out_stalls_us: dict[int, float] | None = None,
+) -> list[float]:
     """Steps under whatever is current. `step_us`: what each takes, by what its plan foresaw. Returns which were followed."""
     followed = []
     for _ in range(steps):
@@ -40,7 +72,7 @@ def follow(made: Course, step_us: dict[float, float], steps: int = 1, stalls_us:
         assert current is not None
         foreseen = current.script.plan.step_us
         followed.append(foreseen)
-        made.measured(current, took(step_us[foreseen], stalls_us))
+        made.measured(current, took(step_us[foreseen], stalls_us, out_stalls_us))
     return followed
 
 
@@ -48,7 +80,7 @@ def test_without_a_plan_there_is_none_to_follow() -> None:
     made = course()
     assert made.current is None
     assert made.settled
-    assert not made.wants_better()
+    assert not made.learn_stalls()
 
 
 def test_one_plan_needs_no_trial() -> None:
@@ -78,42 +110,121 @@ def test_the_one_that_was_kept_is_left_when_it_becomes_slower() -> None:
 
 
 def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
-    made = course(plan(100.0, stall_us=10.0))
-    follow(made, {100.0: 100.0}, SAMPLES - 1, {3: 30.0})
-    assert not made.wants_better()  # not judged yet
-    follow(made, {100.0: 100.0}, 1, {3: 30.0})
-    assert made.wants_better()
+    made = course(plan(100.0))
+    _, foreseen_us = foreseen(plan(100.0))
+    follow(made, {100.0: 100.0}, SAMPLES - 1, {TENSOR: foreseen_us + 20.0})
+    assert not made.learn_stalls()  # not judged yet
+    follow(made, {100.0: 100.0}, 1, {TENSOR: foreseen_us + 20.0, 7: 5.0})
+    assert made.learn_stalls()
+    assert made.lead_us == {TENSOR: pytest.approx(20.0), 7: 5.0}
+    assert made.lag_us == {}
 
 
 def test_a_stall_that_was_foreseen_wants_none() -> None:
-    made = course(plan(100.0, stall_us=10.0))
-    follow(made, {100.0: 100.0}, SAMPLES, {3: 10.0 + WORTH_A_PLAN * 100.0})
-    assert not made.wants_better()
+    made = course(plan(100.0))
+    out_us, in_us = foreseen(plan(100.0))
+    assert out_us > 0 and in_us > 0
+    follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + WORTH_A_PLAN * 100.0}, {TENSOR: out_us})
+    assert not made.learn_stalls()
+
+
+def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
+    made = course(plan(100.0))
+    out_us, in_us = foreseen(plan(100.0))
+    more_us = 0.9 * out_us
+    assert more_us > WORTH_A_PLAN * 100.0
+    follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + more_us}, {})
+    assert made.learn_stalls()
+
+
+def test_a_reclaim_that_waits_longer_is_to_come_later() -> None:
+    made = course(plan(100.0))
+    out_us, _ = foreseen(plan(100.0))
+    follow(made, {100.0: 100.0}, SAMPLES, {}, {TENSOR: out_us + 30.0})
+    assert made.learn_stalls()
+    assert made.lead_us == {}
+    assert made.lag_us == {TENSOR: pytest.approx(30.0)}
+
+
+def test_leads_add_up_over_plans_of_which_the_kept_one_tells() -> None:
+    made = course(plan(100.0))
+    follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
+    assert made.learn_stalls()
+    made.offer([plan(101.0)], H200_LINK)
+    follow(made, {101.0: 150.0}, SAMPLES, {8: 90.0})  # slower: the first one stays
+    assert made.current is made.variants[0]
+    follow(made, {100.0: 100.0}, 1, {7: 40.0})
+    assert made.learn_stalls()
+    assert made.lead_us == {7: 90.0}
+
+
+def test_where_the_planner_has_nothing_else_it_is_not_asked_again() -> None:
+    made = course(plan(100.0))
+    follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
+    assert made.learn_stalls()
+    made.offer([plan(100.0)], H200_LINK)
+    assert len(made.variants) == 1
+    assert not made.learn_stalls()
 
 
 def test_after_the_most_plans_the_best_of_them_stays() -> None:
     made = course(plan(100.0))
     for i in range(1, MOST_PLANS):
-        follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {0: 50.0})
-        assert made.wants_better()
-        made.offer([plan(100.0 + i)])
+        follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
+        assert made.learn_stalls()
+        made.offer([plan(100.0 + i)], H200_LINK)
         assert not made.settled
-    follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {0: 50.0})
+    follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
     assert len(made.variants) == MOST_PLANS
-    assert not made.wants_better()
+    assert not made.learn_stalls()
     assert made.current is made.variants[-1]
 
 
 def test_a_step_that_needs_more_forgets_what_was_planned() -> None:
     made = course(plan(100.0), plan(101.0))
     follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES)
-    before = made.first_hook_bytes
-    assert before == int(memory_curve(TRACE)[TRACE.hook_tick[0]])
-    made.replace(with_extra(TRACE, 4096), [plan(102.0)])
-    assert made.first_hook_bytes == before + 4096
-    assert follow(made, {102.0: 1.0}) == [102.0]
-    made.replace(TRACE, [])
+    made.plan_for(Need(extra_bytes=4096, spikes={3: 512}))
     assert made.current is None
+    curve = memory_curve(TRACE) + 4096
+    curve[3] += 512
+    assert memory_curve(made.trace).tolist() == curve.tolist()
+    made.offer([plan(102.0)], H200_LINK)
+    assert follow(made, {102.0: 1.0}) == [102.0]
+    made.plan_for(Need())
+    assert memory_curve(made.trace).tolist() == memory_curve(TRACE).tolist()
+
+
+def test_what_was_needed_once_is_not_planned_for_for_ever() -> None:
+    made = course()
+    made.plan_for(Need(extra_bytes=9000, spikes={3: 5000}))
+    for _ in range(LATELY - 1):
+        assert made.took(Need(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
+    assert made.took(Need(extra_bytes=300), spare_bytes=1000) == Need(extra_bytes=300, spikes={4: 600})
+    assert made.took(Need(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
+
+
+def test_what_is_needed_now_and_then_stays_planned_for() -> None:
+    made = course()
+    made.plan_for(Need(extra_bytes=9000))
+    for step in range(3 * LATELY):
+        assert made.took(Need(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
+
+
+def test_what_a_step_allocates_between_its_hooks() -> None:
+    made = course()
+    ticks = [*TRACE.hook_tick.tolist(), TRACE.num_ticks]
+    born = {j: tensor.born for j, tensor in enumerate(TRACE.tensors) if tensor.born >= 0}
+    for hook in range(-1, len(ticks) - 1):
+        since = ticks[hook] if hook >= 0 else -1
+        for later in range(max(hook, 0), len(ticks)):
+            made_bytes = sum(
+                allocated_size(TRACE.tensors[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
+            )
+            assert made.allocated_between(hook, later) == made_bytes
+        between = made.ticks_between(hook, hook + 1)
+        assert len(range(*between.indices(TRACE.num_ticks))) >= 1
+        if ticks[hook + 1] > since + 1:
+            assert (between.start, between.stop) == (since + 1, ticks[hook + 1])
 
 
 def test_a_plan_of_another_trace_is_refused() -> None:
@@ -133,16 +244,25 @@ def test_the_measured_time_is_the_median_of_the_latest() -> None:
 
 def test_operators_that_take_longer_than_the_trace_has_it() -> None:
     ops_us, heads_us, stall_us = TRACE.duration_us, 7.0, 20.0
-    made = course(plan(ops_us + heads_us + stall_us, stall_us=stall_us))
+    made = course(dataclasses.replace(plan(100.0), step_us=ops_us + heads_us + stall_us, stall_us=stall_us))
     made.measured(made.variants[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
     assert made.slowdown == 1.0  # not judged yet
     made.measured(made.variants[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
     assert made.slowdown == pytest.approx(2.5)
+    made.plan_for(Need(extra_bytes=512))
+    made.offer([dataclasses.replace(plan(100.0), step_us=ops_us)], H200_LINK)
+    for _ in range(SAMPLES):
+        made.measured(made.variants[0], took(9e9, busy_us=2.5 * ops_us))
+    made.correct_times()
+    assert (made.times_corrected, made.variants) == (1, [])
+    assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
+    made.plan_for(Need())
+    assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
 
 
 def test_how_long_operators_take_is_asked_of_the_plan_that_is_kept() -> None:
     ops_us = TRACE.duration_us
-    made = course(plan(ops_us), plan(ops_us))
+    made = course(*(dataclasses.replace(plan(us), step_us=ops_us) for us in (100.0, 101.0)))
     for variant, busy_us in zip(made.variants, (0.5 * ops_us, 2.0 * ops_us), strict=True):
         for _ in range(SAMPLES):
             assert made.slowdown == 1.0

@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+import chameleon_mm
 from chameleon_mm.cli import main
 from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
@@ -30,6 +33,7 @@ from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
 from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, train
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
+from chameleon_mm.units import format_size_up, parse_size
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
 TINY_ARGS = [
@@ -436,6 +440,32 @@ def test_a_broken_budget_fails_and_says_what_stayed() -> None:
     assert not failed.passed
     assert verdicts(failed)[0].startswith("bit-identical: yes")
     assert "kept on the device: small: 7" in verdicts(failed)[1]
+    assert f"raise --hbm-budget to {format_size_up(failed.swapped.peak_bytes)}, which this run took" in verdicts(failed)[1]
+    assert parse_size(format_size_up(failed.swapped.peak_bytes)) >= failed.swapped.peak_bytes
+
+
+def test_what_the_library_warned_of_stands_between_bits_and_budget() -> None:
+    said = "no plan for a step of 9 hooks: hbm_budget: expected 4096 bytes or more"
+    lines = verdicts(outcome(hbm_budget_bytes=1, remarks=(said,)))
+    assert [line.partition(":")[0] for line in lines] == ["bit-identical", "no plan for a step of 9 hooks", "budget not held"]
+    assert "what plans take, above" in lines[2]
+    assert outcome(remarks=(said,)).to_dict({})["remarks"] == [said]
+
+
+def test_warnings_are_heard_and_printed_nowhere_else() -> None:
+    program = (
+        "import logging\n"
+        "from chameleon_mm.demo.remarks import remarks\n"
+        "logger = logging.getLogger('chameleon_mm.somewhere')\n"
+        "with remarks() as said:\n"
+        "    logger.info('unheard'); logger.warning('no plan: %d', 3)\n"
+        "logger.warning('after')\n"
+        "print(said)"
+    )
+    root = Path(chameleon_mm.__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "['no plan: 3']\n"
+    assert done.stderr == "after\n"
 
 
 def test_a_run_that_does_not_reproduce_itself_is_another_finding() -> None:
@@ -473,6 +503,26 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     # At the unswapped peak at least half of the bytes had to be elsewhere.
     assert data["report"]["peak_host_bytes"] >= data["unswapped"]["peak_bytes"] - data["hbm_budget_bytes"]
     assert min(data["report"]["bytes_swapped_out"], data["report"]["bytes_swapped_in"]) > 0
+
+
+def test_a_budget_below_every_plan_is_told_with_the_smallest_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "demo.json"
+    assert main(["demo", *TINY_ARGS, "--hbm-budget", "1MiB", "--json", str(path)]) == 1
+    captured = capsys.readouterr()
+    data = json.loads(path.read_text())
+    assert data["report"]["plan_cache_hits"] == 0  # whole rows have come before, but not with a plan
+    assert not any(step["plan_known"] for step in data["steps"])
+    said = next(remark for remark in data["remarks"] if remark.startswith("no plan for a step"))
+    smallest = re.search(r"hbm_budget: expected (\d+) bytes", said)
+    assert smallest is not None
+    assert int(smallest[1]) > 1 << 20
+    assert said in captured.out
+    assert "no plan for a step" not in captured.err
+    enough = re.search(r"raise --hbm-budget to (.+), which this run took", captured.out)
+    assert enough is not None
+    assert main(["demo", *TINY_ARGS, "--hbm-budget", enough[1]]) == 0
 
 
 def test_the_demo_writes_report_and_trace(tmp_path: Path) -> None:
@@ -537,7 +587,10 @@ def test_a_peak_above_the_budget_fails_the_demo(monkeypatch: pytest.MonkeyPatch,
         (["--heads", "5"], "multiple of heads"),
         (["--dropout", "1"], "dropout"),
         (["--text", "/nonexistent"], "--text"),
-        (["--json", "/nonexistent/demo.json"], "existing folder"),
+        (["--json", "/nonexistent/demo.json"], "--json: expected a file in an existing folder"),
+        (["--json", "."], "--json: expected a file to write, got ., a folder"),
+        (["--report", "."], "--report: expected a file to write"),
+        (["--trace", "/nonexistent/trace.json"], "--trace: expected a file in an existing folder"),
     ],
 )
 def test_bad_usage_is_told_before_anything_is_trained(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -100,6 +102,34 @@ def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
         training.step(word)
     assert training.counts[0] == before[0]
     assert training.counts[2] == before[2] + 6
+
+
+def rarely(rng: Random, often: str, seldom: str) -> list[str]:
+    return [seldom if rng.random() < 0.15 else often for _ in range(100)]
+
+
+RARE = {
+    "every fifth": ["tsecst", "tsecst", "tsecst", "tsecst", "ttssec"] * 5,
+    "every tenth": [*["tsecst"] * 9, "ttssec"] * 4,
+    "now and then": rarely(Random(1), "tsecst", "ttssec"),
+    "told apart late": rarely(Random(2), "tsecstce", "tsecstcs"),
+    "one that goes on where the other ends": ["tse", "tse", "tse", "tsec"] * 6,
+}
+
+
+@pytest.mark.parametrize("words", RARE.values(), ids=RARE)
+def test_a_sequence_that_is_never_expected_is_recorded_once_too(words: Sequence[str]) -> None:
+    """And follows its plan from then on."""
+    training = Training()
+    recorded, planned = Counter[str](), Counter[str]()
+    for word in words:
+        detailed, _, hits = training.counts
+        training.step(word)
+        recorded[word] += training.counts[0] - detailed
+        planned[word] += training.counts[2] - hits
+    assert recorded == dict.fromkeys(words, 1)
+    assert min(planned.values()) > 0
+    assert planned[words[0]] == Counter(words)[words[0]] - 1  # the common one misses nothing
 
 
 def test_another_known_step_takes_over_in_the_middle() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from chameleon_mm.executor.link_rates import UNMEASURED_LINK, link_cost_for, rat
 from chameleon_mm.executor.meter import CopySpan
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.engine import CopyEngine
+from chameleon_mm.transfer import CalibrationCache, calibrate
 from chameleon_mm.units import MIB
 
 TRUE = LinkCost(d2h_gbps=40.0, h2d_gbps=50.0, duplex_gbps=70.0)
@@ -85,6 +88,77 @@ def test_whatever_was_copied_the_result_is_a_link(copies: Sequence[tuple[bool, f
     ]
     got = rates_of(timed, UNMEASURED_LINK)
     assert max(got.d2h_gbps, got.h2d_gbps) <= got.duplex_gbps <= got.d2h_gbps + got.h2d_gbps + 1e-9
+
+
+BAD = [
+    CopySpan("in", 1e4, 1e4, 512),
+    CopySpan("out", 1e4, 9e3, 8 * MIB),
+    CopySpan("out", 1e4, nan, 8 * MIB),
+    CopySpan("in", nan, 1e4, 8 * MIB),
+    CopySpan("out", 1e4, inf, 8 * MIB),
+    CopySpan("in", -inf, inf, 8 * MIB),
+    CopySpan("out", 0.0, 1e300, 8 * MIB),
+    CopySpan("out", 1e300, 1.1e300, 8 * MIB),
+    CopySpan("in", 1e14, 1e14 + 500.0, 8 * MIB),
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("place", [0, 3, 12])
+def test_a_copy_that_was_timed_wrong_is_left_out(bad: CopySpan, place: int) -> None:
+    good = [*spans("out", 6, gbps=30.0), *spans("in", 6, gbps=20.0, start_us=1e5)]
+    assert rates_of([*good[:place], bad, *good[place:]], TRUE) == rates_of(good, TRUE)
+
+
+def test_where_all_were_timed_wrong_the_link_is_what_it_was() -> None:
+    assert rates_of(BAD[:-1] * 8, TRUE) == TRUE
+    quick = [CopySpan("out", i * 1e3, i * 1e3 + 6.3, 1 << 62) for i in range(8)]  # no link is that fast
+    assert rates_of(quick, TRUE) == TRUE
+
+
+@given(
+    st.lists(
+        st.builds(CopySpan, st.sampled_from(("out", "in")), st.floats(), st.floats(), st.integers(0, 1 << 62)),
+        max_size=20,
+    )
+)
+def test_whatever_the_clock_says_there_is_a_link(timed: Sequence[CopySpan]) -> None:
+    rates_of(timed, TRUE)
+
+
+def test_what_the_link_was_long_ago_does_not_count() -> None:
+    then, now = spans("out", 50, gbps=10.0), spans("out", 8, gbps=30.0, start_us=400e6)
+    assert rates_of([*then, *now], TRUE).d2h_gbps == pytest.approx(30.0)
+    assert rates_of([*spans("out", 5_000, gbps=10.0), *spans("out", 4_000, gbps=30.0, start_us=5e6)], TRUE).d2h_gbps == (
+        pytest.approx(30.0)
+    )
+
+
+def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
+    """Spans are on one clock that goes on; what is near each other on it is told apart as ever."""
+    hour_us = 3_600e6
+    alone = [*spans("out", 6, gbps=40.0), *spans("in", 6, gbps=50.0, start_us=1e5)]
+    beside = [CopySpan(way, 1e6 + 5.0 * (way == "in"), 1e6 + 1_000.0, int(25e6)) for way in ("out", "in")]
+    first = rates_of([*alone, *beside], TRUE)
+    later = [dataclasses.replace(s, start_us=s.start_us + hour_us, end_us=s.end_us + hour_us) for s in (*alone, *beside)]
+    got = rates_of(later, TRUE)
+    for knob in ("d2h_gbps", "h2d_gbps", "duplex_gbps"):
+        assert getattr(got, knob) == pytest.approx(getattr(first, knob), rel=1e-6)
+
+
+def kept(monkeypatch: pytest.MonkeyPatch, *, h2d: float, d2h: float, duplex: float) -> LinkCost:
+    """What becomes of a calibration with these rates."""
+    calibration = dataclasses.replace(calibrate(cm.SimDevice(), rounds=1), h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
+    monkeypatch.setattr(CalibrationCache, "load", lambda *_: calibration)
+    return link_cost_for(cm.SimDevice())
+
+
+def test_a_kept_link_carries_both_ways_at_most_what_it_does_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=25.0).duplex_gbps == 25.0
+    assert kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=31.0).duplex_gbps == 30.0
+    assert kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=15.0).duplex_gbps == 20.0
+    assert kept(monkeypatch, h2d=20.0, d2h=10.0, duplex=inf).duplex_gbps == 20.0
+    assert kept(monkeypatch, h2d=inf, d2h=10.0, duplex=25.0) == UNMEASURED_LINK
 
 
 def test_a_link_that_nobody_measured_is_the_datasheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

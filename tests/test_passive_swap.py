@@ -1,12 +1,12 @@
 """Memory that runs out: at every allocation of a step; on a device of a quarter of what the step takes; just at the budget.
 
-Counted are all allocations: those of torch's operators and those of the executor itself.
+Counted are all allocations: those of torch's operators and those of the executor itself. At the end: what goes first.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.demo.command import SIZES
+from chameleon_mm.demo.compare import first_difference
 from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.demo.text import draw_batches, read_text
+from chameleon_mm.demo.train import TrainConfig, train
 from chameleon_mm.device.sim.memory import Ledger
-from chameleon_mm.units import KIB
+from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.units import KIB, MIB
 
 RECORDED, STEADY = 0, 1
 """Steps by their number: the first is recorded, the others follow the plan."""
@@ -294,3 +300,106 @@ def test_unswapped_it_does_not_fit(unswapped: tuple[int, list[Tensor]]) -> None:
     run = GptRun(cm.SimDevice(hbm_bytes=unswapped[0] // 4))
     with run.device.compute(), pytest.raises(torch.OutOfMemoryError):
         run.step(run.rows[0])
+
+
+@pytest.mark.slow
+def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> None:
+    """The demo's default sizes, its sequence of steps shortened: whole rows, an evaluation, half rows, whole ones again."""
+    size = SIZES["simulated"]
+    model = GPTConfig(layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"])
+    config = TrainConfig(model=model, steps=6, batch=size["batch"])
+    rows = draw_batches(read_text(), steps=config.steps, batch=config.batch, context=size["context"], seed=0)
+    unswapped = train(config, rows, cm.SimDevice())
+    device = cm.SimDevice(hbm_bytes=unswapped.peak_bytes // 4)
+    sessions: list[cm.SwapSession] = []
+
+    def session_of(gpt: GPT) -> cm.SwapSession:
+        sessions.append(cm.SwapSession(device=device, model=gpt))
+        return sessions[0]
+
+    swapped = train(config, rows, device, session_of)
+    assert first_difference(unswapped, swapped) is None
+    assert swapped.peak_bytes <= sessions[0].hbm_budget_bytes < device.capacity
+    assert sessions[0].report().oom_retries == 0
+
+
+# --- what goes first
+
+
+class Holding:
+    """An executor without a budget that has the only references to saved tensors of `sizes` MiB.
+
+    The first `copied` MiB are on their way to the host, which pins no more than those, so that the rest stays on the device.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, copied: int = 0) -> None:
+        self.device = cm.SimDevice(hbm_bytes="256MiB")
+        pool = cm.PinnedPool(max(copied, 1) * MIB, self.device, chunk_bytes=max(copied, 1) * MIB)
+        self.block = None if copied else pool.allocate(MIB)
+        rule, protected = DefaultRule(min_bytes=KIB), ProtectedStorages(())
+        self.executor = Executor(self.device, pool, rule=rule, limits=Limits(), protected=protected)
+        with self.device.compute():
+            self.handles = {mib: self._save(mib) for mib in sizes}
+            self._save(0)  # a hook after the last operator: at it goes what that one saved
+
+    def _save(self, mib: int) -> SwappedView:
+        handle = self.executor.save(torch.full((mib * MIB,), mib, dtype=torch.uint8))
+        torch.zeros((), requires_grad=True) * 1.0  # another operator: the one that saved is over
+        return handle  # type: ignore[return-value]  # of nothing it is another handle, which nobody asks
+
+    def use(self, mib: int) -> None:
+        with self.device.compute():
+            assert bool((self.executor.use(self.handles[mib]) == mib).all())
+
+    def storage(self, mib: int) -> torch.UntypedStorage:
+        storage = self.handles[mib].claim.saved.device
+        assert storage is not None
+        return storage
+
+    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage] = ()) -> int:
+        """MiB of device memory that went."""
+        with self.device.compute():
+            before = self.device.allocated_bytes()
+            said = self.executor.free_something(nbytes, busy)
+            freed = before - self.device.allocated_bytes()
+        assert said is (freed > 0)
+        return freed // MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "went"),
+    [(3 * MIB, 4), (4 * MIB, 4), (4 * MIB + 1, 8), (9 * MIB, 16), (17 * MIB, 16), (1, 1), (0, 1)],
+)
+def test_the_smallest_that_is_large_enough_goes_else_the_largest(nbytes: int, went: int) -> None:
+    held = Holding([4, 16, 1, 8])
+    assert held.free_something(nbytes) == went
+    held.use(went)
+
+
+def test_one_after_another_goes_until_nothing_is_left() -> None:
+    held = Holding([4, 16, 1, 8])
+    assert [held.free_something(6 * MIB) for _ in range(5)] == [8, 16, 4, 1, 0]
+
+
+def test_what_the_operator_uses_never_goes() -> None:
+    held = Holding([4, 16, 1, 8])
+    assert held.free_something(6 * MIB, [held.storage(8)]) == 16
+    assert held.free_something(6 * MIB, [held.storage(8), held.storage(4), held.storage(1)]) == 0
+
+
+def test_what_is_on_its_way_out_goes_first_and_costs_no_other_copy() -> None:
+    held = Holding([4, 16, 8, 2], copied=20)
+    assert held.free_something(8 * MIB) == 4 + 16
+    assert held.free_something(8 * MIB) == 8
+
+
+def test_what_the_host_has_too_goes_before_what_it_has_not_unless_it_is_in_use() -> None:
+    held = Holding([4, 16, 8, 2], copied=20)
+    assert held.free_something(1) == 4 + 16
+    held.use(16)  # and 4, which is used next, is brought back ahead
+    here = held.storage(4)
+    assert held.free_something(2 * MIB, [here]) == 2
+    del here
+    assert held.free_something(2 * MIB) == 4
+    held.use(4)
+    assert held.free_something(2 * MIB) == 8

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,14 +18,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 import chameleon_mm
 from chameleon_mm.cli import main
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.planning.budgets import HIDDEN_WITHIN
 from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, built_in
 from chameleon_mm.planning.command import add_arguments
+from chameleon_mm.planning.gpu_autocast import gpu_autocast
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.llama import Llama, LlamaShape
 from chameleon_mm.planning.prediction import Prediction, link_of, predict
@@ -34,8 +38,9 @@ from chameleon_mm.planning.show import assumptions, show, verdicts
 from chameleon_mm.planning.sources import source_of
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 from chameleon_mm.policy import memory_curve, peak_memory, simulate
+from chameleon_mm.session import SwapSession
 from chameleon_mm.trace import StepPhase, TensorKind
-from chameleon_mm.units import GIB, MIB
+from chameleon_mm.units import GIB, MIB, format_size, format_us, parse_size
 
 H200 = SPECS["h200"]
 LLAMA = LlamaShape(layers=2, width=64, heads=4, kv_heads=2, ffn=160, vocabulary=100, context=64)
@@ -67,6 +72,29 @@ def scalar():
 def converted():
     return Mlp().to(torch.float16), (torch.randn(2, 64, dtype=torch.float16),), lambda out, batch: out.sum()
 
+class Amp(nn.Module):
+    def __init__(self, autocast):
+        super().__init__()
+        self.linear, self.norm, self.autocast = nn.Linear(64, 64), nn.LayerNorm(64), autocast
+    def forward(self, x):
+        with self.autocast():
+            return self.norm(self.linear(x)).sum()
+
+@torch.autocast("cuda", dtype=torch.bfloat16)
+def decorated(model, x): return model.norm(model.linear(x)).sum()
+
+def amp(): return Amp(lambda: torch.autocast("cuda", dtype=torch.bfloat16)).float(), torch.randn(64, 64).float()
+def amp_off(): return Amp(lambda: torch.autocast("cuda", torch.bfloat16, enabled=False)).float(), torch.randn(64, 64).float()
+def amp_by_name(): return Amp(lambda: torch.amp.autocast("cuda", torch.bfloat16)).float(), torch.randn(64, 64).float()
+def amp_decorated():
+    class Model(Amp):
+        def forward(self, x): return decorated(self, x)
+    return Model(None).float(), torch.randn(64, 64).float()
+def amp_half(): return Amp(lambda: torch.autocast("cuda")).float(), torch.randn(64, 64).float()
+
+def wide(): return Mlp().float(), torch.randn(2, 64).float(), lambda out, x: out.sum()
+def leaves(): raise SystemExit(3)
+def talks(): raise ValueError("one of " + ", ".join(f"Config{i}" for i in range(1000)))
 def nothing(): pass
 def numbers(): return 3, 4
 def no_loss(): return Mlp(), torch.randn(2, 64)
@@ -87,6 +115,18 @@ def llama() -> Workload:
 def gpt2() -> Workload:
     model, ids = Gpt2(Gpt2Shape(layers=2, width=64, heads=4, vocabulary=100)), torch.zeros(2, 64, dtype=torch.int64)
     return Workload(about="a small gpt2", model=model, loss=lambda: model.loss(ids, ids))
+
+
+def large_llama() -> Workload:
+    """A llama of some hundred MiB of activations: the smallest budgets are found to a MiB."""
+    shape = LlamaShape(layers=4, width=256, heads=4, kv_heads=2, ffn=640, vocabulary=100, context=2048)
+    model, ids = Llama(shape), torch.zeros(4, 2048, dtype=torch.int64)
+    return Workload(about="a large llama", model=model, loss=lambda: model.loss(ids))
+
+
+def large_gpt2() -> Workload:
+    model, ids = Gpt2(Gpt2Shape(layers=4, width=256, heads=4, vocabulary=100)), torch.zeros(8, 1024, dtype=torch.int64)
+    return Workload(about="a large gpt2", model=model, loss=lambda: model.loss(ids, ids))
 
 
 def recorded(build: Build, *, optimizer: str = "adamw", min_bytes: int = 1) -> RecordedStep:
@@ -201,6 +241,76 @@ def test_what_is_below_min_bytes_never_moves() -> None:
     assert 0 < len(sizes[1]) < len(sizes[0])
 
 
+# --- autocast
+
+
+def saved_dtypes(build: Build, **options: Any) -> dict[str, set[int]]:
+    """By operator: bytes of a number in what it writes, of 64 x 64 numbers."""
+    trace = recorded_with(build, **options).trace
+    return {
+        op.name: {int(trace.tensor_bytes[tensor]) // 64**2 for tensor in op.writes}
+        for op in trace.ops
+        if op.phase is StepPhase.FORWARD
+    }
+
+
+def recorded_with(build: Build, autocast: torch.dtype | None = None) -> RecordedStep:
+    return record_step(build, H200, dtype=torch.float32, optimizer="none", min_bytes=1, autocast=autocast)
+
+
+@pytest.mark.parametrize("function", ["amp", "amp_by_name", "amp_decorated", "amp_half"])
+def test_autocast_for_cuda_casts_without_a_gpu(models: str, function: str) -> None:
+    """Products in two bytes; what CUDA's autocast has in float32, four, though the CPU's has it not."""
+    source = source_of(f"{models}:{function}", batch=None, seq=None, dtype=torch.float32)
+    written = saved_dtypes(source)
+    assert written["aten::addmm"] == {2}
+    assert 4 in written["aten::native_layer_norm"]
+    assert 2 not in written["aten::native_layer_norm"]
+
+
+def test_autocast_that_is_off_stays_off(models: str) -> None:
+    written = saved_dtypes(source_of(f"{models}:amp_off", batch=None, seq=None, dtype=torch.float32))
+    assert written["aten::addmm"] == {4}
+
+
+def test_autocast_is_as_it_was_afterwards(models: str) -> None:
+    original = torch.autocast.__init__
+    source = source_of(f"{models}:amp", batch=None, seq=None, dtype=torch.float32)
+    assert torch.autocast.__init__ is original
+    recorded_with(source)
+    assert torch.autocast.__init__ is original
+    with pytest.raises(ValueError, match="inside"), gpu_autocast():
+        raise ValueError("inside")
+    assert torch.autocast.__init__ is original
+
+
+def test_a_built_in_model_is_put_under_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", "gpt2", "--seq", "64", "--autocast", "bfloat16", "--json", str(path)]) == 0
+    assert "million parameters, float32, under autocast to bfloat16, optimizer" in capsys.readouterr().out
+    told = json.loads(path.read_text())
+    assert (told["dtype"], told["autocast"]) == ("float32", "bfloat16")
+    plain, narrow = recorded_with(llama), recorded_with(llama, torch.bfloat16)
+    assert plain.dtype == narrow.dtype == "float32"
+    assert peak_memory(narrow.trace).by_kind[TensorKind.ACTIVATION] < peak_memory(plain.trace).by_kind[TensorKind.ACTIVATION]
+
+
+@pytest.mark.parametrize("group", ["torch_fp32", "nn_fp32", "methods_fp32"])
+def test_what_cudas_autocast_has_in_float32_is_torchs_own_list(group: str) -> None:
+    """The list by which torch tests CUDA's autocast, run on the CPU."""
+    lists = AutocastTestLists(torch.device("cpu"))
+    cases = getattr(lists, group)
+    assert cases
+    for name, args, *more in cases:
+        function: Any = getattr(args[0], name) if group == "methods_fp32" else None
+        for owner in (torch, F, torch._C._nn):
+            function = function or getattr(owner, name, None)
+        keywords = more[0] if more and isinstance(more[0], dict) else {}
+        with GpuOperators(), gpu_autocast(), torch.autocast("cuda", dtype=torch.bfloat16):
+            result = function(*(args[1:] if group == "methods_fp32" else args), **keywords)
+        assert result.dtype is torch.float32, name
+
+
 # --- the prediction
 
 
@@ -227,11 +337,86 @@ def test_a_budget_between_is_met_and_nothing_beats_the_bound() -> None:
     assert recomputed.peak_bytes < unswapped.peak_bytes
 
 
-def test_the_smallest_budget_that_hides_all_copies_does() -> None:
-    outcome = predicted(lambda step: peak_memory(step.trace).nbytes)
-    again = predict(outcome.step, H200, outcome.hidden_budget_bytes, None)
+def said_budgets(outcome: Prediction) -> tuple[int, int]:
+    """The smallest budget of all and the one that hides all copies, as somebody reads them."""
+    lines = [line for line in verdicts(outcome) if line.startswith("smallest budget")]
+    assert len(lines) == 1
+    found = re.search(r": ([\d.]+ \w+) with any plan, ([\d.]+ \w+) with all copies hidden", lines[0])
+    assert found is not None
+    return parse_size(found[1]), parse_size(found[2])
+
+
+def hides(outcome: Prediction, budget: int, host_budget: int | None) -> bool:
+    again = predict(outcome.step, outcome.spec, budget, host_budget)
     assert again.plan is not None
-    assert simulate(again.step.trace, again.plan, link_of(H200)).step_us <= outcome.step.trace.duration_us * 1.001
+    step_us = simulate(again.step.trace, again.plan, link_of(outcome.spec)).step_us
+    return step_us <= outcome.step.trace.duration_us * (1 + HIDDEN_WITHIN)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "none"])
+@pytest.mark.parametrize("gpu", ["rtx4090", "gh200"])
+@pytest.mark.parametrize("build", [large_llama, large_gpt2])
+def test_what_is_said_of_budgets_holds_when_they_are_given_back(build: Build, gpu: str, optimizer: str) -> None:
+    spec = SPECS[gpu]
+    step = record_step(build, spec, dtype=torch.float32, optimizer=optimizer, min_bytes=1)
+    peak = peak_memory(step.trace).nbytes
+    for host_budget in (None, peak // 8):
+        outcome = predict(step, spec, peak, host_budget)
+        smallest, hidden = said_budgets(outcome)
+        assert outcome.smallest_budget_bytes <= smallest <= outcome.smallest_budget_bytes * 1.01
+        assert predict(step, spec, smallest, host_budget).infeasible is None
+        assert hides(outcome, hidden, host_budget)
+        assert hides(outcome, outcome.hidden_budget_bytes, host_budget)
+
+
+def test_the_smallest_budget_is_one_within_the_hosts() -> None:
+    """And the refusal names no other."""
+    step = recorded(large_llama, optimizer="sgd")
+    free = predict(step, H200, peak_memory(step.trace).nbytes * 3 // 4, None)
+    host_budget = free.ways[1].host_bytes // 2
+    outcome = predict(free.step, H200, free.hbm_budget_bytes, host_budget)
+    assert outcome.infeasible is not None
+    named = re.search(r"or hbm_budget to (\d+) bytes", outcome.infeasible)
+    assert named is not None
+    smallest, _ = said_budgets(outcome)
+    assert int(named[1]) <= outcome.smallest_budget_bytes <= int(named[1]) * 1.02
+    assert free.smallest_budget_bytes < free.hbm_budget_bytes < smallest
+    assert predict(free.step, H200, outcome.smallest_budget_bytes, host_budget).infeasible is None
+    assert f"within {format_size(host_budget)} of pinned host memory" in "\n".join(verdicts(outcome))
+    # Asked from below all plans, or from where there is one, it is about the same.
+    for budget in (1024, outcome.smallest_budget_bytes, free.peak.nbytes):
+        other = predict(free.step, H200, budget, host_budget)
+        assert other.smallest_budget_bytes == pytest.approx(outcome.smallest_budget_bytes, rel=0.02)
+
+
+def test_without_any_pinned_memory_the_peak_stays_and_it_says_why() -> None:
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4, host_budget=0)
+    assert outcome.smallest_budget_bytes == outcome.hidden_budget_bytes == outcome.peak.nbytes
+    text = "\n".join(verdicts(outcome))
+    assert "hardly a smaller budget within 0 B of pinned host memory" in text
+    assert "nothing that could be away" not in text
+
+
+def test_copies_within_the_device_are_told_apart_from_stalls() -> None:
+    """Where only parts move, a step may be longer without a stall."""
+    outcome = predicted(lambda step: peak_memory(step.trace).nbytes * 3 // 4)
+    assert outcome.timeline is not None
+    unswapped, plan, *_ = outcome.ways
+    assert plan.device_copy_us == pytest.approx(outcome.timeline.head_copy_us, abs=1e-6)
+    assert plan.step_us == pytest.approx(unswapped.step_us + plan.stall_us + plan.device_copy_us)
+    shown = io.StringIO()
+    show(outcome, Console(width=80, file=shown))
+    assert format_us(plan.device_copy_us) in next(line for line in shown.getvalue().splitlines() if "on-device" in line)
+
+
+def test_the_budget_is_a_sessions_own_by_default(models: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", f"{models}:wide", "--gpu", "a100", "--json", str(path)]) == 0
+    told = json.loads(path.read_text())["hbm_budget_bytes"]
+    assert told == SwapSession(device=SimDevice("a100")).hbm_budget_bytes < SPECS["a100"].hbm_bytes
+    by_default = predict(recorded(llama), SPECS["a100"], told, None)
+    assert "90% of A100's" in next(line for line in assumptions(by_default) if "as a session's is by default" in line)
+    assert not any("by default" in line for line in assumptions(predict(by_default.step, SPECS["a100"], told - 1, None)))
 
 
 def test_a_step_that_fits_moves_nothing() -> None:
@@ -307,7 +492,9 @@ def test_all_of_it_is_shown_within_the_terminal(columns: int) -> None:
     assert max(map(len, tables)) <= columns
     assert not any("…" in line for line in tables)
     assert all(need.name in words for need in outcome.needs)
-    assert all(way.name in words for way in outcome.ways)
+    body = [line for line in tables if line.startswith("│")]
+    assert not any(line.startswith("│  ") for line in body)  # no cell breaks over two lines
+    assert all(word in words for way in outcome.ways for word in way.name.split())
     assert "predicted" in words
     assert "T*" in words
 
@@ -326,9 +513,13 @@ def test_a_users_function_gives_tables_and_json(models: str, tmp_path: Path, cap
     assert data["schema"] == "chameleon_mm.plan/1"
     assert data["predicted"] is data["simulated"] is True
     assert data["device"] == "simulated RTX 4090"
-    assert (data["dtype"], data["optimizer"], data["min_bytes"]) == ("bfloat16", "adamw", MIB)
+    assert (data["dtype"], data["autocast"], data["optimizer"], data["min_bytes"]) == ("bfloat16", None, "adamw", MIB)
+    assert data["parameters_by_dtype"] == {"bfloat16": data["num_parameters"]}
     assert data["hbm_budget_bytes"] == 64 * MIB
     assert data["feasible"] and not data["fits"]
+    for way in data["ways"]:
+        spent = data["ways"][0]["step_us"] + way["stall_us"] + way["device_copy_us"]
+        assert way["step_us"] == pytest.approx(spent) or way["name"] == "full recomputation"
     ways = {way["name"]: way for way in data["ways"]}
     assert ways["this plan"]["peak_bytes"] <= 64 * MIB < ways["no swapping"]["peak_bytes"] == data["peak_bytes"]
     assert ways["this plan"]["moved_bytes"] == data["plan"]["moved_bytes"] > 0
@@ -336,6 +527,36 @@ def test_a_users_function_gives_tables_and_json(models: str, tmp_path: Path, cap
     assert data["smallest_budget_bytes"] <= 64 * MIB
     assert data["smallest_budget_bytes"] <= data["hidden_budget_bytes"] <= data["peak_bytes"]
     assert str(tmp_path) not in sys.path
+
+
+def test_budgets_may_be_copied_from_what_was_printed(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", f"{models}:tiny", "--batch", "64", "--optimizer", "none"]
+    assert main(command) == 0
+    found = re.search(r"smallest budget: (.+) with any plan, (.+) with all copies hidden", capsys.readouterr().out)
+    assert found is not None
+    for budget in found.groups():
+        assert main([*command, "--hbm-budget", budget]) == 0
+        assert main([*command, "--hbm-budget", budget.replace(" ", "")]) == 0
+
+
+@pytest.mark.parametrize(("function", "dtype"), [("wide", "float32"), ("converted", "float16")])
+def test_the_dtype_is_that_of_the_parameters(
+    models: str, function: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    assert main(["plan", f"{models}:{function}", "--dtype", "bfloat16", "--json", str(path)]) == 0
+    assert f"parameters, {dtype}, optimizer" in capsys.readouterr().out
+    assert json.loads(path.read_text())["dtype"] == dtype
+
+
+def test_several_dtypes_are_all_told() -> None:
+    def build() -> Workload:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 2, dtype=torch.float32), torch.nn.Linear(8, 8, dtype=torch.bfloat16))
+        return Workload(about="mixed", model=model, loss=lambda: sum(p.float().sum() for p in model.parameters()))  # type: ignore[arg-type,return-value]  # a sum of tensors is one
+
+    step = recorded(build, optimizer="none")
+    assert step.parameters_by_dtype == {"bfloat16": 72, "float32": 18}
+    assert (step.dtype, step.num_parameters) == ("bfloat16 and float32", 90)
 
 
 @pytest.mark.parametrize("function", ["scalar", "converted"])
@@ -367,7 +588,12 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
         (["gpt2", "--seq", "1025"], ["1024 tokens at most", "1025"]),
         (["gpt2", "--optimizer", "adam"], ["--optimizer", "adamw-fused"]),
         (["gpt2", "--dtype", "int8"], ["--dtype", "bfloat16"]),
-        (["gpt2", "--json", "no/such/folder.json"], ["existing folder"]),
+        (["gpt2", "--autocast", "float32"], ["--autocast", "bfloat16"]),
+        (["gpt2", "--json", "no/such/folder.json"], ["--json", "existing folder"]),
+        (["{models}:fails", "--json", "."], ["--json", "a folder"]),  # not what the function fails with
+        (["{models}:fails", "--json", ""], ["--json", "a folder"]),
+        (["{models}:fails", "--png", "."], ["--png", "a folder"]),
+        ([""], ["MODEL", "llama-7b", "module:function", "got ''"]),
         (["gpt2", "--png", "plan.pdf"], [".png", "plan.pdf"]),
         (["llama7b"], ["llama-7b", "'llama7b'"]),
         (["no_such_module:f"], ["can be imported", "no_such_module"]),
@@ -382,6 +608,7 @@ def test_a_budget_that_no_plan_meets_exits_with_1(models: str, tmp_path: Path, c
         (["{models}:bad_loss"], ["loss_fn(output, batch)", "str"]),
         (["{models}:no_loss"], ["scalar", "(2, 64)", "loss_fn(output, batch)"]),
         (["{models}:fails"], ["ZeroDivisionError", "models_of_a_user.py:"]),
+        (["{models}:leaves"], ["SystemExit: 3", "models_of_a_user.py:"]),
         (["{models}:looks"], ["models_of_a_user.py:", "fake tensors have shapes and no values"]),
         (["{models}:frozen"], ["require gradients"]),
         (["{models}:elsewhere"], ["on the CPU", "meta"]),
@@ -395,6 +622,21 @@ def test_bad_usage_is_one_line_and_exits_with_2(
     assert [word for word in words if word not in captured.err] == []
     assert captured.out == ""
     assert captured.err.count("\n") == 1 or captured.err.startswith("usage:")
+
+
+def test_a_long_message_of_somebody_elses_is_cut(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{models}:talks"]) == 2
+    err = capsys.readouterr().err
+    assert "one of Config0, Config1" in err
+    assert len(err) < 500
+
+
+def test_what_the_built_in_gpt2_saves_is_said() -> None:
+    step = record_step(source_of("gpt2", batch=1, seq=8, dtype=torch.float32), H200, dtype=torch.float32,
+                       optimizer="none", min_bytes=1)  # fmt: skip
+    text = "\n".join(assumptions(predict(step, H200, GIB, None)))
+    assert "fused GELU" in text
+    assert "Hugging Face" in text
 
 
 def test_help_names_what_is_built_in() -> None:
@@ -469,6 +711,40 @@ def test_a_llama_of_hugging_faces_needs_what_ours_does(tmp_path: Path) -> None:
     saved = [one.trace.tensor_bytes[one.trace.tensor_kind == TensorKind.ACTIVATION].tolist() for one in (theirs, mine)]
     assert sorted(saved[0]) == sorted(saved[1])
     assert theirs.about.endswith("(LlamaForCausalLM), 2 x 512 tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "t5"}, ["causal language model", "T5Config", "module:function"]),
+        ({"model_type": "vit"}, ["causal language model", "ViTConfig"]),
+        ({"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}, ["100", "multiple", "heads (7)"]),
+        ({"model_type": "no such"}, ["transformers can read", "no such"]),
+    ],
+)
+def test_why_a_configuration_is_refused_is_told_in_a_line(
+    config: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", str(path)]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert [word for word in words if word not in err] == []
+    assert len(err) < 700
+
+
+def test_a_quantization_that_is_ignored_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 99}
+    config = {"model_type": "qwen2", **sizes, "num_key_value_heads": 2}
+    notes = []
+    for quantization in ({}, {"quantization_config": {"quant_method": "awq", "bits": 4}}):
+        path.write_text(json.dumps({**config, **quantization}))
+        assert main(["plan", str(path), "--seq", "16"]) == 0
+        notes.append("quantization_config is ignored" in capsys.readouterr().out)
+    assert notes == [False, True]
 
 
 def test_a_configuration_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,7 +106,7 @@ def test_the_cheapest_mix_of_swapping_and_recomputing() -> None:
     # Swapped, all of it takes the 100 us that compute takes before the peak. Nothing has to be made again.
     assert ideal(trace, budget, LINK, recompute=True).step_us == 240.0
     # On a link of half the speed out, 50 KiB cross in that time. b makes 50 KiB again in 10 / 2 = 5 us.
-    slow = replace(LINK, d2h_gbps=0.512)
+    slow = replace(LINK, d2h_gbps=0.512, duplex_gbps=2.56)
     bound = ideal(trace, budget, slow, recompute=True)
     assert bound.step_us == pytest.approx(245.0)
     assert bound.swapped_bytes == pytest.approx(50 * KIB)

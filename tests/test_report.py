@@ -67,6 +67,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         pageable_swap_outs=0,
         oom_retries=0,
         steps_run_again=0,
+        lowered_budget_bytes=None,
         spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),
     )
     return dataclasses.replace(report, **changed)  # type: ignore[arg-type]  # the names are checked by replace itself
@@ -192,9 +193,9 @@ def test_prefetches_are_late_where_the_link_is_slow(h2d_gbps: float) -> None:
 
 
 def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> None:
-    report = trained(sim, steps=8, budget_bytes=10 * MIB)  # enough for two plans to be tried twice each
-    assert (report.detailed_steps, report.plan_cache_hits) == (1, 7)
-    assert report.steps_by_phase == {"profile": 1, "steady": 7}
+    report = trained(sim, steps=20, budget_bytes=10 * MIB)  # enough for two plans to be tried twice each, and times corrected
+    assert (report.detailed_steps, report.plan_cache_hits) == (1, 19)
+    assert report.steps_by_phase == {"profile": 1, "steady": 19}
     assert report.planned_step_us is not None and report.planned_peak_bytes is not None
     assert report.planned_peak_bytes <= report.hbm_budget_bytes
     assert report.measured_step_us is not None and report.measured_step_us > 0
@@ -203,6 +204,13 @@ def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> 
 @pytest.mark.parametrize(("peak", "word"), [(32 * MIB, "held"), (32 * MIB + 1, "PASSED")])
 def test_the_text_says_whether_the_budget_held(peak: int, word: str) -> None:
     assert word in dict(made_up(peak_hbm_bytes=peak).rows())["peak device memory"]
+
+
+def test_the_text_says_what_is_left_of_a_budget() -> None:
+    assert dict(made_up().rows())["steps run again"] == "0"
+    assert (
+        dict(made_up(steps_run_again=2, lowered_budget_bytes=24 * MIB).rows())["steps run again"] == "2, within 24.0 MiB since"
+    )
 
 
 def test_str_is_one_aligned_line_for_each_row() -> None:
@@ -391,12 +399,12 @@ def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
     compute = sim.current_stream()
     done = lane.transfer.issue_out(lane.move)
-    lane.meter.wait(compute, done)
+    lane.meter.wait(compute, done, "in")
     sim.synchronize()
     lane.meter.resolve()
     first = lane.meter.totals.stall_us
     assert first > 0
-    lane.meter.wait(compute, done)  # complete by now: nothing more to wait for
+    lane.meter.wait(compute, done, "in")  # complete by now: nothing more to wait for
     sim.synchronize()
     lane.meter.resolve()
     assert lane.meter.totals.stall_us - first < 2  # what two records and a wait cost the host
@@ -405,10 +413,29 @@ def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
 def test_an_untimed_step_records_no_timed_event(sim: cm.SimDevice) -> None:
     meter, compute = Meter(), sim.current_stream()
     meter.begin_step(compute, timed=False)
-    meter.wait(compute, compute.record())
+    meter.wait(compute, compute.record(), "in")
     sim.synchronize()
     assert meter.resolve() == ()
     assert (meter.totals.timed_steps, meter.totals.stall_us, meter.totals.hidden_fraction) == (0, 0.0, None)
+
+
+def test_spans_of_all_steps_are_on_one_clock(sim: cm.SimDevice) -> None:
+    """Though each step's are measured from its own beginning."""
+    lane, compute = Lane(sim, MIB), sim.current_stream()
+    begin = compute.record(timed=True)
+    told, measured = [], []
+    for _ in range(4):
+        sim.synchronize()
+        lane.meter.begin_step(compute, timed=True)
+        move = lane.transfer.swap_out(lane.host, lane.hbm, [compute.record()], timed=True)
+        lane.meter.moved(move, "out", MIB)
+        piece = move.pieces[0]
+        lane.transfer.issue_out(move)
+        sim.synchronize()
+        told.append(lane.meter.resolve()[-1].start_us)
+        measured.append(piece.start.elapsed_us(begin))
+    assert [b - a for a, b in pairwise(told)] == pytest.approx([b - a for a, b in pairwise(measured)])
+    assert told == sorted(told)
 
 
 def test_only_the_latest_spans_are_kept() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from chameleon_mm.policy import memory_curve
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_times
+from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_spikes, with_times
 
 STATE = {TensorKind.OPTIMIZER}
 
@@ -70,6 +70,17 @@ def test_the_trace_that_it_is_made_from_stays_as_it_was() -> None:
 def test_something_else_is_there_all_the_time(nbytes: int) -> None:
     trace = first_step()
     assert (memory_curve(with_extra(trace, nbytes)) == memory_curve(trace) + np.int64(nbytes)).all()
+
+
+def test_spikes_are_there_for_one_tick_each() -> None:
+    trace = first_step()
+    more = memory_curve(trace)
+    more[[1, 4]] += [1024, 512]
+    spiked = with_spikes(trace, {4: 100, 1: 1000})
+    assert memory_curve(spiked).tolist() == more.tolist()
+    assert spiked.tensor_bytes[: len(trace.tensor_bytes)].tolist() == trace.tensor_bytes.tolist()
+    with pytest.raises(ValueError, match="trace: expected every storage to be born"):
+        with_spikes(trace, {trace.num_ticks + 5: 1})
 
 
 def test_other_times_change_nothing_else() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chameleon_mm import errors
-from chameleon_mm.units import GIB, KIB, MIB, TIB, format_size, format_us, parse_size
+from chameleon_mm.units import GIB, KIB, MIB, TIB, format_size, format_size_up, format_us, parse_size
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,23 @@ def test_decimals_lose_nothing(nbytes: int, unit: tuple[str, int]) -> None:
     assert parse_size(f"{whole}.{fraction:0{digits}d}{suffix}") == nbytes
 
 
-@pytest.mark.parametrize("text", ["1.5", "0.3KiB", "1.0000001MB", "4.00000000000000000001GiB"])
-def test_a_fraction_of_a_byte_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="size: expected a whole number of bytes, got"):
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("112.3GiB", 120_581_206_835),
+        ("0.3KiB", 307),
+        ("1.0000001MB", 1_000_000),
+        ("4.00000000000000000001GiB", 4 * GIB),
+        ("0.0001KiB", 0),
+    ],
+)
+def test_a_fraction_of_a_byte_is_rounded_down(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["1.5", "1.5 B", "0.1b"])
+def test_a_fraction_of_bytes_themselves_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="size: expected a whole number of bytes, or a unit after it"):
         parse_size(text)
 
 
@@ -86,6 +100,30 @@ def test_other_types_are_refused(size: object) -> None:
 )
 def test_sizes_for_people(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (KIB, "1.00 KiB"),
+        (KIB + 1, "1.01 KiB"),
+        (10 * KIB - 1, "10.00 KiB"),
+        (10 * KIB + 1, "10.1 KiB"),
+        (GIB - 1, "1024.0 MiB"),
+        (3 * GIB + 7_000_000, "3.01 GiB"),
+    ],
+)
+def test_sizes_to_be_said_back_are_rounded_up(nbytes: int, text: str) -> None:
+    assert format_size_up(nbytes) == text
+
+
+@given(st.integers(min_value=0, max_value=2**60))
+def test_a_size_said_back_is_enough_and_says_itself(nbytes: int) -> None:
+    said = parse_size(format_size_up(nbytes))
+    assert nbytes <= said <= nbytes * 1.01
+    assert parse_size(format_size_up(said)) == said
 
 
 @pytest.mark.parametrize(("us", "text"), [(0, "0.0 us"), (8, "8.0 us"), (12_400, "12.40 ms"), (3.2e6, "3.20 s")])

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from chameleon_mm.demo.outputs import check_outputs
+from chameleon_mm.demo.remarks import remarks
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -113,9 +115,7 @@ class _Job:
         from chameleon_mm.demo.train import TrainConfig
 
         self._args = args
-        for path in (args.json, args.report, args.trace):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"expected a file in an existing folder, got {path}; make {path.parent} first")
+        check_outputs({"--json": args.json, "--report": args.report, "--trace": args.trace})
         self._budgets = {
             name: None if value is None else parse_size(value, what="--" + name.replace("_", "-"))
             for name, value in (
@@ -161,10 +161,11 @@ class _Job:
                 sessions.append(self._session(device, model, hbm_budget))
                 return sessions[0]
 
-            swapped = self._train(
-                progress, "swapping", device=device, session_of=swapped_session,
-                on_step=lambda: reports.append(sessions[0].report()),
-            )  # fmt: skip
+            with remarks() as said:
+                swapped = self._train(
+                    progress, "swapping", device=device, session_of=swapped_session,
+                    on_step=lambda: reports.append(sessions[0].report()),
+                )  # fmt: skip
             difference = first_difference(unswapped, swapped)
             reproducible = None
             if difference is not None:
@@ -178,7 +179,7 @@ class _Job:
         return Outcome(
             config=self.config, device=device, unswapped=unswapped, swapped=swapped, report=report.to_dict(),
             notes=notes(reports, swapped.kinds), hbm_budget_bytes=hbm_budget, difference=difference,
-            reproducible=reproducible,
+            reproducible=reproducible, remarks=tuple(dict.fromkeys(said)),
         )  # fmt: skip
 
     def _check_budgets(self) -> None:

@@ -32,6 +32,8 @@ class Outcome:
     """The first difference between the runs; None if there is none."""
     reproducible: bool | None
     """Whether a second unswapped run gave the first one's bits; None where nothing differed, so nothing needed asking."""
+    remarks: tuple[str, ...] = ()
+    """What the library warned of in the swapped run: for which steps there is no plan, and what budget one would take."""
 
     @property
     def budget_held(self) -> bool:
@@ -57,6 +59,7 @@ class Outcome:
             "first_difference": self.difference,
             "unswapped_reproduces_itself": self.reproducible,
             "passed": self.passed,
+            "remarks": list(self.remarks),
             "unswapped": _figures(self.unswapped),
             "swapped": _figures(self.swapped),
             "kinds": [{**asdict(figures), "kind": figures.kind.name} for figures in self.by_kind()],

@@ -19,7 +19,7 @@ from chameleon_mm.demo.notes import KindFigures
 from chameleon_mm.demo.outcome import Outcome
 from chameleon_mm.demo.schedule import StepKind
 from chameleon_mm.demo.train import RunResult
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.units import format_size, format_size_up, format_us
 
 
 def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
@@ -70,12 +70,13 @@ def verdicts(outcome: Outcome) -> list[str]:
         lines.append(
             "the unswapped run does not reproduce itself on this device, so this comparison says nothing about swapping"
         )
+    lines.extend(outcome.remarks)
     if not outcome.budget_held:
         kept = ", ".join(f"{reason}: {count}" for reason, count in outcome.report["kept_by_reason"].items()) or "nothing"
         above = format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)
         lines.append(
-            f"budget not held: the peak is {above} above it; saved tensors kept on the device: {kept}; raise --hbm-budget, or "
-            f"lower --min-bytes where small ones add up"
+            f"budget not held: the peak is {above} above it; saved tensors kept on the device: {kept}; raise --hbm-budget to "
+            f"{_enough(outcome)}, or lower --min-bytes where small ones add up"
         )
     return lines
 
@@ -108,6 +109,12 @@ def show(outcome: Outcome, console: Console) -> None:
         _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
     for line in verdicts(outcome):
         _line(console, line, style="bold" if outcome.passed else "bold red")
+
+
+def _enough(outcome: Outcome) -> str:
+    """A budget that would do: the peak is one that was kept, and where there was no plan the remarks say what one takes."""
+    by_plan = " (and what plans take, above)" if outcome.remarks else ""
+    return f"{format_size_up(outcome.swapped.peak_bytes)}, which this run took{by_plan}"
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

@@ -15,20 +15,21 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.course import Course, Variant
-from chameleon_mm.executor.guide import Guide, Known
+from chameleon_mm.executor.guide import Guide, Known, KnownStep, Seen
 from chameleon_mm.executor.meter import EVENT_GAP_US, Meter
+from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.known import KnownSequences
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.trace import TensorKind, Trace
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_times
+from chameleon_mm.trace import TensorKind
+from chameleon_mm.trace.recurring import there_before
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ is slower than others: kernels are loaded in it, and the host has more to do for
 CORRECTIONS = 2
 """Of a step's times, at the most."""
 
-LEAD_SHARE = 1.0
-"""Of a stall that was not foreseen: how much earlier the copy back is to begin next time."""
+VAIN_SHARE = 1 / 64
+"""Of all hooks: so many may be seen by recorders of steps that turn out to have a plan, where others have none."""
 
 
 class PlanPhase(enum.Enum):
@@ -114,6 +115,8 @@ class Adaptation:
         self._known: Known = KnownSequences(KNOWN_STEPS)
         self._flawed: deque[int] = deque(maxlen=KNOWN_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recording was of no use."""
+        self._hooks = self._hooks_in_vain = 0
+        """Of all steps so far; of these, seen by a recorder that nothing came of."""
         self._measuring: deque[tuple[Course, Variant, StepTiming]] = deque()
         """Steps whose last event was not complete when they ended."""
 
@@ -135,35 +138,50 @@ class Adaptation:
         self._learn_times()
         expected = self._known.begin_step()
         course = None if expected is None else expected.plan
-        self._to(PlanPhase.PROFILE if course is None else PlanPhase.STEADY)
+        has_plan = course is not None and bool(course.variants)
+        self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         self.steps_by_phase[self.phase.value] += 1
-        hopeless = expected is not None and self._flawed.count(expected.fingerprint) >= RECORDINGS
-        recorder = self._make_recorder() if course is None and not hopeless else None
+        recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         self._meter.timed = self._meter.timed or (course is not None and not course.settled)
-        self._meter.timing = StepTiming(compute) if self._meter.timed and course is not None else None
-        self._guide.begin_step(self._known, recorder, self._needs_more)
+        self._meter.timing = StepTiming(compute) if self._meter.timed and has_plan and recorder is None else None
+        self._guide.begin_step(self._known, recorder, wants=self._wants_trace, needs_more=self._needs_more)
         return recorder
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, *, completed: bool) -> None:
-        """The step is over. What it taught is kept if it `completed`."""
+    def _is_worth_recording(self, expected: KnownStep | None) -> bool:
+        """Whether the step that begins may be one that wants a trace: by what is expected, or, rarely enough, by what else it
+        may be. A sequence that nobody ever expects, such as an evaluation now and then, is only recorded so."""
+        if expected is None or self._wants_trace(expected):
+            return True
+        in_vain = self._hooks_in_vain > VAIN_SHARE * self._hooks
+        return not in_vain and any(map(self._wants_trace, self._known.entries()))
+
+    def _wants_trace(self, known: KnownStep) -> bool:
+        return known.plan is None and self._flawed.count(known.fingerprint) < RECORDINGS
+
+    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> None:
+        """The step is over. What it taught is kept if it `completed`. `grown_bytes`: what the model allocated since memory was
+        last looked at."""
         timing, self._meter.timing = self._meter.timing, None
         followed = self._guide.followed
-        record, whole = self._guide.end_step()
+        seen = self._guide.end_step(grown_bytes)
+        record = seen.record
         if not completed:
             self._known.abandon_step()
             return
         entry = self._known.end_step(record)
+        detailed_steps = self.detailed_steps
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.variants)
-            if timing is not None and followed is not None and followed in entry.plan.variants:
+            if timing is not None and not seen.passed_plan and followed is not None and followed in entry.plan.variants:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
-        elif recorder is not None and whole and recorder.flaw is None:
+            self._learn_need(entry.plan, seen)
+        elif recorder is not None and seen.whole and recorder.flaw is None:
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             course = Course(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            course.offer(self._plans(course.trace, at_most=CANDIDATES))
+            self._plan_anew(course)
             self._known.put(record, course)
             self.latest = course
         else:
@@ -172,41 +190,60 @@ class Adaptation:
                 _log.info("no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
             if entry is None:
                 self._known.put(record, None)
+        self._hooks += record.num_hooks
+        if recorder is not None and self.detailed_steps == detailed_steps:
+            self._hooks_in_vain += seen.recorded_hooks
 
-    def _plans(self, trace: Trace, *, at_most: int, lead_us: dict[int, float] | None = None) -> list[SwapPlan]:
+    # --- plans
+
+    def _plan_anew(self, course: Course) -> None:
+        self._offer(course, at_most=CANDIDATES)
+
+    def _offer(self, course: Course, *, at_most: int) -> None:
+        """Give it plans for what is known of it now."""
         began = perf_counter()
+        link = self._link_cost()
         plans: list[SwapPlan] = []
         for spare_bytes in (self._hbm_budget_bytes // SPARE_PART, 0):
             try:
                 plans = candidate_plans(
-                    trace,
+                    course.trace,
                     self._hbm_budget_bytes - spare_bytes,
                     self._host_budget(),
-                    self._link_cost(),
-                    lead_us=lead_us or 0.0,
+                    link,
+                    lead_us=course.lead_us or 0.0,
+                    lag_us=course.lag_us or 0.0,
                     at_most=at_most,
                     drafts=DRAFTS,
                 )
                 break
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
                 if spare_bytes == 0:
-                    _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", len(trace.hooks), str(refusal))
-        self.planning_us += (perf_counter() - began) * 1e6
+                    hooks = course.record.num_hooks
+                    _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", hooks, str(refusal))
         self.plans += len(plans)
-        return plans
+        course.offer(plans, link)
+        self.planning_us += (perf_counter() - began) * 1e6
 
-    def _needs_more(self, course: Course, extra_bytes: int) -> None:
-        """At the first hook of a step there was more on the device than its trace has."""
+    # --- what steps teach
+
+    def _needs_more(self, course: Course, extra_bytes: int) -> bool:
+        """At the first hook of a step there are that many bytes more on the device than its trace has."""
+        more_bytes = extra_bytes - course.need.extra_bytes
         plan = None if course.current is None else course.current.script.plan
-        if plan is not None and plan.peak_bytes + extra_bytes <= self._hbm_budget_bytes:
-            return  # a scalar that the loop keeps of every step: what the plan leaves free is for it
-        trace = course.trace
-        gradients = kept_bytes(trace, {TensorKind.GRADIENT})
-        if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
-            trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
-        if extra_bytes:
-            trace = with_extra(trace, extra_bytes)
-        course.replace(trace, self._plans(trace, at_most=CANDIDATES))
+        if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
+            return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
+        course.plan_for(course.need | Need(extra_bytes=extra_bytes))
+        self._plan_anew(course)
+        return True
+
+    def _learn_need(self, course: Course, seen: Seen) -> None:
+        need = course.took(seen.need, self._hbm_budget_bytes // SPARE_PART)
+        if seen.passed_plan:
+            need = course.need | seen.need
+        if need is not None:
+            course.plan_for(need)
+            self._plan_anew(course)
 
     def _learn_times(self) -> None:
         """Of the steps that are complete by now: how long they took, and what they waited for."""
@@ -218,17 +255,22 @@ class Adaptation:
             self._measuring.popleft()
             if variant not in course.variants:
                 continue
-            late_us = {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in time.stalls_us.items()}
-            course.measured(variant, time._replace(stalls_us=late_us))
+            course.measured(
+                variant,
+                time._replace(in_stalls_us=_real(time.in_stalls_us), out_stalls_us=_real(time.out_stalls_us)),
+            )
             if abs(course.slowdown - 1) > TIMES_OFF and course.times_corrected < CORRECTIONS:
-                course.times_corrected += 1
-                trace = with_times(course.trace, course.slowdown)
-                course.replace(trace, self._plans(trace, at_most=CANDIDATES))
-            elif course.wants_better():
-                lead_us = {tensor: LEAD_SHARE * us for tensor, us in late_us.items() if us > 0}
-                course.offer(self._plans(course.trace, at_most=1, lead_us=lead_us))
+                course.correct_times()
+                self._plan_anew(course)
+            elif course.learn_stalls():
+                self._offer(course, at_most=1)
 
     def _to(self, phase: PlanPhase) -> None:
         if phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
+
+
+def _real(stalls_us: Mapping[int, float]) -> dict[int, float]:
+    """Without those that are the device's own pace from one event to the next."""
+    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}

@@ -27,6 +27,7 @@ from chameleon_mm.executor.kept_buffers import KeptBuffers
 from chameleon_mm.executor.step_start import StepStart
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.retry import tried_bytes
+from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,11 @@ class StepRunner:
         self._pool = pool
         self._model = model
         self._buffers = KeptBuffers(model)
+
+    @property
+    def lowered_budget_bytes(self) -> int | None:
+        """The budget now, where steps had to run again; else None."""
+        return self.hbm_budget_bytes if self._executor.meter.totals.steps_run_again else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
         """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `RUNS_AGAIN` more runs."""
@@ -134,7 +140,8 @@ class StepRunner:
         )
         self._executor.limit_to(self.hbm_budget_bytes)
         self._executor.meter.totals.steps_run_again += 1
-        _log.warning("a step runs again, within %d bytes instead of %d: %s", self.hbm_budget_bytes, before, failure.message)
+        now, given = format_size(self.hbm_budget_bytes), format_size(before)
+        _log.warning("a step runs again, within %s instead of %s, and so do those after it: %s", now, given, failure.message)
 
 
 def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
@@ -155,7 +162,7 @@ def _not_again(error: torch.OutOfMemoryError, obstacle: str) -> torch.OutOfMemor
 def _gave_up(failure: _Failure, budgets: Sequence[int]) -> torch.OutOfMemoryError:
     error = torch.OutOfMemoryError(
         f"{failure.message} run_step: expected the step to fit, it was run {len(budgets)} times, within budgets of "
-        f"{', '.join(map(str, budgets))} bytes; gradients, buffers and random states are as before it; make the batch smaller"
+        f"{', '.join(map(format_size, budgets))}; gradients, buffers and random states are as before it; make the batch smaller"
     )
     error.add_note(f"Its last run:\n{failure.where}")
     return error

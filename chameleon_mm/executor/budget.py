@@ -73,30 +73,49 @@ class BudgetGuard:
         self._live = live
         self._pack_small = pack_small
         self._odometer: int | None = None
+        """Of the last look of this step."""
+        self._odometer_at_begin: int | None = None
         self._allocated = 0
         self._taken = 0
+
+    @property
+    def hbm_budget_bytes(self) -> int:
+        """More than any device has where there is none."""
+        return _NO_BOUND if self._limits.hbm_budget_bytes is None else self._limits.hbm_budget_bytes
 
     def limit_to(self, hbm_budget_bytes: int) -> None:
         """Another budget, from the next look on."""
         self._limits = replace(self._limits, hbm_budget_bytes=hbm_budget_bytes)
 
-    def look(self) -> None:
-        """Note how far allocation climbed since the last look; make room for the next climb."""
+    def begin_step(self) -> None:
+        """From here on what the step allocates is counted."""
+        if self._limits.hbm_budget_bytes is not None:
+            self._odometer_at_begin = self._device.read_memory().odometer_bytes
+            self._taken = 0
+
+    def look(self) -> int:
+        """Note how far allocation climbed since the last look; make room for the next climb. Returns the bytes that the model
+        allocated since then, freed ones too; 0 without a budget."""
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.flush(lambda: self.reclaim.pending_bytes <= allowed)
         if self._limits.hbm_budget_bytes is None:
-            return
-        self._note_growth()
+            return 0
+        growth = self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.
         self._make_room(0, self.planned_climb_bytes if self.trusts_plan else self._need(), keep=None)
+        return growth
 
     def allocated_bytes(self) -> int:
         """Of the device, now."""
         self._allocated = self._device.allocated_bytes()
         return self._allocated
+
+    def peak_allocated_bytes(self) -> int:
+        """Of the device, as far back as it knows."""
+        return self._device.peak_allocated_bytes()
 
     def spare_bytes(self) -> int:
         """What may be taken for a moment, beside what the model will."""
@@ -208,21 +227,24 @@ class BudgetGuard:
                 return False
         return nbytes <= self.spare_until_used_bytes()
 
-    def end_step(self, *, completed: bool) -> None:
-        """The step is over; `completed` says whether there is something to learn from it."""
-        if self._odometer is not None:
-            self._note_growth()
-        self._odometer = None
+    def end_step(self, *, completed: bool) -> int:
+        """The step is over; `completed` says whether there is something to learn from it. Returns as `look` does."""
+        growth = self._note_growth() if self._odometer is not None else 0
+        self._odometer = self._odometer_at_begin = None
         if completed:
             self.headroom.end_step()
         else:
             self.headroom.forget()
+        return growth
 
-    def _note_growth(self) -> None:
+    def _note_growth(self) -> int:
         now = self._device.read_memory()
+        since = self._odometer_at_begin if self._odometer is None else self._odometer
+        growth = 0 if since is None else max(0, now.odometer_bytes - since - self._taken)
         if self._odometer is not None:
-            self.headroom.record(max(0, now.odometer_bytes - self._odometer - self._taken))
+            self.headroom.record(growth)
         self._odometer, self._allocated, self._taken = now.odometer_bytes, now.allocated_bytes, 0
+        return growth
 
     def flush(self) -> None:
         """Give back all that is on its way out."""

@@ -1,24 +1,31 @@
 """What is known of one step that has a trace: its plans, how long steps under each took, which one is followed.
 
 course = Course(record, trace)
-course.offer(plans)                  # close in simulated time: each is tried, the one that measures best is kept
+course.offer(plans, link)            # close in simulated time: each is tried, the one that measures best is kept
 course.current                       # the plan that a step follows now; None: there is none within the budget
 course.measured(variant, time)       # after a step that went by it, hook for hook
 course.slowdown                      # how much longer operators take than the trace has it: 1 where that is right, or not known
-course.wants_better()                # the kept one stalls more than it was to: a plan with more lead may do better
+course.learn_stalls()                # the kept one stalls more than it was to: how much earlier copies are to begin
+course.plan_for(need)                # a step like it took more memory, or those of late took less
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
+from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.script import Script
 from chameleon_mm.executor.step_timing import StepTime
-from chameleon_mm.policy import SwapPlan, memory_curve
+from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.recurring import with_times
+from chameleon_mm.units import allocated_size
 
 SAMPLES = 2
 """Steps under a plan before it is judged."""
@@ -29,19 +36,24 @@ MOST_PLANS = 6
 WORTH_A_PLAN = 0.01
 """Share of the step that it must have stalled beyond what was foreseen."""
 
+LATELY = 16
+"""Steps that must do with less memory before plans count on less: one in so many may well take more again."""
+
 
 class Variant:
-    """One plan, and the steps that went by it."""
+    """One plan, and the steps that went by it. `foreseen_out_us`, `foreseen_in_us`: its stalls as simulated, by storage."""
 
-    __slots__ = ("busy_us", "script", "stalls_us", "times_us")
+    __slots__ = ("busy_us", "foreseen_in_us", "foreseen_out_us", "script", "time", "times_us")
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, foreseen_out_us: Mapping[int, float], foreseen_in_us: Mapping[int, float]) -> None:
         self.script = script
+        self.foreseen_out_us = foreseen_out_us
+        self.foreseen_in_us = foreseen_in_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Of these: what compute was not waiting for copies."""
-        self.stalls_us: Mapping[int, float] = {}
-        """Of the last one, by the trace's number of the storage: compute's wait for its copy back."""
+        self.time: StepTime | None = None
+        """Of the last one."""
 
     @property
     def step_us(self) -> float:
@@ -49,9 +61,14 @@ class Variant:
         return median(self.times_us) if self.times_us else self.script.plan.step_us
 
     @property
-    def unforeseen_us(self) -> float:
-        """Stall beyond what the plan has, in the last step."""
-        return sum(self.stalls_us.values()) - self.script.plan.stall_us
+    def unforeseen_out_us(self) -> dict[int, float]:
+        """By storage: stalls at reclaims beyond what the plan has, in the last step."""
+        return {} if self.time is None else _beyond(self.time.out_stalls_us, self.foreseen_out_us)
+
+    @property
+    def unforeseen_in_us(self) -> dict[int, float]:
+        """The same of stalls for copies back."""
+        return {} if self.time is None else _beyond(self.time.in_stalls_us, self.foreseen_in_us)
 
 
 class Course:
@@ -59,13 +76,42 @@ class Course:
 
     def __init__(self, record: StepRecord, trace: Trace) -> None:
         self.record = record
-        self.trace = trace
         self.matcher = Matcher(record)
-        self.first_hook_bytes = _first_hook_bytes(trace)
-        """Allocated at the step's first hook, as far as is known."""
-        self.variants: list[Variant] = []
+        self._recorded = trace
+        self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
+        """The tick of each, and the end."""
+        born = trace.tensor_born >= 0
+        made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
+        self._allocated_until: list[int] = np.cumsum(made)[self._by_hook].astype(np.int64).tolist()
+        """By hook, and at the end: bytes that the step allocated until then, freed ones too."""
+        self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
+        """Allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
         """How often the trace's times were."""
+        self._lately: deque[Need] = deque(maxlen=LATELY)
+        self.plan_for(Need())
+
+    def plan_for(self, need: Need) -> None:
+        """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
+        self.need = need
+        self._begin_anew(need.added_to(self._recorded))
+
+    def correct_times(self) -> None:
+        """From here on operators take as long as was measured. Plans that there were are forgotten."""
+        self.times_corrected += 1
+        self._recorded, trace = with_times(self._recorded, self.slowdown), with_times(self.trace, self.slowdown)
+        self._begin_anew(trace)
+
+    def _begin_anew(self, trace: Trace) -> None:
+        self.trace = trace
+        self.variants: list[Variant] = []
+        self.lead_us: dict[int, float] = {}
+        """By storage: how much earlier than foreseen its copy back is to be done."""
+        self.lag_us: dict[int, float] = {}
+        """By storage: how much later than foreseen its copy out is."""
+        self._nothing_better = False
+
+    # --- plans
 
     @property
     def current(self) -> Variant | None:
@@ -81,42 +127,85 @@ class Course:
         """Whether no plan is on trial any more."""
         return len(self.variants) < 2 or all(len(variant.times_us) >= SAMPLES for variant in self.variants)
 
-    def offer(self, plans: Sequence[SwapPlan]) -> None:
-        """Other plans, best first. Those that there were are kept, unless the trace is another now (`replace`)."""
-        self.variants += [Variant(Script.of(self.trace, plan)) for plan in plans]
-
-    def replace(self, trace: Trace, plans: Sequence[SwapPlan]) -> None:
-        """The step needs more memory than was known, or other times: what was planned and measured before is of no use."""
-        self.trace = trace
-        self.first_hook_bytes = _first_hook_bytes(trace)
-        self.variants = []
-        self.offer(plans)
+    def offer(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
+        """Other plans for `trace`, best first, made for `link`. Those that there were are kept."""
+        known = {variant.script.plan.actions for variant in self.variants}
+        new = [plan for plan in plans if plan.actions not in known]
+        self._nothing_better = not new
+        for plan in new:
+            self.variants.append(Variant(Script.of(self.trace, plan), *_stalls(self.trace, plan, link)))
 
     def measured(self, variant: Variant, time: StepTime) -> None:
         """A step went by `variant`, one of these, hook for hook, and took that long on the device."""
         for times, us in ((variant.times_us, time.step_us), (variant.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
-        variant.stalls_us = time.stalls_us
+        variant.time = time
 
     @property
     def slowdown(self) -> float:
         """Time that operators took, by the time that they were to take. 1 until a plan is kept and was measured enough."""
-        current = self.current
-        if current is None or not self.settled or len(current.times_us) < SAMPLES:
+        current = self._judged
+        if current is None:
             return 1.0
         plan, foreseen_us = current.script.plan, self.trace.duration_us
         copies_us = plan.step_us - plan.stall_us - foreseen_us  # of what stays of storages that move in part: no operator's
         took_us = median(current.busy_us) - copies_us
         return took_us / foreseen_us if min(took_us, foreseen_us) > 0 else 1.0
 
-    def wants_better(self) -> bool:
-        """Whether the plan that was kept stalls more than it was to, and another one may be tried."""
-        current = self.current
-        if current is None or not self.settled or len(current.times_us) < SAMPLES or len(self.variants) >= MOST_PLANS:
+    def learn_stalls(self) -> bool:
+        """Whether the plan that was kept stalls more than it was to, and another one may be tried: then `lead_us` and `lag_us`
+        say what it is to be made with, this time's and those of before together."""
+        current = self._judged
+        if current is None or self._nothing_better or len(self.variants) >= MOST_PLANS:
             return False
-        return current.unforeseen_us > WORTH_A_PLAN * current.step_us
+        ins, outs = current.unforeseen_in_us, current.unforeseen_out_us
+        if sum(ins.values()) + sum(outs.values()) <= WORTH_A_PLAN * current.step_us:
+            return False
+        for learned, stalls in ((self.lead_us, ins), (self.lag_us, outs)):
+            for tensor, us in stalls.items():
+                learned[tensor] = learned.get(tensor, 0.0) + us
+        return True
+
+    @property
+    def _judged(self) -> Variant | None:
+        """The plan that was kept, once it was measured enough."""
+        current = self.current
+        return current if current is not None and self.settled and len(current.times_us) >= SAMPLES else None
+
+    # --- memory that no hook tells of
+
+    def allocated_between(self, hook: int, later: int) -> int:
+        """Bytes that the step allocates between two hooks, freed ones too. -1: its beginning; behind the last one: its end."""
+        until = self._allocated_until
+        return until[later] - (until[hook] if hook >= 0 else 0)
+
+    def ticks_between(self, hook: int, later: int) -> slice:
+        """Those of the operators between two hooks, as above; where there are none, the first hook's own."""
+        begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
+        return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
+
+    def took(self, need: Need, spare_bytes: int) -> Need | None:
+        """A step like it took so much more than was recorded. Returns what to plan for, where that is less than now by more
+        than `spare_bytes`: the most that the steps of late took."""
+        self._lately.append(need)
+        if len(self._lately) < LATELY:
+            return None
+        most = Need()
+        for taken in self._lately:
+            most |= taken
+        return most if self.need.exceeds(most, spare_bytes) else None
 
 
-def _first_hook_bytes(trace: Trace) -> int:
-    return int(memory_curve(trace)[trace.hook_tick[0]]) if len(trace.hook_tick) else trace.start_bytes
+def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], Mapping[int, float]]:
+    """By storage, at reclaims and for copies back, as simulated."""
+    try:
+        timeline = simulate(trace, plan, link)
+    except ValueError:  # a wrong plan costs time, never a step: what nobody can carry out is not foreseen either
+        return {}, {}
+    return timeline.out_stalls_us, timeline.in_stalls_us
+
+
+def _beyond(measured: Mapping[int, float], foreseen: Mapping[int, float]) -> dict[int, float]:
+    more = {tensor: us - foreseen.get(tensor, 0.0) for tensor, us in measured.items()}
+    return {tensor: us for tensor, us in more.items() if us > 0}

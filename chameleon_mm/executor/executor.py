@@ -154,7 +154,7 @@ class Executor:
             finished, hook = self._outs.finished(), NO_HOOK
             if guided and self._guide is not None:
                 hook = self._guide.saved(t, None if claim is None else claim.saved, finished)
-            self._advance(finished, look=claim is not None)
+            self._advance(finished, look=claim is not None, at_hook=guided)
             if hook != NO_HOOK and self._guide is not None:
                 self._guide.bring_ahead(self._streams.current())
             if claim is not None:
@@ -191,7 +191,7 @@ class Executor:
             guide, finished = self._guide, self._outs.finished()
             if guide is not None and guided:
                 guide.used(handle.saved_at, saved, finished)
-            self._advance(finished, look=True)
+            self._advance(finished, look=True, at_hook=guided)
             compute = self._streams.current()
             storage = self._ins.bring(saved, compute)
             self._count_use(handle, saved)
@@ -246,6 +246,7 @@ class Executor:
         with self._entered():
             self._in_step = True
             self._live.begin_epoch()
+            self._guard.begin_step()
             compute = self.device.current_stream()
             self.meter.begin_step(compute, timed=timed)
             recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
@@ -264,9 +265,9 @@ class Executor:
             self._guard.flush()
             self._outs.forget_small()
             self._in_step = False
-            self._learn(completed=completed)
+            grown_bytes = self._learn(completed=completed)
             if self.adaptation is not None:
-                self.adaptation.end_step(recorder, self.device.current_stream(), completed=completed)
+                self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
             self.meter.end_step()
 
     @property
@@ -346,30 +347,35 @@ class Executor:
         self._live.begin_epoch()
         self._learn(completed=self._used_any)
 
-    def _learn(self, *, completed: bool) -> None:
+    def _learn(self, *, completed: bool) -> int:
+        """Returns the bytes that the model allocated since memory was last looked at."""
         self._saved_any = self._used_any = False
-        self._guard.end_step(completed=completed)
+        grown_bytes = self._guard.end_step(completed=completed)
         if completed:
             self._order.end_step()
         else:
             self._order.forget()
+        return grown_bytes
 
     # --- what happens at every hook
 
-    def _advance(self, finished: Sequence[SavedStorage], *, look: bool) -> None:
-        """`finished`: saved by operators that are over now."""
+    def _advance(self, finished: Sequence[SavedStorage], *, look: bool, at_hook: bool = False) -> None:
+        """`finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own."""
+        reclaims = False
         if self._guide is None:
             for saved in finished:
                 self._outs.send(saved)
         else:
             # One that somebody gave back before is no room for what the plan has next.
-            look = self._guide.give_back() or look
+            reclaims = self._guide.give_back()
             self._guide.send(finished)
         self._outs.pack_waiting()
         self._transfer.pump()
         self._guard.reclaim.sweep()
-        if look:
-            self._guard.look()
+        if look or reclaims:
+            grown_bytes = self._guard.look()
+            if self._guide is not None:
+                self._guide.grew(grown_bytes, at_hook=look and at_hook)
 
     def _claim(self, t: Tensor, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""

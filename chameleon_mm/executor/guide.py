@@ -4,9 +4,10 @@
     hook = guide.saved(t, saved, finished)      # every save: which hook of the known step it is, what becomes of its storage
     guide.used(saved_at, finished)              # every use
     guide.give_back(); guide.send(finished)     # what is due at this hook, in the order that policy/plan.py sets down
+    guide.grew(nbytes)                          # at a look at memory: what the model allocated since the one before it
     guide.brought(saved, storage)               # ... the use's own ...
     guide.bring_ahead(compute)
-    record = guide.end_step()
+    seen = guide.end_step()
 
 A step goes with the known one that it agrees with so far. Once it agrees with none, its hooks are matched by features with
 those of the last one that it did: what is found there goes by that plan, what is not falls to the default rule, and memory is
@@ -18,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.course import Course, Variant
 from chameleon_mm.executor.handles import NO_HOOK
 from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.script import Cursor, Due, Script
 from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.executor.swap_ins import SwapIns
@@ -45,8 +48,23 @@ _NONE = -1
 _NOTHING_DUE = Due((), (), ())
 
 
+KnownStep = KnownSequence[Course | None]
+"""One that was seen; None: without a trace, so without a plan."""
 Known = KnownSequences[Course | None]
-"""Steps that were seen; None: without a trace, so without a plan."""
+
+
+class Seen(NamedTuple):
+    """A step that ended."""
+
+    record: StepRecord
+    whole: bool
+    """Whether a recorder saw all of it."""
+    recorded_hooks: int
+    """Those that a recorder saw, from the first one on."""
+    need: Need
+    """What it took beyond what the trace of the step that it was has, as far as it was that one."""
+    passed_plan: bool
+    """Whether it took so much more that its plan was no longer trusted."""
 
 
 class Guide:
@@ -60,36 +78,53 @@ class Guide:
         self._ins = ins
         self._known: Known | None
         self._recorder: Recorder | None
-        self._needs_more: Callable[[Course, int], None] | None
+        self._wants: Callable[[KnownStep], bool] | None
+        self._needs_more: Callable[[Course, int], bool] | None
         self._forget_step()
 
-    def begin_step(self, known: Known, recorder: Recorder | None, needs_more: Callable[[Course, int], None]) -> None:
-        """A new step: the one that `known` expects. `recorder` writes it down.
+    def begin_step(
+        self,
+        known: Known,
+        recorder: Recorder | None,
+        *,
+        wants: Callable[[KnownStep], bool],
+        needs_more: Callable[[Course, int], bool],
+    ) -> None:
+        """A new step: the one that `known` expects. `recorder` writes it down, for as long as it may be one that `wants` says
+        yes to, or a new one.
 
-        `needs_more` is told of a course, and of how many bytes more than it knows of are allocated at the first hook; it may
-        change the course's plans.
+        `needs_more` is told of a course, and of how many bytes more than its trace has are allocated at the first hook; it
+        returns whether it changed the course's plans.
         """
         self._forget_step()
         self._known = known
         self._recorder = recorder
+        self._wants = wants
         self._needs_more = needs_more
         self._go_with(known.current)
 
-    def end_step(self) -> tuple[StepRecord, bool]:
-        """The step that was, and whether its recorder saw all of it. What comes until the next one follows nothing."""
-        record, whole = self.light.end_step(), self._recorder is not None
+    def end_step(self, grown_bytes: int) -> Seen:
+        """The step that was; `grown_bytes` as `grew` has them. What comes until the next one follows nothing."""
+        if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
+            self._compare_growth(self._grown_bytes + grown_bytes, self._looked_at, self.light.num_hooks)
+        whole = self._recorder is not None
+        recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
+        need = Need(extra_bytes=self._extra_bytes, spikes=self._spikes)
+        seen = Seen(self.light.end_step(), whole, recorded_hooks, need, self._passed_plan)
         self._forget_step()
-        return record, whole
+        return seen
 
     def _forget_step(self) -> None:
         self.light.begin_step()
         self._known = None
         """None: outside of steps."""
-        self._needs_more = None
-        """Forgotten with the step: it leads to whoever holds this, and through it to the model."""
-        self._entry: KnownSequence[Course | None] | None = None
+        self._wants = self._needs_more = None
+        """Forgotten with the step: they lead to whoever holds this, and through it to the model."""
+        self._entry: KnownStep | None = None
         """The known step that this one agrees with, or did last."""
         self._recorder = None
+        self._recorded_hooks = 0
+        """Of a recorder that was stopped: how many it saw."""
         self._strayed = False
         """Whether there is none that it agrees with any more."""
         self._place_of = array("i")
@@ -106,6 +141,16 @@ class Guide:
         self._matcher: Matcher | None = None
         self._cursor: Cursor | None = None
         self._due = _NOTHING_DUE
+        self._first_bytes = 0
+        """Allocated at the first hook."""
+        self._extra_bytes = 0
+        """Of these: more than the known step has there."""
+        self._looked_at = _NONE
+        """The hook of the last look at memory that every step like this one takes; `_grown_bytes` since then."""
+        self._grown_bytes = 0
+        self._spikes: dict[int, int] = {}
+        """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
+        self._passed_plan = False
         self._guard.trusts_plan = self._guard.astray = False
 
     @property
@@ -177,26 +222,67 @@ class Guide:
 
     def _stay_or_stray(self, known: Known, hook: int) -> None:
         if known.follow(hook, self.light.feature):
-            if known.current is not self._entry:
+            another = known.current is not self._entry
+            if another:
                 self._go_with(known.current)
-            if hook == 0 and known.current is not None and known.current.plan is not None:
-                self._compare_memory(known.current.plan)
-            if self._recorder is not None and known.current is not None and known.current.plan is not None and known.told_apart:
-                self._recorder.stop()  # a step that has a plan needs no trace
-                self._recorder = None
+            if hook == 0:
+                self._first_bytes = self._guard.allocated_bytes()
+            if hook == 0 or another:
+                self._compare_memory()
+            if self._recorder is not None and self._wants is not None and not any(map(self._wants, known.agreeing())):
+                self._recorder.stop()  # whatever it turns out to be needs no trace
+                self._recorder, self._recorded_hooks = None, hook + 1
         else:
             self._strayed = self._guard.astray = True
             self._guard.trusts_plan = False
             if self._matcher is not None:
                 self._matcher.begin_step(hook)
 
-    def _compare_memory(self, course: Course) -> None:
+    def _compare_memory(self) -> None:
         """A plan that counts on less than is allocated at the first hook would pass its budget."""
-        if course.current is not None:
-            extra_bytes = self._guard.allocated_bytes() - course.first_hook_bytes
-            if extra_bytes > 0 and self._needs_more is not None:
-                self._needs_more(course, extra_bytes)
-                self._go_with(self._entry)
+        if self._entry is None or self._entry.plan is None or self._needs_more is None:
+            return
+        extra_bytes = max(0, self._first_bytes - self._entry.plan.first_hook_bytes)
+        if self._needs_more(self._entry.plan, extra_bytes):
+            self._go_with(self._entry)
+        self._extra_bytes = extra_bytes
+
+    def grew(self, nbytes: int, *, at_hook: bool) -> None:
+        """The model allocated so much since memory was last looked at, freed bytes too. `at_hook`: at this look and at the last
+        such one every step that has these hooks looks at it, whatever its plan."""
+        self._grown_bytes += nbytes
+        if at_hook:
+            hook = self.light.num_hooks - 1
+            self._compare_growth(self._grown_bytes, self._looked_at, hook)
+            self._looked_at, self._grown_bytes = hook, 0
+
+    def _compare_growth(self, grown_bytes: int, since: int, hook: int) -> None:
+        """Between two hooks the known step allocated less: all that is more may have come at the worst moment."""
+        course = None if self._entry is None or self._strayed else self._entry.plan
+        if course is None or hook <= since:
+            return
+        more_bytes = grown_bytes - course.allocated_between(since, hook)
+        if more_bytes <= 0:
+            return
+        ticks = course.ticks_between(since, hook)
+        planned_for = course.need.spikes
+        tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)
+        spike_bytes = 0 if tick is None else planned_for[tick]
+        if tick is not None:
+            self._spikes[tick] = min(more_bytes, spike_bytes)
+        if self._script is None:
+            return
+        allocated = self._script.allocated_bytes[ticks]
+        room_bytes = self._guard.hbm_budget_bytes - int(allocated.max())
+        beyond_bytes = more_bytes - spike_bytes
+        if beyond_bytes > room_bytes:
+            # No more than the device's own peak says, which is since the session began.
+            beyond_bytes = min(beyond_bytes, self._guard.peak_allocated_bytes() - int(allocated.max()))
+        if beyond_bytes > room_bytes:
+            self._spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
+            # Where it took more than its trace has it may again: predictions of climbs are for the rest of this step.
+            self._passed_plan = self._guard.astray = True
+            self._guard.trusts_plan = False
 
     def _matched(self, save: int | None) -> int:
         if self._matcher is None:
@@ -208,7 +294,7 @@ class Guide:
             place = self._matcher.match_use(None if known_save == _NONE else known_save)
         return _NONE if place is None else place
 
-    def _go_with(self, entry: KnownSequence[Course | None] | None) -> None:
+    def _go_with(self, entry: KnownStep | None) -> None:
         """From here on the step is expected to be `entry`, with which its hooks so far agree."""
         self._entry = entry
         if entry is not None:
@@ -219,6 +305,7 @@ class Guide:
         self._matcher = None if course is None or self.followed is None else course.matcher
         self._cursor = None if self._script is None else self._script.begin_step()
         self._cast = {}
+        self._extra_bytes, self._spikes, self._passed_plan = 0, {}, False
         behind = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = behind or _NOTHING_DUE
         untouched = all(saved.place is Place.RESIDENT for saved in self._first_saves.values())

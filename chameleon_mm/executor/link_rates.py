@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from chameleon_mm.device import Device
 from chameleon_mm.executor.meter import CopySpan
 from chameleon_mm.policy import LinkCost
+from chameleon_mm.policy.cost import FASTEST_GBPS, SLOWEST_GBPS
 from chameleon_mm.transfer import CalibrationCache
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
@@ -28,22 +30,32 @@ _LEAST_PIECES = 4
 _LEAST_SHARED_US = 50.0
 """Of time in which both directions were busy."""
 
+_LATEST, _LATEST_US = 4_000, 300e6
+"""Copies that count: so many each way, of the last five minutes. A link is what it is now, whatever used it an hour ago."""
+
+_FEW = 9
+"""Of the copies timed last: when their middle one began is what time it is, even were one or two of them timed wrong."""
+
 _Float64s = NDArray[np.float64]
 
 
 def link_cost_for(device: Device) -> LinkCost:
     """The link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
     kept = CalibrationCache().load(device)
-    if kept is None:
+    if kept is None or not (_is_rate(kept.d2h_gbps) and _is_rate(kept.h2d_gbps)):
         return UNMEASURED_LINK
-    duplex_gbps = max(kept.duplex_gbps, kept.d2h_gbps, kept.h2d_gbps)
-    return LinkCost(d2h_gbps=kept.d2h_gbps, h2d_gbps=kept.h2d_gbps, duplex_gbps=duplex_gbps)
+    return _link(UNMEASURED_LINK, kept.d2h_gbps, kept.h2d_gbps, kept.duplex_gbps)
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
-    """The link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few."""
-    out = _columns([span for span in spans if span.direction == "out"])
-    back = _columns([span for span in spans if span.direction == "in"])
+    """The link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few.
+
+    The latest copies count. One that took no time, or no finite one, is left out: no timing is too bad to go on with.
+    """
+    sane = [span for span in spans if 0 < span.end_us - span.start_us <= _LATEST_US]  # NaN and infinity are not
+    now_us = median(span.start_us for span in sane[-_FEW:]) if sane else 0.0
+    recent = [span for span in sane if abs(span.start_us - now_us) <= _LATEST_US]
+    out, back = (_rows([span for span in recent if span.direction == way])[-_LATEST:] for way in ("out", "in"))
     d2h_gbps, h2d_gbps = (
         _alone_gbps(one, other, otherwise.copy_us) or rate
         for one, other, rate in ((out, back, otherwise.d2h_gbps), (back, out, otherwise.h2d_gbps))
@@ -51,11 +63,22 @@ def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
     duplex_gbps = _duplex_gbps(out, back)
     if duplex_gbps is None:  # as it stood to the two directions alone
         duplex_gbps = otherwise.duplex_gbps * (d2h_gbps + h2d_gbps) / (otherwise.d2h_gbps + otherwise.h2d_gbps)
+    return _link(otherwise, d2h_gbps, h2d_gbps, duplex_gbps)
+
+
+def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:
+    """Of measured rates; of `duplex_gbps`, which noise may put anywhere, what a link can have."""
+    if not _is_rate(duplex_gbps):
+        duplex_gbps = 0.0
     duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
     return dataclasses.replace(otherwise, d2h_gbps=d2h_gbps, h2d_gbps=h2d_gbps, duplex_gbps=duplex_gbps)
 
 
-def _columns(spans: Sequence[CopySpan]) -> _Float64s:
+def _is_rate(gbps: float) -> bool:
+    return SLOWEST_GBPS <= gbps <= FASTEST_GBPS
+
+
+def _rows(spans: Sequence[CopySpan]) -> _Float64s:
     """(n, 3): start, end, bytes, by start."""
     rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
     return np.array(rows, np.float64).reshape(-1, 3)
@@ -66,11 +89,12 @@ def _alone_gbps(one: _Float64s, other: _Float64s, copy_us: float) -> float | Non
     if len(one) == 0:
         return None
     alone = _shared_us(one, other) == 0
-    seconds, nbytes = one[alone, 1] - one[alone, 0] - copy_us, one[alone, 2]
-    worth = seconds > copy_us  # shorter ones tell of the fixed cost
+    us, nbytes = one[:, 1] - one[:, 0] - copy_us, one[:, 2]
+    worth = alone & (us > copy_us)  # shorter ones tell of the fixed cost
     if worth.sum() < _LEAST_PIECES:
         return None
-    return float(np.median(nbytes[worth] / seconds[worth]) / 1e3)
+    gbps = float(np.median(nbytes[worth] / us[worth]) / 1e3)
+    return gbps if _is_rate(gbps) else None
 
 
 def _duplex_gbps(out: _Float64s, back: _Float64s) -> float | None:

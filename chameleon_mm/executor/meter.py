@@ -1,6 +1,6 @@
 """Counts and times of what the executor did.
 
-    meter.wait(compute, event)            # a wait of compute on a copy: how long it really waited is the stall
+    meter.wait(compute, event, "in")      # a wait of compute on a copy: how long it really waited is the stall
     meter.moved(move, "out", nbytes)      # a copy's own time, piece by piece
     meter.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
@@ -14,7 +14,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.executor.step_timing import StepTiming
+from chameleon_mm.executor.step_timing import Direction, StepTiming
 from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
@@ -89,6 +89,9 @@ class Meter:
         """Of the step that runs, where somebody wants to know."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
+        self._origin_us = 0.0
+        """On the clock of the spans, whose zero is the first origin."""
+        self._next_origin: Event | None = None
         self._waits: deque[tuple[Event, Event, bool]] = deque()
         self._moves: deque[tuple[Move, str]] = deque()
         self._resolving = threading.Lock()
@@ -98,18 +101,23 @@ class Meter:
         self.timed = timed
         if timed:
             self.totals.timed_steps += 1
+            origin = compute.record(timed=True)
             if self._origin is None:
-                self._origin = compute.record(timed=True)
+                self._origin = origin
+            # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
+            self._next_origin = origin
 
     def end_step(self) -> None:
         """What comes until the next step is not timed: nobody would add it up."""
         self.timed = False
         self.resolve()
 
-    def wait(self, compute: Stream, event: Event, tensor: int | None = None, *, prefetched: bool = False) -> None:
-        """Order `compute` after `event`, timing how long that holds it up when this step is timed.
+    def wait(
+        self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
+    ) -> None:
+        """Order `compute` after a copy's `event`, timing how long that holds it up when this step is timed.
 
-        `tensor`: the plan's number of the storage whose copy back it is. `prefetched`: a copy back that began before its use.
+        `tensor`: the plan's number of the storage that it is of. `prefetched`: a copy back that began before its use.
         """
         if not self.timed:
             compute.wait(event)
@@ -119,7 +127,7 @@ class Meter:
         after = compute.record(timed=True)
         self._waits.append((before, after, prefetched))
         if self.timing is not None:
-            self.timing.waited(before, after, tensor)
+            self.timing.waited(before, after, direction, tensor)
 
     def on_time(self) -> None:
         """A prefetch was there at its use, even by the host's clock, which is ahead of the device's."""
@@ -141,12 +149,13 @@ class Meter:
         """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
         with self._resolving:
             if self._origin is not None and self._origin.query():
+                self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
                     before, after, prefetched = self._waits.popleft()
                     self._add_wait(after.elapsed_us(before), prefetched=prefetched)
                 for _ in range(len(self._moves)):
                     move, direction = self._moves.popleft()
-                    if not self._add_up(move, direction, self._origin):
+                    if not self._add_up(move, direction):
                         self._moves.append((move, direction))
             return tuple(self.spans)
 
@@ -158,14 +167,22 @@ class Meter:
                 self.totals.prefetches_late += 1
                 self.totals.late_us += stall_us
 
-    def _add_up(self, move: Move, direction: str, origin: Event) -> bool:
+    def _move_origin(self, origin: Event) -> None:
+        """To the beginning of the latest timed step, once the device is there."""
+        following = self._next_origin
+        if following is not None and following is not origin and following.query():
+            self._origin_us += following.elapsed_us(origin)
+            self._origin = following
+
+    def _add_up(self, move: Move, direction: str) -> bool:
         """Take the complete pieces of `move`; returns whether there will be no more."""
         ended = move.ended  # asked first: another thread may be handing the last piece over
         while move.pieces and move.pieces[0].end.query():
-            self._add_piece(move.pieces.popleft(), direction, origin)
+            self._add_piece(move.pieces.popleft(), direction)
         return ended and not move.pieces
 
-    def _add_piece(self, piece: Piece, direction: str, origin: Event) -> None:
-        start_us, copy_us = piece.start.elapsed_us(origin), piece.end.elapsed_us(piece.start)
+    def _add_piece(self, piece: Piece, direction: str) -> None:
+        assert self._origin is not None
+        start_us, copy_us = self._origin_us + piece.start.elapsed_us(self._origin), piece.end.elapsed_us(piece.start)
         self.totals.copy_us += copy_us
         self.spans.append(CopySpan(direction, start_us, start_us + copy_us, piece.nbytes))

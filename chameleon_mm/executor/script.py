@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from chameleon_mm.policy import Action, SwapPlan, memory_curve
 from chameleon_mm.policy.footprint import ActionColumns, Footprint
+from chameleon_mm.policy.memory import Int64s
 from chameleon_mm.trace import Trace
 
 
@@ -39,9 +40,13 @@ class Due(NamedTuple):
 class Script:
     """Of one plan, for any number of steps. Not changed by them."""
 
-    def __init__(self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int], climbs: Sequence[int]) -> None:
+    def __init__(
+        self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int], climbs: Sequence[int], allocated_bytes: Int64s
+    ) -> None:
         """`sizes`: of the trace's storages, bytes. `climbs`: by hook, as `Footprint.climbs`."""
         self.plan = plan
+        self.allocated_bytes = allocated_bytes
+        """(ticks,) at most during each."""
         self._climbs = climbs
         self._roles = roles
         self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
@@ -74,8 +79,9 @@ class Script:
         in_reach = [
             action for action in plan.actions if action.use_at < plan.num_hooks
         ]  # of a wrong plan: the others never come
-        climbs = Footprint(trace, memory_curve(trace)).climbs(ActionColumns.of(in_reach, trace))
-        return cls(roles, plan, trace.tensor_bytes.tolist(), climbs.tolist())
+        footprint, columns = Footprint(trace, memory_curve(trace)), ActionColumns.of(in_reach, trace)
+        climbs = footprint.climbs(columns).tolist()
+        return cls(roles, plan, trace.tensor_bytes.tolist(), climbs, footprint.allocated(columns))
 
     def role(self, hook: int) -> Role | None:
         """Of the storage that is saved for the first time at hook number `hook`."""

@@ -285,7 +285,8 @@ class SavedStorage:
                     self.reclaim()  # as it is, this time
                 return
         kept = self._keeps_remainder()
-        self._tools.meter.wait(self._home, done)  # Note [Reclaim]: the block's next owner on compute comes after the copy
+        # Note [Reclaim]: the block's next owner on compute comes after the copy
+        self._tools.meter.wait(self._home, done, "out", None if self.role is None else self.role.tensor)
         if kept:
             self._drop_device()
 
@@ -375,7 +376,7 @@ class SavedStorage:
             if not arrived.query():
                 tensor = None if self.role is None else self.role.tensor
                 # Note [Swap-in]: use after the bytes are there
-                self._tools.meter.wait(compute, arrived, tensor, prefetched=prefetched)
+                self._tools.meter.wait(compute, arrived, "in", tensor, prefetched=prefetched)
             elif prefetched:
                 self._tools.meter.on_time()
             self._arrived_on = compute
@@ -443,7 +444,8 @@ class SavedStorage:
             return
         arrived = self._read = self._tools.transfer.issue_in(self._in)
         if not arrived.query():
-            self._tools.meter.wait(self._home, arrived)  # Note [Reclaim]: the copy must be done before the block is reused
+            # Note [Reclaim]: the copy must be done before the block is reused
+            self._tools.meter.wait(self._home, arrived, "in")
 
     # --- the end
 

@@ -3,7 +3,7 @@
     BUILT_IN["llama-7b"]            sizes, as published
     built_in("llama-7b", batch=1, seq=None)()
 
-A Llama's operators are those of Hugging Face's; a GPT-2 has the fused GELU, where Hugging Face's writes it out and saves more.
+A Llama's operators are those of Hugging Face's. A GPT-2's are not, and say so (`_GPT2_SAVES`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ BUILT_IN: dict[str, LlamaShape | Gpt2Shape] = {
 """The Llama 2 papers' sizes (arXiv 2307.09288), Llama 3's (arXiv 2407.21783), GPT-2's by its published configurations."""
 
 
+_GPT2_SAVES = (
+    "this gpt2 has the fused GELU, and its loss in the dtype of its logits; Hugging Face's, with GELU written out and the loss "
+    "in float32, saves more"
+)
+
+
 class Gpt2(GPT):
     """The demo's GPT with GPT-2's vocabulary."""
 
@@ -69,6 +75,6 @@ def built_in(name: str, *, batch: int, seq: int | None) -> Build:
             llama = Llama(shape)
             return Workload(about=about, model=llama, loss=lambda: llama.loss(ids))
         gpt = Gpt2(shape)
-        return Workload(about=about, model=gpt, loss=lambda: gpt.loss(ids, ids))
+        return Workload(about=about, model=gpt, loss=lambda: gpt.loss(ids, ids), notes=(_GPT2_SAVES,))
 
     return build

@@ -17,16 +17,19 @@ from typing import Any
 
 from rich.console import Console
 
+from chameleon_mm.demo.outputs import check_outputs
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.planning.budgets import default_budget
 from chameleon_mm.planning.builtin import BUILT_IN
 from chameleon_mm.planning.plot import save_plot
 from chameleon_mm.planning.prediction import Prediction, predict
-from chameleon_mm.planning.record import DTYPES, OPTIMIZERS, record_step
+from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS, record_step
 from chameleon_mm.planning.show import show
 from chameleon_mm.planning.sources import source_of
 from chameleon_mm.policy import DefaultRule
+from chameleon_mm.session import DEFAULT_BUDGET_SHARE
 from chameleon_mm.units import parse_size
 
 Environment = Callable[[str, Device], Mapping[str, Any]]
@@ -50,14 +53,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a row (default: the model's context; 4096 at most where it is not built in)",
     )
-    step.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and activations (default bfloat16)")
+    step.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        help="of weights, and of activations without autocast: torch's default dtype while the model is built and run (default "
+        "bfloat16, with --autocast float32)",
+    )
+    step.add_argument(
+        "--autocast",
+        choices=list(AUTOCAST),
+        help="put forward under torch.autocast to it (default: no more than the model does itself)",
+    )
     step.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), default="adamw",
         help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
     )  # fmt: skip
     where = parser.add_argument_group("where it would run and what it may use")
     where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
-    where.add_argument("--hbm-budget", metavar="SIZE", help='device memory: "40GiB" (default: all that the GPU has)')
+    where.add_argument(
+        "--hbm-budget",
+        metavar="SIZE",
+        help=f'device memory: "40GiB" (default: {DEFAULT_BUDGET_SHARE:.0%}% of the GPU\'s, as a session takes)',
+    )
     where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory (default: as much as it takes)")
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
     out = parser.add_argument_group("what it writes")
@@ -84,27 +101,29 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
 
 
 def _predict(args: argparse.Namespace, console: Console) -> Prediction:
-    _check_files(args)
+    check_outputs({"--json": args.json, "--png": args.png})
+    _check_png(args.png)
     spec = spec_by_name(args.gpu)
-    hbm_budget = spec.hbm_bytes if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
     if hbm_budget == 0:
         raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
     host_budget = None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget")
     min_bytes = DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes")
-    build = source_of(args.model, batch=args.batch, seq=args.seq, dtype=DTYPES[args.dtype])
+    autocast = None if args.autocast is None else AUTOCAST[args.autocast]
+    dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
+    build = source_of(args.model, batch=args.batch, seq=args.seq, dtype=dtype)
     with console.status("recording one step under fake tensors"):
-        step = record_step(build, spec, dtype=DTYPES[args.dtype], optimizer=args.optimizer, min_bytes=min_bytes)
+        step = record_step(build, spec, dtype=dtype, autocast=autocast, optimizer=args.optimizer, min_bytes=min_bytes)
     with console.status("planning"):
         return predict(step, spec, hbm_budget, host_budget)
 
 
-def _check_files(args: argparse.Namespace) -> None:
-    for path in (args.json, args.png):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"expected a file in an existing folder, got {path}; make {path.parent} first")
-    if args.png is not None and args.png.suffix.lower() != ".png":
-        raise ValueError(f"--png: expected a file name that ends in .png, got {args.png}")
-    if args.png is not None and find_spec("matplotlib") is None:
+def _check_png(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--png: expected a file name that ends in .png, got {path}")
+    if find_spec("matplotlib") is None:
         raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from chameleon_mm.planning.workload import ModelUnusable
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
 """What torch says of devices that its build does not know, before CUDA's name or after it."""
 
+_MOST_SAID = 300
+"""Characters of somebody else's message: some list all that they would have understood."""
+
 _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
 
@@ -31,12 +35,16 @@ def told_as(what: str) -> Iterator[None]:
         yield
     except ModelUnusable:
         raise
-    except Exception as error:  # a model may fail in any way, and that is an answer about the model
-        said = " ".join(str(error).split()) or "no message"
-        raise ModelUnusable(f"{what}: {type(error).__name__}: {said}{_place(error)}{_way_out(error)}") from error
+    except (Exception, SystemExit) as error:  # a model may fail in any way, and that is an answer about the model
+        raise ModelUnusable(f"{what}: {type(error).__name__}: {said_by(error)}{_place(error)}{_way_out(error)}") from error
 
 
-def _place(error: Exception) -> str:
+def said_by(error: BaseException) -> str:
+    """Its message as one line of a length to be read."""
+    return textwrap.shorten(str(error).strip().removesuffix("."), _MOST_SAID, placeholder=" ...") or "no message"
+
+
+def _place(error: BaseException) -> str:
     """The innermost line of the user's own, where there is one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
@@ -45,7 +53,7 @@ def _place(error: Exception) -> str:
     return ""
 
 
-def _way_out(error: Exception) -> str:
+def _way_out(error: BaseException) -> str:
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return "; fake tensors have shapes and no values: a step whose operators depend on values cannot be planned ahead"
     if _NO_SUCH_DEVICE.search(str(error)):

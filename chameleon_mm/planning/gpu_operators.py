@@ -3,6 +3,7 @@
 with GpuOperators():
     F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)      # saves q, k, v, the output and a row of sums
     F.dropout(x, 0.1)                                           # saves a mask of bools
+    F.layer_norm(x, (64,))                                      # under autocast in float32, its result too
 
 The CPU's fused attention takes no dropout, so torch would fall back to a kernel that saves s x s matrices; CUDA's takes it and
 saves a seed. The CPU's dropout saves what it multiplies with, in the dtype of x. Shapes are all that counts, so attention drops
@@ -19,12 +20,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from chameleon_mm.planning.gpu_autocast import in_float32
+
 _DROPOUT_P = 4
 """Its place among the positional arguments of attention."""
 
 
 class GpuOperators(TorchFunctionMode):
-    """While active, this thread's attention and dropout are those of a GPU."""
+    """While active, this thread's attention and dropout are those of a GPU, and so is what autocast leaves in float32."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -36,6 +39,7 @@ class GpuOperators(TorchFunctionMode):
             args = (*args[:_DROPOUT_P], *(0.0 for _ in args[_DROPOUT_P : _DROPOUT_P + 1]), *args[_DROPOUT_P + 1 :])
             if "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
+        args, kwargs = in_float32(getattr(func, "__name__", ""), args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_mm.planning.builtin import BUILT_IN
-from chameleon_mm.planning.failures import told_as
+from chameleon_mm.planning.failures import said_by, told_as
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 
 _MOST_TOKENS = 4096
@@ -36,11 +36,18 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype) 
         )
     transformers: Any = importlib.import_module("transformers")  # as Any: type checkers would follow all of it
     config = _config(transformers, text)
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnusable(
+            f"MODEL: expected the configuration of a causal language model, got {text!r}, a {type(config).__name__}; give "
+            f"it as module:function"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     tokens = min(longest or _MOST_TOKENS, _MOST_TOKENS) if seq is None else seq
     notes = ["rows are whole: no padding, so attention needs no mask"]
     if longest is not None and tokens > longest:
         notes.append(f"rows are longer than the {longest} tokens that the model can read")
+    if getattr(config, "quantization_config", None) is not None:
+        notes.append("its quantization_config is ignored: weights are trained, and planned, as they are before it")
 
     def build() -> Workload:
         with told_as(f"{text}: transformers could not build it under fake tensors"):
@@ -80,10 +87,11 @@ def _config(transformers: Any, text: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(text)
     except Exception as error:  # the hub's client raises what its network does, and the answer is the same
-        reason = next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
         if Path(text).exists():
             expected, way_out = "a configuration that transformers can read", "is it a config.json, or a folder with one?"
+            reason = said_by(error)
         else:
             expected = "a built-in model, module:function, or a Hugging Face configuration"
             way_out = "a name needs the network, or an earlier download"
+            reason = next(iter(said_by(error).split(". ")))  # the rest is advice about the hub
         raise ModelUnusable(f"MODEL: expected {expected}, got {text!r}: {reason}; {way_out}") from error

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chameleon_mm.planning.failures import told_as
+from chameleon_mm.planning.gpu_autocast import gpu_autocast
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 
 _RETURNS = "(model, batch) or (model, batch, loss_fn)"
@@ -52,7 +53,8 @@ def _find(text: str) -> Callable[..., Any]:
     module_name, _, function_name = text.partition(":")
     if not module_name or not function_name:
         raise ModelUnusable(f"MODEL: expected module:function, got {text!r}")
-    with _working_directory_on_path(), told_as(f"MODEL: expected a module that can be imported, got {module_name!r}"):
+    imported = told_as(f"MODEL: expected a module that can be imported, got {module_name!r}")
+    with _working_directory_on_path(), gpu_autocast(), imported:  # autocast as a decorator is made when it is imported
         module = importlib.import_module(module_name)
     function = getattr(module, function_name, None)
     if not callable(function):

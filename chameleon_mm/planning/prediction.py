@@ -14,12 +14,12 @@ from typing import Any
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.planning.budgets import HIDDEN_WITHIN, hidden_budget, smallest_within
 from chameleon_mm.planning.needs import Need, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     LinkCost,
     Peak,
-    Recomputation,
     SwapPlan,
     Timeline,
     full_recomputation,
@@ -28,8 +28,6 @@ from chameleon_mm.policy import (
     least_memory,
     peak_memory,
     simulate,
-    smallest_budget,
-    smallest_hidden_budget,
     swap_everything,
 )
 from chameleon_mm.trace import StepPhase, Trace
@@ -49,6 +47,8 @@ class Way:
     """Each way over the link."""
     stall_us: float
     """Compute waits for copies."""
+    device_copy_us: float
+    """Compute copies within the device's memory what stays there of storages that move in part."""
     step_us: float
 
 
@@ -70,9 +70,11 @@ class Prediction:
     ways: tuple[Way, ...]
     """Nothing swapped first; then the plan, if there is one."""
     smallest_budget_bytes: int
-    """That there is a plan for, whatever it costs in time."""
+    """That there is a plan for within the host's budget, whatever it costs in time."""
     hidden_budget_bytes: int
-    """The smallest whose plan costs no time."""
+    """The smallest whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
+    least_bytes: int
+    """What is left at the peak where all that may be away is, whatever the host has room for."""
     infeasible: str | None
     """Why there is no plan within the budgets; None: there is one."""
     plan: SwapPlan | None
@@ -90,7 +92,7 @@ class Prediction:
 
     @property
     def can_be_lowered(self) -> bool:
-        """Whether swapping lowers the peak at all."""
+        """Whether swapping lowers the peak at all, within the host's budget."""
         return self.smallest_budget_bytes < self.peak.nbytes
 
     @property
@@ -111,6 +113,8 @@ class Prediction:
             "notes": list(self.step.notes),
             "num_parameters": self.step.num_parameters,
             "dtype": self.step.dtype,
+            "parameters_by_dtype": dict(self.step.parameters_by_dtype),
+            "autocast": self.step.autocast,
             "optimizer": self.step.optimizer,
             "min_bytes": self.step.min_bytes,
             "num_operators": len(trace.op_us),
@@ -126,6 +130,7 @@ class Prediction:
             "infeasible": self.infeasible,
             "smallest_budget_bytes": self.smallest_budget_bytes,
             "hidden_budget_bytes": self.hidden_budget_bytes,
+            "hidden_within": HIDDEN_WITHIN,
             "ideal_us": self.ideal_us,
             "mixed_ideal_us": self.mixed_ideal_us,
             "ideal_share": self.ideal_share,
@@ -148,19 +153,24 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
     """
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
+    least = least_memory(trace)
     plan, infeasible, ideal_us, mixed_ideal_us = None, None, None, None
+    smallest = least.nbytes
     try:
         plan = generate_plan(trace, hbm_budget, host_budget, cost)
         ideal_us = ideal(trace, hbm_budget, cost).step_us
         mixed_ideal_us = ideal(trace, hbm_budget, cost, recompute=True).step_us
     except InfeasibleBudget as error:
-        infeasible = str(error)
-    everything = swap_everything(trace, cost)
+        infeasible, smallest = str(error), error.smallest_bytes or smallest
+    if host_budget is not None:
+        smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost)
+        smallest = smallest if plan is None else min(smallest, hbm_budget)  # one search finds what a coarser one did not
+    recomputed = full_recomputation(trace)
     ways = [
-        _unswapped(trace, peak),
-        *([] if plan is None else [_way("this plan", plan)]),
-        _way("swap everything", everything),
-        _recomputed(full_recomputation(trace)),
+        _unmoved("no swapping", peak.nbytes, trace.duration_us),
+        *([] if plan is None else [_planned("this plan", trace, plan)]),
+        _planned("swap everything", trace, swap_everything(trace, cost)),
+        _unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us),
     ]
     return Prediction(
         step=step,
@@ -170,10 +180,11 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
         needs=needs_of(trace, peak),
         peak=peak,
         phase=peak_phase(trace, peak),
-        least_phase=peak_phase(trace, least_memory(trace)),
+        least_phase=peak_phase(trace, least),
         ways=tuple(ways),
-        smallest_budget_bytes=smallest_budget(trace),
-        hidden_budget_bytes=smallest_hidden_budget(trace, cost, lambda budget: generate_plan(trace, budget, host_budget, cost)),
+        smallest_budget_bytes=smallest,
+        hidden_budget_bytes=hidden_budget(trace, peak.nbytes, host_budget, cost),
+        least_bytes=least.nbytes,
         infeasible=infeasible,
         plan=plan,
         timeline=None if plan is None else simulate(trace, plan, cost),
@@ -182,27 +193,17 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
     )
 
 
-def _unswapped(trace: Trace, peak: Peak) -> Way:
-    return Way(name="no swapping", peak_bytes=peak.nbytes, host_bytes=0, moved_bytes=0, stall_us=0.0, step_us=trace.duration_us)
+def _unmoved(name: str, peak_bytes: int, step_us: float) -> Way:
+    return Way(name=name, peak_bytes=peak_bytes, host_bytes=0, moved_bytes=0, stall_us=0.0, device_copy_us=0.0, step_us=step_us)
 
 
-def _way(name: str, plan: SwapPlan) -> Way:
+def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
     return Way(
         name=name,
         peak_bytes=plan.peak_bytes,
         host_bytes=plan.host_bytes,
         moved_bytes=plan.moved_bytes,
         stall_us=plan.stall_us,
+        device_copy_us=max(0.0, plan.step_us - plan.stall_us - trace.duration_us),
         step_us=plan.step_us,
-    )
-
-
-def _recomputed(way: Recomputation) -> Way:
-    return Way(
-        name="full recomputation",
-        peak_bytes=way.peak_bytes,
-        host_bytes=0,
-        moved_bytes=0,
-        stall_us=0.0,
-        step_us=way.step_us,
     )

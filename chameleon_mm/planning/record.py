@@ -1,6 +1,6 @@
 """One training step of a model that is not there, as a trace: operators run on shapes alone, their times are a roofline's.
 
-    step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, min_bytes=1 << 20)
+    step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, autocast=None, min_bytes=1 << 20)
     step.trace                  as a recorder on that GPU would have it, were the host never late
 
 The step is one in the middle of training: the optimizer has its state already, gradients are made and let go.
@@ -8,8 +8,9 @@ The step is one in the middle of training: the optimizer has its state already, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.planning.failures import told_as
+from chameleon_mm.planning.gpu_autocast import PLANNED_ON, gpu_autocast
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.shapes_alone import shapes_alone
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
@@ -28,6 +30,7 @@ from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import Trace
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 OPTIMIZERS = {
     "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
@@ -44,24 +47,39 @@ class RecordedStep:
 
     about: str
     notes: tuple[str, ...]
-    num_parameters: int
-    dtype: str
+    parameters_by_dtype: Mapping[str, int]
+    """How many numbers, those of which there are the most first."""
+    autocast: str | None
+    """Dtype of the autocast that forward was put under; None: under none but the model's own."""
     optimizer: str
     """Of `OPTIMIZERS`."""
     min_bytes: int
     trace: Trace
 
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers, of all dtypes."""
+        return sum(self.parameters_by_dtype.values())
 
-def record_step(build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: str, min_bytes: int) -> RecordedStep:
+    @property
+    def dtype(self) -> str:
+        """Of the parameters; where they have several, all of them."""
+        return " and ".join(self.parameters_by_dtype)
+
+
+def record_step(
+    build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: str, min_bytes: int, autocast: torch.dtype | None = None
+) -> RecordedStep:
     """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
 
     dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
-    Needs tens of microseconds for each operator. Raises `ModelUnusable` where the model fails.
+    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. Needs tens of microseconds
+    for each operator. Raises `ModelUnusable` where the model fails.
     """
     device = SimDevice(spec)
-    with shapes_alone(), _default_dtype(dtype), GpuOperators():
+    with shapes_alone(), _default_dtype(dtype), GpuOperators(), gpu_autocast():
         workload = build()
-        step = _Step(workload, optimizer)
+        step = _Step(workload, optimizer, autocast)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
@@ -72,8 +90,8 @@ def record_step(build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: s
     return RecordedStep(
         about=workload.about,
         notes=workload.notes,
-        num_parameters=sum(p.numel() for p in workload.model.parameters()),
-        dtype=str(dtype).removeprefix("torch."),
+        parameters_by_dtype=_by_dtype(workload.model),
+        autocast=None if autocast is None else _name(autocast),
         optimizer=optimizer,
         min_bytes=min_bytes,
         trace=trace,
@@ -83,7 +101,7 @@ def record_step(build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: s
 class _Step:
     """One step of a training loop, with its optimizer in the state that it has from the second step on."""
 
-    def __init__(self, workload: Workload, optimizer: str) -> None:
+    def __init__(self, workload: Workload, optimizer: str, autocast: torch.dtype | None = None) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
             raise ModelUnusable(f"{workload.about}: expected parameters that require gradients, got none; nothing is trained")
@@ -94,13 +112,15 @@ class _Step:
                 f"there: nothing is computed, and no GPU is needed"
             )
         self._workload = workload
+        self._autocast = autocast
         self.optimizers = _optimizers(optimizer, trained)
         for parameter in trained if self.optimizers else ():
             parameter.grad = torch.zeros_like(parameter)
         self.update()
 
     def forward_backward(self) -> Tensor:
-        loss = self._workload.loss()
+        with nullcontext() if self._autocast is None else torch.autocast(PLANNED_ON, self._autocast):
+            loss = self._workload.loss()
         loss.backward()
         return loss
 
@@ -122,6 +142,17 @@ def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
         case "none":
             return []
     raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+
+
+def _by_dtype(model: nn.Module) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for parameter in model.parameters():
+        counts[_name(parameter.dtype)] += parameter.numel()
+    return dict(counts.most_common())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

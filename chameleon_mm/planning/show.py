@@ -6,15 +6,18 @@ verdicts(prediction), assumptions(prediction)        # lines; pure, so that test
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.planning.budgets import HIDDEN_WITHIN, default_budget
 from chameleon_mm.planning.prediction import Prediction, Way
 from chameleon_mm.trace import StepPhase
-from chameleon_mm.units import format_size, format_us
+from chameleon_mm.units import format_size, format_size_up, format_us
 
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
 """What torch's fused attention becomes where no fused kernel takes its arguments."""
@@ -26,8 +29,8 @@ def show(prediction: Prediction, console: Console) -> None:
     _line(console, f"chameleon-mm plan: {step.about}", style="bold")
     _line(
         console,
-        f"{_count(step.num_parameters)} parameters, {step.dtype}, optimizer {step.optimizer}; one training step on "
-        f"{spec.name}, predicted: nothing ran",
+        f"{_count(step.num_parameters)} parameters, {step.dtype}, {_autocast(prediction)}optimizer {step.optimizer}; one "
+        f"training step on {spec.name}, predicted: nothing ran",
     )
     console.print(_needs(prediction))
     console.print(_ways(prediction))
@@ -56,10 +59,16 @@ def verdicts(prediction: Prediction) -> list[str]:
             f"{prediction.ideal_share:.1%} of T*"
         )
     if prediction.can_be_lowered:
-        lines.append(
-            f"smallest budget: {format_size(prediction.smallest_budget_bytes)} with any plan, "
-            f"{format_size(prediction.hidden_budget_bytes)} with all copies hidden"
+        # Rounded up: each of these texts may be given back as --hbm-budget.
+        smallest, hidden = (
+            format_size_up(nbytes) for nbytes in (prediction.smallest_budget_bytes, prediction.hidden_budget_bytes)
         )
+        lines.append(
+            f"smallest budget{_within_host(prediction)}: {smallest} with any plan, {hidden} with all copies hidden (a step at "
+            f"most {HIDDEN_WITHIN:.1%} longer)"
+        )
+    elif prediction.least_bytes < prediction.peak.nbytes:
+        lines.append(f"hardly a smaller budget{_within_host(prediction)}: too little for what would have to move")
     else:
         lines.append("swapping cannot lower the peak: nothing that could be away is idle then")
     if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
@@ -75,6 +84,7 @@ def assumptions(prediction: Prediction) -> list[str]:
     lines = [
         f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth; the host is not late",
         f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
+        f"the budget is {_budget_from(prediction)}",
         "memory is that of the tensors: CUDA's context, the allocator's gaps and library workspaces come on top",
         "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
     ]
@@ -106,25 +116,52 @@ def _needs(prediction: Prediction) -> Table:
 
 
 def _ways(prediction: Prediction) -> Table:
-    budget = prediction.hbm_budget_bytes
+    """A column for each way: as rows they would be wider than 80 characters."""
+    budget, unswapped = prediction.hbm_budget_bytes, prediction.ways[0]
+    rows: list[tuple[str, Callable[[Way], str]]] = [
+        ("peak", lambda way: format_size(way.peak_bytes)),
+        ("pinned host", lambda way: format_size(way.host_bytes)),
+        ("moved each way", lambda way: format_size(way.moved_bytes)),
+        ("stall", lambda way: format_us(way.stall_us)),
+        ("on-device copies", lambda way: format_us(way.device_copy_us)),
+        ("step", lambda way: format_us(way.step_us)),
+        ("slower by", lambda way: _slower(way, unswapped)),
+    ]
+    over = {way.name for way in prediction.ways if way.peak_bytes > budget}
     table = Table(title=f"what it comes to within {format_size(budget)} (predicted)", title_justify="left")
     table.add_column("", no_wrap=True)
-    for heading in ("peak", "pinned host", "stall", "step", "slower by"):
-        table.add_column(heading, justify="right")
-    unswapped = prediction.ways[0]
     for way in prediction.ways:
-        mark = "*" if way.peak_bytes > budget else " "
-        host, stall = format_size(way.host_bytes), format_us(way.stall_us)
-        table.add_row(way.name, format_size(way.peak_bytes) + mark, host, stall, *_time(way, unswapped))
-    if any(way.peak_bytes > budget for way in prediction.ways):
+        table.add_column(way.name.replace(" ", "\n"), justify="right", no_wrap=True)
+    for what, text in rows:
+        table.add_row(
+            what, *(text(way) + ("*" if what == "peak" and way.name in over else " " * bool(over)) for way in prediction.ways)
+        )
+    if over:
         table.caption, table.caption_justify = "* over the budget", "left"
     return table
 
 
-def _time(way: Way, unswapped: Way) -> tuple[str, str]:
+def _slower(way: Way, unswapped: Way) -> str:
+    if way is unswapped:
+        return "-"
     share = way.step_us / unswapped.step_us - 1 if unswapped.step_us else 0.0
-    share = round(share, 3) + 0.0  # no "-0.0%"
-    return format_us(way.step_us), "-" if way is unswapped else f"{share:.1%}"
+    return f"{round(share, 3) + 0.0:.1%}"  # no "-0.0%"
+
+
+def _autocast(prediction: Prediction) -> str:
+    autocast = prediction.step.autocast
+    return "" if autocast is None else f"under autocast to {autocast}, "
+
+
+def _within_host(prediction: Prediction) -> str:
+    budget = prediction.host_budget_bytes
+    return "" if budget is None else f" within {format_size(budget)} of pinned host memory"
+
+
+def _budget_from(prediction: Prediction) -> str:
+    budget, spec = prediction.hbm_budget_bytes, prediction.spec
+    by_default = ", as a session's is by default" if budget == default_budget(spec) else ""
+    return f"{budget / spec.hbm_bytes:.0%} of {spec.name}'s {format_size(spec.hbm_bytes)}{by_default}"
 
 
 def _count(number: int) -> str:

@@ -26,6 +26,10 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
     for name, value in (("batch", batch), ("seq", seq)):
         if value is not None and value < 1:
             raise ValueError(f"--{name}: expected 1 or more, got {value}")
+    if not text:
+        raise ModelUnusable(
+            f"MODEL: expected one of {', '.join(BUILT_IN)}, module:function, or a Hugging Face configuration, got ''"
+        )
     if text in BUILT_IN:
         return built_in(text, batch=batch or 1, seq=seq)
     if ":" in text and not Path(text).exists():

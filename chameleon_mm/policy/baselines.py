@@ -14,7 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.everything import early_hooks
 from chameleon_mm.policy.footprint import ActionColumns, Footprint
 from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve
 from chameleon_mm.policy.plan import Action, SwapPlan
@@ -39,8 +41,9 @@ def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: in
 
     depth: as in `swap_everything`; where the budget has no room for it, as much of it as there is room for.
 
-    Raises `InfeasibleBudget` where all candidates are not enough.
+    Raises `InfeasibleBudget` where all candidates are not enough, `TypeError` for a budget that is no whole number.
     """
+    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     candidates, footprint = Candidates.of(trace), Footprint(trace, memory_curve(trace))
     largest = np.argsort(-candidates.size, kind="stable")
 
@@ -67,14 +70,9 @@ def _early(candidates: Candidates, which: Int64s, depth: int) -> tuple[Action, .
     """Actions that move `which` of the candidates, whole and as early as possible."""
     if depth < 0:
         raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
-    which = which[np.argsort(candidates.sendable[which], kind="stable")]
+    which = which[np.argsort(candidates.use[which], kind="stable")]
     sendable, first, use = candidates.sendable[which], candidates.first[which], candidates.use[which]
-    later = np.concatenate((sendable[depth:], np.full(min(depth, len(which)), -1)))  # the last ones wait for nobody
-    reclaim = np.minimum(np.maximum(first, later), use)
-    by_use = np.argsort(use, kind="stable")
-    earlier = np.empty(len(which), np.int64)
-    earlier[by_use] = np.concatenate((np.full(min(depth, len(which)), -1), use[by_use][: max(0, len(which) - depth)]))
-    back = np.where(earlier < 0, use, np.maximum(reclaim, earlier)) if depth else use
+    reclaim, back = early_hooks(sendable, first, use, depth)
     columns = (candidates.tensor[which], candidates.nbytes[which], sendable, reclaim, back, use)
     return tuple(
         Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)

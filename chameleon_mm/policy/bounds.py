@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, smallest_budget
 from chameleon_mm.policy.plan import SwapPlan
@@ -47,8 +48,10 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
     """No plan for `trace` within `hbm_budget` bytes takes less time. `recompute`: what is saved may be made again instead of
     swapped, each storage at the price of the operators that wrote it, their inputs at hand.
 
-    Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough.
+    Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
+    that is no whole number.
     """
+    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     least = smallest_budget(trace)
     if hbm_budget < least:
         raise InfeasibleBudget(

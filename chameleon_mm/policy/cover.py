@@ -5,13 +5,15 @@ for every hook k with level[k] - away > budget, first to last:
 
 With the rank "used latest" these are the fewest bytes that any plan can move (Belady, 1966, for pages of one size; where a
 candidate may be taken in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
-one that reaches farthest). Other ranks move more, and may stall less.
+one that reaches farthest). Other ranks move more, or the same by other candidates, and may stall less.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
+from math import sqrt
 
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.units import allocated_size
@@ -20,8 +22,27 @@ Rank = Callable[[Problem], Sequence[float]]
 """(n,) of a problem: candidates of lower rank are taken first."""
 
 
+_GOLDEN = (sqrt(5) - 1) / 2
+
+
 def used_latest(problem: Problem) -> Sequence[float]:
     return [-use for use in problem.use]
+
+
+def evenly(problem: Problem) -> Sequence[float]:
+    """By the golden ratio's multiples: however many are taken, they are spread evenly over the order of their copies out.
+
+    So both engines are busy from the first to the last of them, whatever the order of uses (Kronecker's sequence; of all its
+    kind this one leaves the smallest gaps).
+    """
+    return [place * _GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
+
+
+def evenly_by_bytes(problem: Problem) -> Sequence[float]:
+    """The same over the bytes that are copied out, which where sizes differ is another order."""
+    mean = sum(problem.size) / max(1, len(problem.size))
+    before = accumulate(problem.size, initial=0)
+    return [(there + size / 2) / mean * _GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
 
 
 def saved_first(problem: Problem) -> Sequence[float]:
@@ -42,8 +63,19 @@ def smallest(problem: Problem) -> Sequence[float]:
     return problem.size
 
 
-RANKS: Sequence[Rank] = (used_latest, saved_first, idle_longest, largest, smallest)
-"""The one that moves the fewest bytes is the first."""
+def sparing(rank: Rank, spared: Collection[int]) -> Rank:
+    """By `rank`, but candidates of `spared` after all others."""
+
+    def spares(problem: Problem) -> Sequence[float]:
+        ranked = rank(problem)
+        beyond = max(ranked) - min(ranked) + 1
+        return [place + beyond if i in spared else place for i, place in enumerate(ranked)]
+
+    return spares
+
+
+RANKS: Sequence[Rank] = (used_latest, evenly, evenly_by_bytes, idle_longest, saved_first, largest, smallest)
+"""The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
 
 
 def cover(

@@ -11,7 +11,7 @@ none of these. The tests hold both to the same figures.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -52,29 +52,33 @@ class Draft:
         size, nbytes = problem.size, problem.nbytes
         return [nbytes[i] - size[i] + gives for i, gives in zip(self.who, self.gives, strict=True)]
 
-    def late_us(self, problem: Problem, cost: LinkCost, *, at_most: float = inf) -> tuple[float, float]:
+    def late_us(
+        self, problem: Problem, cost: LinkCost, *, at_most: float = inf, lag_us: Sequence[float] = ()
+    ) -> tuple[float, float]:
         """By how much the step is later than without it: stalls, and copies of what stays of storages that move in part.
 
-        Stops counting where both together are beyond `at_most`.
+        Stops counting where both together are beyond `at_most`. lag_us: (n,) of the problem's candidates, by how much their
+        copies out are done later than the engine has them; empty: not at all.
         """
         moved = self.moved_bytes(problem)
         use = [problem.use[i] for i in self.who]
         stays_us = [(problem.nbytes[i] - n) / (cost.hbm_gbps * 1e3) for i, n in zip(self.who, moved, strict=True)]
         out, back = CopyEngine.pair(cost)
         out_done, back_done = [-1.0] * len(use), [-1.0] * len(use)
+        lag = [lag_us[i] for i in self.who] if lag_us else [0.0] * len(use)
         stall = heads = late = 0.0
         time_us, out_at, in_at = problem.time_us, self.out_at, self.in_at
         for hook, what, j in self._events(problem, use):
             now = time_us[hook] + late
             if what <= _RECLAIM_PART:
                 if out_at[j] == hook:
-                    out_done[j] = out.queue(j, moved[j], now)
+                    out_done[j] = out.queue(j, moved[j], now) + lag[j]
                 now += stays_us[j]
                 late += stays_us[j]
                 heads += stays_us[j]
                 wait = out_done[j] - now
             elif what == _OUT:
-                out_done[j] = out.queue(j, moved[j], now)
+                out_done[j] = out.queue(j, moved[j], now) + lag[j]
                 continue
             else:
                 wait = 0.0

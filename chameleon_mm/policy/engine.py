@@ -26,7 +26,7 @@ class EngineSpan(NamedTuple):
 class CopyEngine:
     """One direction."""
 
-    __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_shared_rate", "free_at_us", "spans")
+    __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
     def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
         self._copy_us = cost.copy_us
@@ -37,7 +37,8 @@ class CopyEngine:
         self._beside = 0
         """The first of the other's spans that a copy queued from now on can run beside."""
         self.free_at_us = 0.0
-        self.spans: list[EngineSpan] = []
+        self._rows: list[tuple[int, float, float, int]] = []
+        """Spans, as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
 
     @classmethod
     def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
@@ -46,11 +47,16 @@ class CopyEngine:
         out._other, back._other = back, out
         return out, back
 
+    @property
+    def spans(self) -> tuple[EngineSpan, ...]:
+        """What was queued, in the order in which it runs."""
+        return tuple(map(EngineSpan._make, self._rows))
+
     def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
         """A copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
         start = max(ready_us, self.free_at_us)
-        others = self._other.spans
-        while self._beside < len(others) and others[self._beside].end_us <= start:
+        others = self._other._rows
+        while self._beside < len(others) and others[self._beside][2] <= start:
             self._beside += 1
         end = start
         if self._beside == len(others):  # alone, as most are
@@ -59,24 +65,24 @@ class CopyEngine:
             for offset in range(0, nbytes, self._piece_bytes):
                 end = self._piece(min(self._piece_bytes, nbytes - offset), end + self._copy_us)
         self.free_at_us = end
-        self.spans.append(EngineSpan(tensor, start, end, nbytes))
+        self._rows.append((tensor, start, end, nbytes))
         return end
 
     def _piece(self, nbytes: int, clock_us: float) -> float:
         """When `nbytes` whose first byte crosses at `clock_us` are through."""
-        left, others = float(nbytes), self._other.spans
+        left, others = float(nbytes), self._other._rows
         for i in range(self._beside, len(others)):
-            beside = others[i]
-            if beside.end_us <= clock_us:
+            _, beside_start, beside_end, _ = others[i]
+            if beside_end <= clock_us:
                 continue
-            alone = max(0.0, beside.start_us - clock_us)
+            alone = max(0.0, beside_start - clock_us)
             if left <= alone * self._rate:
                 break
             left -= alone * self._rate
             clock_us += alone
-            shared = beside.end_us - clock_us
+            shared = beside_end - clock_us
             if left <= shared * self._shared_rate:
                 return clock_us + left / self._shared_rate
             left -= shared * self._shared_rate
-            clock_us = beside.end_us
+            clock_us = beside_end
         return clock_us + left / self._rate

@@ -22,8 +22,8 @@ from chameleon_mm.policy.draft import Draft
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
-Lead = float | Mapping[int, float]
-"""Microseconds by which copies back are to be done before their uses: for all, or by tensor of the trace (0 for the others)."""
+PerTensor = float | Mapping[int, float]
+"""Microseconds: for all, or by tensor of the trace (0 for the others)."""
 
 
 def place(
@@ -33,17 +33,21 @@ def place(
     *,
     ready: Sequence[int] | None = None,
     latest: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
+    copied: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
+    soon: Sequence[bool] = (),
 ) -> Draft:
     """The hooks of `taken`, candidate -> bytes, a cover of `problem`. Time: O(K + n log n).
 
     ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a cover, by
     candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as there is room.
+    copied: the same, when its copy out is there (`copied_by`); by default in the order in which copies out begin. soon: (n,)
+    whether its memory goes as soon as it may, needed or not; empty: none of them.
     """
     taken = dict(taken)
     ready = problem.sendable if ready is None else ready
     while True:
         in_at = _copies_back(problem, budget, taken, latest(taken) if latest is not None else {})
-        reclaim_at = _reclaims(problem, budget, taken, in_at, ready)
+        reclaim_at = _reclaims(problem, budget, taken, in_at, ready, copied(taken) if copied is not None else {}, soon)
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
         draft = Draft(
             who=who,
@@ -58,7 +62,7 @@ def place(
         taken.update(more)
 
 
-def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead_us: Lead) -> dict[int, int]:
+def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
     """Candidate -> the last hook at which its copy back begins in time, if they cross in the order of their uses.
 
     In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
@@ -68,20 +72,36 @@ def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead
         return {}
     slower = max(cost.duplex_gbps - cost.d2h_gbps, cost.h2d_gbps / 2)
     nbytes = np.array([problem.nbytes[i] - problem.size[i] + taken[i] for i in who])
-    copy_us = -(-nbytes // cost.piece_bytes) * cost.copy_us + nbytes / (slower * 1e3)
-    clock = np.asarray(problem.time_us)
-    due = clock[[problem.use[i] for i in who]] - lead_of(problem, who, lead_us)
+    copy_us = cost.alone_us(nbytes, slower)
+    clock, use = np.asarray(problem.time_us), np.array([problem.use[i] for i in who])
+    due = clock[use] - by_candidate(problem, who, lead_us)
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
     hooks = np.searchsorted(clock, start, side="right") - 1
-    return dict(zip(who, np.maximum(hooks, 0).tolist(), strict=True))
+    # Later hooks may share the time of a use, operators of no time between them: it begins with the use at the latest.
+    return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
 
 
-def lead_of(problem: Problem, who: Sequence[int], lead_us: Lead) -> NDArray[np.float64]:
+def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> NDArray[np.float64]:
     """Of each candidate of `who`."""
-    if isinstance(lead_us, Mapping):
-        return np.array([lead_us.get(problem.tensor[i], 0.0) for i in who])
-    return np.full(len(who), lead_us)
+    if isinstance(us, Mapping):
+        return np.array([us.get(problem.tensor[i], 0.0) for i in who])
+    return np.full(len(who), us)
+
+
+def copied_by(
+    problem: Problem, taken: Mapping[int, int], ready: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
+) -> dict[int, float]:
+    """Candidate -> microseconds at which its copy out is there, if nothing stalls and nothing goes the other way.
+
+    ready: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
+    """
+    done, now = {}, 0.0
+    for i in sorted(taken, key=lambda i: (ready[i], problem.use[i], i)):
+        nbytes = problem.nbytes[i] - problem.size[i] + taken[i]
+        now = max(now, problem.time_us[ready[i]]) + cost.alone_us(nbytes, cost.d2h_gbps)
+        done[i] = now + lag_us[i]
+    return done
 
 
 def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
@@ -117,18 +137,31 @@ def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: 
 
 
 def _reclaims(
-    problem: Problem, budget: int, taken: Mapping[int, int], in_at: Mapping[int, int], ready: Sequence[int]
+    problem: Problem,
+    budget: int,
+    taken: Mapping[int, int],
+    in_at: Mapping[int, int],
+    ready: Sequence[int],
+    copied: Mapping[int, float],
+    soon: Sequence[bool],
 ) -> dict[int, int]:
     """Candidate -> last hook at which its memory must go; first copied out, first gone."""
     first, use = problem.first, problem.use
     who = sorted(in_at, key=lambda i: (ready[i], use[i], i))
+    if copied:
+        who.sort(key=copied.__getitem__)
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
     climbs = problem.climbs.copy()
     climbs[list(in_at.values())] = True
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went soon
     reclaim_at: dict[int, int] = {}
-    away = seen = 0
+    away, seen = 0, -1
+    for i in who if soon else ():
+        if soon[i] and first[i] < in_at[i]:
+            reclaim_at[i] = first[i]
+            back[first[i]] -= taken[i]
+            back[in_at[i]] += taken[i]
     for k, excess in zip(*problem.over(budget, climbs), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
             heapq.heappush(waiting, arrivals.pop())
@@ -136,7 +169,7 @@ def _reclaims(
         seen = k
         while away < excess:
             i = who[heapq.heappop(waiting)]
-            if in_at[i] > k:
+            if in_at[i] > k and i not in reclaim_at:
                 reclaim_at[i] = k
                 away += taken[i]
                 back[in_at[i]] += taken[i]

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import peak_memory
-from chameleon_mm.policy.placement import Lead
+from chameleon_mm.policy.placement import PerTensor
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.search import Search
@@ -32,21 +33,28 @@ def generate_plan(
     host_budget: int | None,
     cost_model: LinkCost,
     *,
-    lead_us: Lead = 0.0,
+    lead_us: PerTensor = 0.0,
+    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
 ) -> SwapPlan:
     """What of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the least time.
 
-    host_budget: bytes of pinned memory; None: no limit. lead_us: how much earlier than in time copies back are to be done, for
-    all or by tensor; where memory has no room for that, as early as it has. drafts: how many a local search may try where there
-    are 16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+    host_budget: bytes of pinned memory; None: no limit. drafts: how many a local search may try where there are 16 candidates
+    or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+
+    lead_us: how much earlier than in time copies back are to be done, for all or by tensor; where memory has no room for that,
+    as early as it has. lag_us: how much later than foreseen copies out are there, for all or by tensor. The plan is the one
+    that is least late even so; a storage whose copy lags gives its memory back after others, where these will do. What the plan
+    says of itself, time and stalls, is as `simulate` has it, without lags.
 
     Deterministic. About n log n in what autograd saved, and linear in operators.
 
-    Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget or a
-    lead that is no budget or lead at all.
+    Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget, a
+    lead or a lag that is none at all, `TypeError` for a budget that is no whole number of bytes.
     """
-    return candidate_plans(trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, drafts=drafts, at_most=1)[0]
+    return candidate_plans(
+        trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us, drafts=drafts, at_most=1
+    )[0]
 
 
 def candidate_plans(
@@ -55,7 +63,8 @@ def candidate_plans(
     host_budget: int | None,
     cost_model: LinkCost,
     *,
-    lead_us: Lead = 0.0,
+    lead_us: PerTensor = 0.0,
+    lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
@@ -64,13 +73,15 @@ def candidate_plans(
 
     A model of the link and of the operators is not exact: whoever can measure may try them all. Raises as `generate_plan` does.
     """
-    _check_arguments(hbm_budget, host_budget, lead_us, drafts, at_most, within)
+    hbm_budget = whole_bytes("hbm_budget", hbm_budget)
+    host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
+    _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_empty_plan(problem, hbm_budget, trace.fingerprint)]
     if problem.least_bytes > hbm_budget:
         raise _infeasible(trace, problem, hbm_budget)
-    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us)
+    search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()
     search.try_everything()
     search.improve(drafts)
@@ -131,7 +142,7 @@ def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2
-        search = Search(problem, middle, host_budget, cost, 0.0)
+        search = Search(problem, middle, host_budget, cost)
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
     return InfeasibleBudget(
@@ -143,17 +154,19 @@ def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_
     )
 
 
-def _check_arguments(hbm_budget: int, host_budget: int | None, lead_us: Lead, drafts: int, at_most: int, within: float) -> None:
+def _check_arguments(
+    hbm_budget: int, host_budget: int | None, times_us: Mapping[str, PerTensor], drafts: int, at_most: int, within: float
+) -> None:
     if hbm_budget <= 0:
         raise ValueError(
             f"hbm_budget: expected more than 0 bytes, got {hbm_budget}; say how much device memory a step may take"
         )
     if host_budget is not None and host_budget < 0:
         raise ValueError(f"host_budget: expected 0 bytes or more, or None for no limit, got {host_budget}")
-    leads = lead_us.values() if isinstance(lead_us, Mapping) else (lead_us,)
-    for lead in leads:
-        if not isfinite(lead) or lead < 0:
-            raise ValueError(f"lead_us: expected finite times of 0 us or more, got {lead}")
+    for name, given in times_us.items():
+        for us in given.values() if isinstance(given, Mapping) else (given,):
+            if not isfinite(us) or us < 0:
+                raise ValueError(f"{name}: expected finite times of 0 us or more, got {us}")
     if drafts < 0 or at_most < 1 or not within >= 0:
         raise ValueError(
             f"expected drafts of 0 or more, at_most of 1 or more and within of 0 or more, got {drafts}, {at_most} and {within}"

@@ -100,7 +100,7 @@ class Problem:
         hooks = np.flatnonzero((self.level > budget) & where)
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
-    def away(self, gives: Sequence[int], since: Sequence[int], until: Sequence[int]) -> Int64s:
+    def away(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
         """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
         change = np.zeros(len(self.level) + 1, np.int64)
         np.add.at(change, np.asarray(since, np.int64), gives)

@@ -1,8 +1,8 @@
 """Which of the plans within both budgets takes the least time: covers by several ranks, and for few candidates a local search.
 
-search = Search(problem, budget, host_budget, cost, lead_us)
+search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
 search.try_ranks()          a few covers of all candidates; enough where nothing stalls
-search.try_everything()     what swapping all that may move comes to: never worse than that
+search.try_everything()     what swapping all that may move comes to, at several depths: never worse than that
 search.improve(drafts)      random small changes to the best ones, kept when they are hardly worse (variation.py)
 search.found                drafts, best first
 
@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from math import inf
 from random import Random
 
+import numpy as np
+
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.cover import RANKS, Rank, cover, used_latest
+from chameleon_mm.policy.cover import RANKS, Rank, cover, evenly, sparing, used_latest
 from chameleon_mm.policy.draft import Draft
-from chameleon_mm.policy.placement import Lead, latest_back, place
+from chameleon_mm.policy.everything import Everything
+from chameleon_mm.policy.placement import PerTensor, by_candidate, copied_by, latest_back, place
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.variation import Variation, start_of, vary
 
@@ -33,6 +36,8 @@ _MOST_VARIED = 16
 """Candidates up to which there is one. Among more of them a single one hardly matters, and ranks find what a search would."""
 _NO_WORSE_US = 1e-6
 """Times closer than this are the same: what is left is rounding."""
+_NEAR_ENOUGH = 1.02
+"""Where candidates are too many for all ranks: a step of at most so many times what an ideal link would make of it is good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +45,14 @@ class Found:
     """A draft within both budgets."""
 
     draft: Draft
+    late_us: float
+    """By how much it makes the step later, copies out being there as much later as the search was told."""
     stall_us: float
+    """Compute waits, copies out being there when their engine has them."""
     heads_us: float
     """Copies, within device memory, of what stays of storages that move in part."""
     moved_bytes: int
     host_bytes: int
-
-    @property
-    def late_us(self) -> float:
-        """By how much it makes the step later."""
-        return self.stall_us + self.heads_us
 
     @property
     def order(self) -> tuple[int, int]:
@@ -58,9 +61,18 @@ class Found:
 
 
 class Search:
-    """Drafts for one problem. `host_budget`: None for no limit."""
+    """Drafts for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as `generate_plan` has them."""
 
-    def __init__(self, problem: Problem, budget: int, host_budget: int | None, cost: LinkCost, lead_us: Lead) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        budget: int,
+        host_budget: int | None,
+        cost: LinkCost,
+        *,
+        lead_us: PerTensor = 0.0,
+        lag_us: PerTensor = 0.0,
+    ) -> None:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
@@ -70,6 +82,9 @@ class Search:
         self._host_budget = host_budget
         self._cost = cost
         self._lead_us = lead_us
+        lag = by_candidate(problem, range(len(problem.size)), lag_us)
+        self._lag_us: list[float] = lag.tolist() if lag.any() else []
+        self._lagging = frozenset(np.flatnonzero(lag > lag.min(initial=0.0)).tolist())
         self._drafts = 0
 
     @property
@@ -77,16 +92,42 @@ class Search:
         """Whether some draft costs no time, so that none can be better."""
         return self.best is not None and self.best.late_us < _NO_WORSE_US
 
+    def _to_beat_us(self) -> float:
+        return self.best.late_us if self.best else inf
+
+    @property
+    def _near_enough(self) -> bool:
+        """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
+        problem, cost = self._problem, self._cost
+        if self.best is None:
+            return False
+        nbytes = np.asarray(problem.nbytes)
+        fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
+        out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
+        last = max(problem.use)
+        clock = np.asarray(problem.time_us)
+        over = np.maximum(problem.level[:last] - self._budget, 0)
+        before_us = np.maximum(clock[1 : last + 1], over * out_us)
+        after_us = np.maximum(clock[last] - clock[:last], over * back_us)
+        ideal_us = float((before_us + after_us).max()) + problem.total_us - float(clock[last])
+        return problem.total_us + self.best.late_us <= _NEAR_ENOUGH * ideal_us
+
     def try_ranks(self) -> None:
         """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
-        n = len(self._problem.size)
         self._try_rank(used_latest, eager=False)
-        if self.best is not None and self.best.stall_us < _NO_WORSE_US:
+        if self.best is not None and self.best.late_us - self.best.heads_us < _NO_WORSE_US:
             # All that it costs are copies of what stays of storages that move in part: they may move whole.
             self._place({i: self._problem.size[i] for i in self.best.draft.who}, eager=False)
-        left = _CANDIDATES_BY_RANK // max(n, 1)
-        for eager in (True, False):
-            for rank in RANKS:
+        ranks = [*RANKS, *(sparing(rank, self._lagging) for rank in RANKS if self._lagging)]
+        left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
+        if not left:
+            few = [sparing(used_latest, self._lagging)] if self._lagging else []
+            for rank in few if self._near_enough else [*few, evenly]:
+                if not self.hides_all:
+                    self._try_rank(rank, eager=False)
+            return
+        for eager in (False, True):
+            for rank in ranks:
                 if left <= 0 or self.hides_all:
                     return
                 if eager or rank is not used_latest:
@@ -102,19 +143,13 @@ class Search:
                 self._try_rank(rank, eager=eager)
 
     def try_everything(self) -> None:
-        """All that may move, whole: out, reclaimed and back as the budget demands, and as early and as late as may be."""
-        problem = self._problem
+        """All that may move, whole: at every depth worth it that the budget has room for, and as the budget demands."""
         if self.hides_all:
             return
-        everything = dict(enumerate(problem.size))
-        in_order = sorted(everything, key=lambda i: (problem.use[i], i))
-        for depth in (1, 0):
-            draft = _everything(problem, in_order, depth)
-            if draft.peak_bytes(problem) <= self._budget:
-                self._time(draft, at_most=self.best.late_us if self.best else inf)
-                break
-        if len(problem.size) <= _CANDIDATES_BY_RANK:
-            self._place(everything, eager=True)
+        for draft in Everything(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
+            self._time(draft, at_most=self._to_beat_us())
+        if len(self._problem.size) <= _CANDIDATES_BY_RANK:
+            self._place(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
         """A local search from the best covers over that many drafts. The same one every time."""
@@ -143,7 +178,8 @@ class Search:
         ready = variation.ready(self._problem, taken)
         orders: list[list[int] | None] = [None] if ready == self._problem.sendable else [None, ready]
         return min(
-            self._place(taken, eager=variation.eager, hold=variation.hold, ready=order, at_most=at_most) for order in orders
+            self._place(taken, eager=variation.eager, hold=variation.hold, soon=variation.soon, ready=order, at_most=at_most)
+            for order in orders
         )
 
     def _try_rank(self, rank: Rank, *, eager: bool) -> None:
@@ -157,6 +193,7 @@ class Search:
         *,
         eager: bool,
         hold: Sequence[int] | None = None,
+        soon: Sequence[bool] = (),
         ready: Sequence[int] | None = None,
         at_most: float = inf,
     ) -> float:
@@ -164,7 +201,13 @@ class Search:
             hooks = {} if eager else latest_back(self._problem, taken, self._cost, self._lead_us)
             return hooks if hold is None else {i: max(hooks.get(i, 0), hold[i]) for i in taken}
 
-        return self._judge(place(self._problem, self._budget, taken, ready=ready, latest=latest), at_most=at_most)
+        def copied(taken: Mapping[int, int]) -> Mapping[int, float]:
+            return copied_by(self._problem, taken, ready or self._problem.sendable, self._cost, self._lag_us)
+
+        draft = place(
+            self._problem, self._budget, taken, ready=ready, latest=latest, copied=copied if self._lagging else None, soon=soon
+        )
+        return self._judge(draft, at_most=at_most)
 
     def _judge(self, draft: Draft, *, at_most: float = inf) -> float:
         """Keeps it if it is within both budgets. By how much it makes the step later; infinite beyond `at_most`, too."""
@@ -177,26 +220,21 @@ class Search:
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
         if self._host_budget is not None and host_bytes > self._host_budget:
             return inf
-        stall_us, heads_us = draft.late_us(self._problem, self._cost, at_most=at_most)
-        if stall_us + heads_us > at_most:
+        stall_us, heads_us = draft.late_us(self._problem, self._cost, at_most=at_most, lag_us=self._lag_us)
+        late_us = stall_us + heads_us
+        if late_us > at_most:
             return inf
-        moved_bytes = sum(draft.gives)
-        found = Found(draft=draft, stall_us=stall_us, heads_us=heads_us, moved_bytes=moved_bytes, host_bytes=host_bytes)
+        if self._lag_us:
+            stall_us, heads_us = draft.late_us(self._problem, self._cost)
+        found = Found(
+            draft=draft,
+            late_us=late_us,
+            stall_us=stall_us,
+            heads_us=heads_us,
+            moved_bytes=sum(draft.gives),
+            host_bytes=host_bytes,
+        )
         self.found.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
         return found.late_us
-
-
-def _everything(problem: Problem, in_order: Sequence[int], depth: int) -> Draft:
-    """Whole, out and reclaimed as early as may be; back with the use of the one before it, or (`depth` 0) on demand."""
-    use = [problem.use[i] for i in in_order]
-    first = [problem.first[i] for i in in_order]
-    earlier = [use[0], *use[:-1]] if depth and use else use
-    return Draft(
-        who=list(in_order),
-        gives=[problem.size[i] for i in in_order],
-        out_at=[problem.sendable[i] for i in in_order],
-        reclaim_at=first,
-        in_at=[max(pair) for pair in zip(first, earlier, strict=True)],
-    )

@@ -96,8 +96,8 @@ class Simulator:
             head_copy_us=compute.head_copy_us,
             out_stalls_us=compute.out_stalls_us,
             in_stalls_us=compute.in_stalls_us,
-            out_spans=tuple(compute.out.spans),
-            in_spans=tuple(compute.back.spans),
+            out_spans=compute.out.spans,
+            in_spans=compute.back.spans,
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 

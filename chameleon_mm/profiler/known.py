@@ -17,7 +17,7 @@ that a hook is that of `known.current`, as the light profiler does, need not ask
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import ne
@@ -28,7 +28,12 @@ from chameleon_mm.profiler.step_record import StepRecord
 _Plan = TypeVar("_Plan")
 
 CONTEXTS_PER_STEP = 4
-"""Of what followed what, for each step of the capacity: contexts of one step and of two, and some that are past."""
+"""Of what followed what, for each step of the capacity: contexts of one step and of two, runs that ended, and some that are
+past."""
+
+_SHORTEST_RUN = 3
+
+_Context = tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -62,9 +67,13 @@ class KnownSequences(Generic[_Plan]):
         """Steps that were known."""
         self._entries: OrderedDict[int, KnownSequence[_Plan]] = OrderedDict()
         """By fingerprint, the least recently used first."""
-        self._followed_by: dict[tuple[int, ...], tuple[int, bool]] = {}
+        self._followed_by: dict[_Context, tuple[int, bool]] = {}
         """The last two steps, or the last one -> what came next, and whether it did the last time. The oldest first."""
-        self._before: tuple[int, ...] = ()
+        self._runs_ended: dict[_Context, tuple[int, bool]] = {}
+        """The last step and how often it came in a row -> what came next, as above: an evaluation every so many steps."""
+        self._before: _Context = ()
+        self._run = 0
+        """How often the last step came in a row."""
         self._current: KnownSequence[_Plan] | None = None
         self._agreed = 0
         self._deviated = False
@@ -139,12 +148,19 @@ class KnownSequences(Generic[_Plan]):
         """Whether some hook was of no known step that agreed until then."""
         return self._deviated
 
-    @property
-    def told_apart(self) -> bool:
-        """Whether a hook of the running step agreed with `current` that agrees with no other known step."""
-        if self._current is None or self._deviated:
-            return False
-        return self._agreed > max(self._current.common.values(), default=0)
+    def entries(self) -> tuple[KnownSequence[_Plan], ...]:
+        """All that are known, the least recently used first."""
+        return tuple(self._entries.values())
+
+    def agreeing(self) -> Iterator[KnownSequence[_Plan]]:
+        """Every known step that the running one may be yet, as far as was told: `current` first. After a deviation none."""
+        current = self._current
+        if current is None or self._deviated:
+            return
+        yield current
+        for other in self._entries.values():
+            if other is not current and current.common[other.fingerprint] >= self._agreed:
+                yield other
 
     def end_step(self, record: StepRecord) -> KnownSequence[_Plan] | None:
         """The step is over, and was `record`. Returns the known one that it was; None: it was none, to the last hook.
@@ -163,27 +179,46 @@ class KnownSequences(Generic[_Plan]):
     def abandon_step(self) -> None:
         """The step did not end: nothing is learned of it, and what comes next follows nothing."""
         self._current, self._deviated = None, False
-        self._before = ()
+        self._before, self._run = (), 0
 
     # --- what follows what
 
     def _expected(self) -> KnownSequence[_Plan] | None:
-        for context in _contexts(self._before):
-            follower = self._followed_by.get(context)
+        run_ended = self._runs_ended.get(self._run_so_far)
+        followers = [run_ended if run_ended is not None and run_ended[1] else None]
+        followers += map(self._followed_by.get, _contexts(self._before))
+        for follower in followers:
             entry = None if follower is None else self._entries.get(follower[0])
             if entry is not None:
                 return entry
         return next(reversed(self._entries.values()), None)
 
+    @property
+    def _run_so_far(self) -> _Context:
+        return (*self._before[-1:], self._run)
+
     def _learn(self, fingerprint: int) -> None:
+        goes_on = self._before[-1:] == (fingerprint,)
+        # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
+        if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
+            self._note(self._runs_ended, self._run_so_far, fingerprint, once_is_enough=False)
         for context in _contexts(self._before):
-            # As processors predict branches: what held until now has to fail twice. One evaluation step is no new habit.
-            follower, sure = self._followed_by.pop(context, (fingerprint, False))
-            holds = follower == fingerprint
-            self._followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
-        while len(self._followed_by) > CONTEXTS_PER_STEP * self.capacity:
-            del self._followed_by[next(iter(self._followed_by))]
+            self._note(self._followed_by, context, fingerprint, once_is_enough=True)
+        self._run = self._run + 1 if goes_on else 1
         self._before = (*self._before, fingerprint)[-2:]
+
+    def _note(
+        self, followed_by: dict[_Context, tuple[int, bool]], context: _Context, fingerprint: int, *, once_is_enough: bool
+    ) -> None:
+        # As processors predict branches: what held until now has to fail twice. One evaluation step is no new habit.
+        follower, sure = followed_by.pop(context, (None, once_is_enough))
+        holds = follower == fingerprint
+        if follower is None:
+            followed_by[context] = (fingerprint, sure)
+        else:
+            followed_by[context] = (follower, holds) if holds or sure else (fingerprint, False)
+        while len(followed_by) > CONTEXTS_PER_STEP * self.capacity:
+            del followed_by[next(iter(followed_by))]
 
     def _remove(self, fingerprint: int) -> None:
         if self._entries.pop(fingerprint, None) is not None:
@@ -191,7 +226,7 @@ class KnownSequences(Generic[_Plan]):
                 del other.common[fingerprint]
 
 
-def _contexts(before: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _contexts(before: _Context) -> list[_Context]:
     """What the next step may be expected from: the last two steps, then the last one alone."""
     return [before[start:] for start in range(len(before))]
 

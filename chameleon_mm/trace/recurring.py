@@ -2,18 +2,19 @@
 
 again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first optimizer step, kept ever since
 again = with_extra(trace, nbytes)                        # something else is there too, all the time
+again = with_spikes(trace, {tick: nbytes})               # ... or for one tick
 again = with_times(trace, 0.8)                           # operators take less than they did
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from chameleon_mm.trace.records import TensorKind
-from chameleon_mm.trace.trace import Trace
+from chameleon_mm.trace.trace import NEVER, Trace
 from chameleon_mm.units import allocated_size
 
 
@@ -43,6 +44,22 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 def with_extra(trace: Trace, nbytes: int) -> Trace:
     """`trace` with `nbytes` more allocated, all the time."""
     return dataclasses.replace(trace, start_bytes=trace.start_bytes + nbytes)
+
+
+def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
+    """`trace` with that many bytes more allocated during each of these ticks, and freed again. Raises `ValueError` for a tick
+    that it does not have."""
+    new = len(spikes)
+    ticks = np.fromiter(spikes.keys(), np.int32, new)
+    return dataclasses.replace(
+        trace,
+        tensor_bytes=np.append(trace.tensor_bytes, np.fromiter(spikes.values(), np.int64, new)),
+        tensor_kind=np.append(trace.tensor_kind, np.full(new, TensorKind.TEMPORARY, np.uint8)),
+        tensor_born=np.append(trace.tensor_born, ticks),
+        tensor_released=np.append(trace.tensor_released, np.full(new, NEVER, np.int32)),
+        tensor_sendable=np.append(trace.tensor_sendable, np.full(new, NEVER, np.int32)),
+        tensor_dies=np.append(trace.tensor_dies, ticks),
+    )
 
 
 def with_times(trace: Trace, factor: float) -> Trace:

@@ -1,0 +1,42 @@
+"""Device memory that a step takes beyond what its trace has: what no hook tells of.
+
+need = Need(extra_bytes=..., spikes={tick: ...})     # all the time, for a moment
+need | other                                         # enough for both
+trace = need.added_to(trace)                         # a step that takes that much more
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from chameleon_mm.trace import TensorKind, Trace
+from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_spikes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes. Those of `spikes` are allocated and freed again between two looks at memory, the worst tick of which is known."""
+
+    extra_bytes: int = 0
+    spikes: Mapping[int, int] = field(default_factory=dict)
+
+    def __or__(self, other: Need) -> Need:
+        ticks = {*self.spikes, *other.spikes}
+        spikes = {tick: max(self.spikes.get(tick, 0), other.spikes.get(tick, 0)) for tick in sorted(ticks)}
+        return Need(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
+
+    def exceeds(self, other: Need, by_bytes: int) -> bool:
+        """Whether it is more than `other`, all the time or at some tick, by more than that."""
+        if self.extra_bytes - other.extra_bytes > by_bytes:
+            return True
+        return any(nbytes - other.spikes.get(tick, 0) > by_bytes for tick, nbytes in self.spikes.items())
+
+    def added_to(self, trace: Trace) -> Trace:
+        extra_bytes = self.extra_bytes
+        gradients = kept_bytes(trace, {TensorKind.GRADIENT})
+        if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
+            trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
+        if extra_bytes:
+            trace = with_extra(trace, extra_bytes)
+        return with_spikes(trace, self.spikes) if self.spikes else trace

@@ -360,11 +360,11 @@ TIGHT = ("vmap and jvp", "checkpoint, not reentrant", "evaluation", "a dispatch 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name in TIGHT])
 def test_plans_that_move_what_was_recorded_in_company(name: str) -> None:
-    """Three quarters of what the step takes above what was there before: something has to go."""
+    """Four fifths of what the first step takes, and what the steps return stays: something has to go."""
     plain = cm.SimDevice()
     expected = run(plain, PROGRAMS[name], None)
     sim = cm.SimDevice()
-    session = cm.SwapSession(plain.peak_allocated_bytes() * 3 // 4, "8MiB", sim, min_bytes=0)
+    session = cm.SwapSession(plain.peak_allocated_bytes() * 4 // 5, "8MiB", sim, min_bytes=0)
     assert_same(expected, run(sim, PROGRAMS[name], session, steps=STEPS))
     report = session.report()
     assert report.detailed_steps == 1

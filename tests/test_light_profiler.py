@@ -220,6 +220,53 @@ def test_an_operator_more_changes_what_is_near_and_nothing_else() -> None:
     assert uses(edited)[8:] == uses(plain)[7:]
 
 
+def test_an_operator_more_changes_the_next_save_of_each_storage_that_is_saved_again() -> None:
+    cos, sin = torch.ones(4, 6), torch.ones(4, 6)
+
+    def run(more: bool) -> None:
+        x = leaf()
+        for i in range(5):
+            x = x * cos * sin
+            if more and i == 2:
+                x = x.tanh()
+        x.sum().backward()
+
+    plain, edited = seen(lambda: run(False)), seen(lambda: run(True))
+    looks = (Tensor, cos.shape, torch.float32)
+    assert saves(plain)[1:] == [(*looks, 1, since) for since in (0, *[2] * 8)]
+    # The tanh saves its output; behind it cos and sin were saved one hook longer ago, once each.
+    assert saves(edited)[:6] == saves(plain)[:6]
+    assert saves(edited)[6:9] == [(*looks, 1, since) for since in (0, 3, 3)]
+    assert saves(edited)[9:] == saves(plain)[8:]
+
+
+SAME_TO_HOOKS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "add or sub": (lambda: (leaf().tanh() + 1).exp().sum().backward(), lambda: (leaf().tanh() - 1).exp().sum().backward()),
+    "a view or a copy": (
+        lambda: leaf().tanh().view(4, 6).exp().sum().backward(),
+        lambda: leaf().tanh().clone().exp().sum().backward(),
+    ),
+    "behind the last save": (lambda: leaf().exp().sum().backward(), lambda: (leaf().exp() + 1 + 1).sum().backward()),
+    "without gradients": (
+        lambda: leaf().tanh().exp().sum().backward(),
+        lambda: (torch.ones(9).exp(), leaf().tanh().exp().sum().backward()),
+    ),
+    "tied parameters or two": (lambda: through(1), lambda: through(2)),
+}
+
+
+def through(num_weights: int) -> None:
+    weights = [nn.Parameter(torch.ones(6, 6)) for _ in range(num_weights)]
+    ((leaf() @ weights[0]).tanh() @ weights[-1]).sum().backward()
+
+
+@pytest.mark.parametrize("pair", SAME_TO_HOOKS.values(), ids=SAME_TO_HOOKS)
+def test_what_hooks_do_not_see(pair: tuple[Callable[[], object], Callable[[], object]]) -> None:
+    one, other = map(seen, pair)
+    assert (one.features, one.save_of.tolist()) == (other.features, other.save_of.tolist())
+    assert one.fingerprint == other.fingerprint
+
+
 # --- following a known step
 
 

@@ -237,6 +237,11 @@ def times(written: str) -> Callable[[list[str]], list[str]]:
         (times("1e999"), "expected finite times in microseconds, got inf"),
         (times('"long"'), "expected finite times in microseconds, got 'long'"),
         (times("-1"), "finite times of 0 us or more, got -1"),
+        (times("1" + 400 * "0"), "line 60: expected whole numbers of 40 digits at most, got 10000000000000000000... of 401"),
+        (times(5000 * "9"), "line 60: expected whole numbers of 40 digits at most, got 99999999999999999999... of 5000"),
+        (times("-" + 40 * "9"), "line 60: expected whole numbers of 40 digits at most, got -9999999999999999999... of 41"),
+        (edited(1, lambda _: "[" * 100_000), r"line 2: expected values of a trace's lines, got '\[+', which are nested"),
+        (edited(0, lambda _: "[" * 100_000), "line 1: expected values of a trace's lines"),
         (edited(-2, put(1, 7)), "expected times from operator 0 on, got 7; is a line missing"),
         (edited(-1, put(2, ["0" * 16])), "expected 10 hooks, as the header says, got 1"),
         (lambda lines: lines[:-2] + lines[-1:], "expected 23 ops, as the header says, got 0; was the file cut short"),
@@ -249,6 +254,66 @@ def test_what_does_not_fit_is_refused_by_line(tmp_path: Path, edit: Callable[[li
     assert_equal(load_lines(lines, tmp_path), chain(layers=1))
     with pytest.raises(ValueError, match=message):
         load_lines(edit(lines), tmp_path)
+
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 3, 255, 1 << 31, 1 << 60, -(1 << 61), 10**400, 0.5, 1e308, "", "x", [], {}, [[]],
+]  # fmt: skip
+
+
+def mutant(rng: Random, value: Any) -> Any:
+    """Another value in place of one that is somewhere in it."""
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        return put(at := rng.randrange(len(value)), mutant(rng, value[at]))(value)
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        return {**value, key: mutant(rng, value[key])}
+    return rng.choice(VALUES)
+
+
+def mutated(rng: Random, lines: list[str]) -> list[str]:
+    lines, at, other = lines.copy(), rng.randrange(len(lines)), rng.randrange(len(lines))
+    match rng.choice(("value", "value", "value", "cut", "drop", "copy", "swap", "garble")):
+        case "value":
+            lines[at] = json.dumps(mutant(rng, json.loads(lines[at])))
+        case "cut":
+            lines[at] = lines[at][: rng.randrange(len(lines[at]))]
+        case "drop":
+            del lines[at]
+        case "copy":
+            lines.insert(at, lines[other])
+        case "swap":
+            lines[at], lines[other] = lines[other], lines[at]
+        case _:
+            where = rng.randrange(len(lines[at]))
+            lines[at] = lines[at][:where] + chr(rng.randrange(32, 127)) * rng.choice((1, 1, 5000)) + lines[at][where + 1 :]
+    return lines
+
+
+def test_whatever_was_done_to_a_file_it_is_a_trace_or_refused_by_name(tmp_path: Path) -> None:
+    rng = Random(0)
+    lines = lines_of(chain(layers=1), tmp_path)
+    refusals: list[str] = []
+    for _ in range(600):
+        try:
+            trace = load_lines(mutated(rng, lines), tmp_path)
+        except ValueError as error:
+            refusals.append(str(error))
+        else:
+            save_trace(trace, tmp_path / "again")
+            assert_equal(load_trace(tmp_path / "again"), trace)
+    assert 300 < len(refusals) < 600
+    assert all(refusal.startswith(f"{tmp_path / 't'}") for refusal in refusals)
+
+
+@pytest.mark.parametrize("depth", [10, 300, *range(900, 1000, 7)])
+def test_values_however_deeply_nested_are_refused_by_line(tmp_path: Path, depth: int) -> None:
+    lines = lines_of(chain(layers=1), tmp_path)
+    for at, value in (0, "16777216"), (1, "4194304"), (6, "[]"), (7, "1"):
+        assert value in lines[at]
+        nested = lines[at].replace(value, f"{'[' * depth}{']' * depth}", 1)
+        with pytest.raises(ValueError, match=rf"line {at + 1}: expected .*, got "):
+            load_lines([*lines[:at], nested, *lines[at + 1 :]], tmp_path)
 
 
 @given(st.randoms(use_true_random=False))

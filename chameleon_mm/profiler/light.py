@@ -9,9 +9,14 @@
                the first time that it is not                       False from here on: each hook's feature is kept
 
 Features are relative: how many operators since the last save, how many hooks since the storage's last save, how far from the
-save that was used before. So one operator more in a step changes the features near it, and those behind stay what they were.
+save that was used before. So one operator more in a step changes the features near it, and those of storages that were saved
+before it and are saved again behind it, once each: it lies in between. The others stay what they were.
 They are compared as they are, and hashed once, at the end of a step that is new: a step that is known costs a comparison per
 hook, with a feature that all hooks alike share.
+
+Hooks see what autograd saves and uses. Of operators that save nothing they see how many ran before the next save, not which
+they were: `add` or `sub`, a view or a copy. Of what runs behind the last save, without gradients or in the optimizer they see
+nothing, nor which of the storages that nobody moves are the same. Steps that differ in nothing else are one.
 """
 
 from __future__ import annotations

@@ -4,44 +4,75 @@
     save:  known = matcher.match(feature)            # number of the known hook, or None
     use:   matcher.match_use(known)                  # through the save that it uses; None where that is unknown
 
-    aligned:    the feature is the next known one: that is it
-    deviating:  a few chains of matches, each known by its last; the feature's places next to each are tried:
-                    score(place) = weight(feature) + max over chains of score(chain) - gap(observed between, known between)
+    aligned:    the save is as the next known one was: that is it
+    deviating:  a few chains of matches, each known by its last; the places of saves like this one next to each are tried:
+                    score(place) = max over chains of score(chain) + evidence(chain, place) - gap(observed, known in between)
                 the best chain ends here: a match; it ends earlier: an inserted save. Aligned again after a run without a gap
+    evidence:   how rare around that place is what agrees, less what does not: how many operators ran since the last save, and
+                whether the storage is the one that the chain's earlier matches took for the known save's
 
-Chaining of anchors as in minimap2 (Li 2018, https://doi.org/10.1093/bioinformatics/bty191), done online. A feature's weight is
-the log of how rare it is, a gap costs about the log of its length: a jump is believed at once where fewer places than one with
-that feature are to be expected within it by chance, and otherwise once what follows agrees.
+Chaining of anchors as in minimap2 (Li 2018, https://doi.org/10.1093/bioinformatics/bty191), done online. Features are relative,
+so an edit changes those of saves that are no part of it: one save more, and each storage that was saved before it and is saved
+again behind it was saved one hook longer ago. So they are taken apart here and hooks are counted, uses too: the save that "so
+many hooks ago" names is the same as it was.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Hashable
-from math import log
+from itertools import count
+from math import inf, log
 from typing import NamedTuple
 
+from chameleon_mm.profiler.known_saves import FIXED, KnownSaves, Pairs, RunningSave, taken_apart
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 
 MAX_CHAINS = 8
 """Explanations of a deviation that are kept."""
 STEADY_RUN = 8
-"""Matches without a gap after which the other explanations are dropped."""
+"""Matches without a gap after which the other explanations are dropped ..."""
+CLEAR_LEAD = 4.0
+"""... if the best one leads by so much. Scores are logs of how much likelier one explanation is than another; what follows was
+fitted to edited steps of three families of models."""
 
-_NO_FEATURE = None
-"""Behind the last known save: no hook has it."""
+_HOPELESS = 25.0
+"""So far behind the best explanation one is dropped."""
+_DOUBT = 0.1
+"""A jump is not believed while another explanation is as good within this."""
+_TAKEN_BACK = 4
+"""Matches before a deviation that may be explained otherwise: the first of two equal saves may have been the inserted one."""
+_MOST_IN_DOUBT = 256
+"""Storages about which explanations may differ, each counted twice: beyond it the best explanation is taken for true."""
 
-_OPEN_COST = 0.3
-"""Of any gap: fewer edits are likelier than more."""
-_HOOK_COST = 1.5
-"""Of each hook more in a short gap, whose lengths fall off quickly ..."""
-_LONG_COST = 2.5
-"""... and of a long one, before its log: layers are left out as a whole."""
-_REPEAT_COST = 5.0
-"""Of going back to what came already: a layer that runs twice is rarer than one that is left out."""
-_REPLACED_COST = 0.5
+_OPEN_COST = 0.1
+"""Of any gap: fewer edits are likelier than more. What was inserted costs nothing else: it may be anything."""
+_FIRST_COST = 0.95
+"""Of a known hook that is left out; times the log of how many are left out, ..."""
+_MORE_COST = 1.35
+"""... this in addition: what one operator saves was edited together."""
+_OPERATOR_HOOKS = 6
+"""What one operator saves at most, but for a few. A longer gap is of several edits, or of a layer: ..."""
+_HOOK_COST = 0.3
+"""... each hook makes it less likely, ..."""
+_LAYER_COST = 6.0
+"""... up to here: layers are left out as a whole."""
+_REPLACED_COST = 0.55
 """Of each hook that another took the place of."""
+_REPEAT_COST = 3.6
+"""Of going back to what came already: what runs twice is rarer than what is left out, ..."""
+_WAY_BACK_COST = 0.5
+"""... and for each hook beyond an operator's ..."""
+_WAY_BACK_HOOKS = 10
+"""... up to so many."""
+
+_SILENT_COST = 2.3
+"""Next to the chain's last match, of one operator more or less since the last save: one that saves nothing was edited ..."""
+_OPERATORS_COST = 8.0
+"""... and of any other number."""
+_OTHER_START_COST = 1.0
+"""Of another number of operators behind a gap, where it counts from another save than it did."""
 
 
 class _Chain(NamedTuple):
@@ -49,30 +80,31 @@ class _Chain(NamedTuple):
 
     score: float
     observed: int
-    """Counted from where the step began to deviate."""
+    """Counted from where the step began to deviate; 0 and below: before it."""
     place: int
     """Of its last match: how many known saves come before it."""
     run: int
     """How many of the last matches followed each other without a gap."""
+    pairs: Pairs
+    """Which storage of this step is which known one. Chains share them: not to be changed."""
 
 
 class Matcher:
     """Aligns steps with one known step. Not thread-safe.
 
+    Hooks are counted here: every one of the running step behind those that agreed is to be told, in order.
+
     A step without an edit is matched one to one. Otherwise saves are matched mostly in their order: neighbours that changed
     places both match, and so does a part that comes later than it was known. A known save is given away once, and each of its
-    uses once. Work per hook: O(1) while aligned; otherwise a binary search among a feature's places for each of MAX_CHAINS
-    chains, and a comparison with each chain for the two places at most that it adds.
+    uses once, and only to a save that looks like it: class, sizes, dtype, whether anybody moves it, whether a backward saves
+    it. Work per hook: O(1) while aligned. Otherwise, for each of MAX_CHAINS chains, a binary search in three lists of places,
+    and for each of the six places at most that these add a comparison with each chain, and a copy of what that chain knows of
+    storages, which is bounded.
     """
 
     def __init__(self, known: StepRecord) -> None:
         self._hook_of = [hook for hook, save in enumerate(known.save_of) if save == NOT_A_USE]
-        features = [known.features[hook] for hook in self._hook_of]
-        self._features = [*features, _NO_FEATURE]
-        self._weight = {feature: log(1 + len(features) / count) for feature, count in Counter(features).items()}
-        self._places: dict[Hashable, list[int]] = {}
-        for place, feature in enumerate(features):
-            self._places.setdefault(feature, []).append(place)
+        self._known = KnownSaves(known, self._hook_of)
         self._uses: dict[int, list[int]] = {}
         for hook, save in enumerate(known.save_of):
             if save >= 0:
@@ -83,27 +115,37 @@ class Matcher:
         """A new step, whose first `aligned` hooks are those of the known step; the next one is the first to be asked about."""
         self._next = self._aligned_from = bisect_left(self._hook_of, aligned)
         """While aligned: the place that is expected, and the first one since when nothing deviated."""
+        self._in_order_from = 0
+        """The first place from which on the matches before a deviation followed each other."""
         self._chains: list[_Chain] = []
         """Empty while aligned."""
         self._observed = 0
         self._given = bytearray(b"\1" * self._next + b"\0" * (len(self._hook_of) - self._next))
         """By place, whether it was given away; those since `_aligned_from` are marked when something deviates."""
+        self._storage_of, self._pairs = self._known.as_running(aligned)
+        """By hook of this step its save's storage; and while aligned, which storage is which known one."""
+        self._storages = count(2 * self._known.num_storages)
+        """Numbers for those that are new."""
         self._aligned_hooks = aligned
         self._uses_given: dict[int, int] = {}
 
     def match(self, feature: Hashable) -> int | None:
         """Number of the known hook that a save with this feature is; None: it is none of them."""
-        place = self._next
-        if feature == self._features[place]:
+        save = self._seen(feature)
+        place, known = self._next, self._known
+        as_known = save.look == known.looks[place] and save.operators == known.operators[place]
+        if as_known and not known.storage_cost(place, save, self._pairs):
+            self._pairs.add(save.storage, known.storages[place])
             self._next = place + 1
             return self._hook_of[place]
-        return self._match_deviating(feature)
+        return self._match_deviating(save)
 
     def match_use(self, save: int | None) -> int | None:
         """Number of the known hook that a use is. `save` is what `match` said of the hook that saved it.
 
         None: nothing is known of what it uses, or it is used more often than the known step did.
         """
+        self._storage_of.append(FIXED)
         if save is None:
             return None
         uses = self._uses.get(save, ())
@@ -117,80 +159,128 @@ class Matcher:
 
     @property
     def is_deviating(self) -> bool:
-        """Whether what comes next is in doubt: a few hooks after an edit it is not any more."""
+        """Whether what comes next is in doubt: some hooks after an edit it is not any more."""
         return bool(self._chains)
+
+    def _seen(self, feature: Hashable) -> RunningSave:
+        look, operators, since = taken_apart(feature)
+        if since == NEW_STORAGE:
+            storage = next(self._storages)
+        else:
+            storage = FIXED if since == FIXED_STORAGE else self._storage_of[-since]
+        self._storage_of.append(storage)
+        return RunningSave(look, operators, storage, since == NEW_STORAGE)
 
     # --- deviating
 
-    def _match_deviating(self, feature: Hashable) -> int | None:
+    def _match_deviating(self, save: RunningSave) -> int | None:
         if not self._chains:
             self._leave_alignment()
         self._observed += 1
-        self._chains = self._continued(feature)
+        self._chains = self._continued(save)
         best = self._chains[0]
-        if best.observed != self._observed:
+        lead = best.score - self._chains[1].score if len(self._chains) > 1 else _HOPELESS
+        if best.observed != self._observed or (best.run == 1 and lead < _DOUBT):
             return None
-        hook = self._give(best.place)
-        if best.run >= STEADY_RUN and self._given.find(1, best.place + 1) < 0:
-            self._align_behind(best.place)
+        hook = None if self._given[best.place] else self._hook_of[best.place]
+        self._given[best.place] = 1
+        if len(best.pairs) > _MOST_IN_DOUBT:
+            self._chains = [best._replace(pairs=best.pairs.settle())]
+        if best.run >= STEADY_RUN and lead > CLEAR_LEAD and self._given.find(1, best.place + 1) < 0:
+            self._align_behind(best)
         return hook
 
-    def _continued(self, feature: Hashable) -> list[_Chain]:
-        """The explanations now that a save with this feature came, the best one first: at a tie one in which it matches."""
-        places = self._places.get(feature, ())
-        candidates = set[int]()
-        for chain in self._chains:  # the nearest place on each side: further ones are reached through chains that end nearer
-            behind = bisect_left(places, chain.place)
-            ahead = bisect_right(places, chain.place, behind)
-            candidates.update(places[max(0, behind - 1) : behind], places[ahead : ahead + 1])
-        weight = self._weight.get(feature, 0.0)
+    def _continued(self, save: RunningSave) -> list[_Chain]:
+        """The explanations now that this save came, the best one first: at a tie one in which it matches."""
         old, new = list(self._chains), list[_Chain]()
-        for place in sorted(candidates):
-            score, run, last = max(
-                (chain.score - self._cost(chain, place), chain.run, chain) for chain in self._chains if chain.place != place
-            )
-            follows = last.observed == self._observed - 1 and last.place == place - 1
-            new.append(_Chain(score + weight, self._observed, place, run + 1 if follows else 1))
-            if follows and last in old:
+        for place in sorted(self._candidates(save)):
+            score, last = self._continuing(place, save)
+            follows = self._follows(last, place)
+            pairs = last.pairs.with_pair(save.storage, self._known.storages[place])
+            new.append(_Chain(score, self._observed, place, last.run + 1 if follows else 1, pairs))
+            if follows and score >= last.score and last in old:
                 old.remove(last)  # whatever it explains, its continuation explains better
-        return sorted(new + old, key=_score, reverse=True)[:MAX_CHAINS]
+        best = sorted(new + old, key=_by_score, reverse=True)[:MAX_CHAINS]
+        return [chain for chain in best if chain.score > best[0].score - _HOPELESS]
 
-    def _cost(self, chain: _Chain, place: int) -> float:
-        """Of a match of the save that came now with `place`, next in `chain`."""
+    def _candidates(self, save: RunningSave) -> set[int]:
+        """The nearest places of saves like this one on each side of a chain: chains that end nearer reach further ones."""
+        places = set[int]()
+        for chain in self._chains:
+            for alike in self._known.places_like(save, chain.pairs):
+                behind = bisect_left(alike, chain.place)
+                ahead = bisect_right(alike, chain.place, behind)
+                places.update(alike[max(0, behind - 1) : behind], alike[ahead : ahead + 1])
+        return places
+
+    def _continuing(self, place: int, save: RunningSave) -> tuple[float, _Chain]:
+        """The best score that a match of `save` with `place` gives, and the chain that it continues."""
+        most = self._known.most_weight(place)
+        best, last = -inf, self._chains[0]
+        for chain in self._chains:  # the best one first
+            if chain.score + most < best:
+                break
+            score = self._score(chain, place, save)
+            if score > best or (score == best and chain.run > last.run):
+                best, last = score, chain
+        return best, last
+
+    def _score(self, chain: _Chain, place: int, save: RunningSave) -> float:
+        """Of `chain` continued by a match of `save` with `place`."""
+        if chain.place == place:
+            return -inf
+        known = self._known
+        cost = known.storage_cost(place, save, chain.pairs)
+        evidence = known.weight(place, save.operators, same_storage=not cost)
+        if save.operators != known.operators[place]:
+            if not self._follows(chain, place):
+                cost += _OTHER_START_COST
+            else:
+                cost += _SILENT_COST if abs(save.operators - known.operators[place]) == 1 else _OPERATORS_COST
+        return chain.score + evidence - cost - self._gap(chain, place)
+
+    def _follows(self, chain: _Chain, place: int) -> bool:
+        return chain.observed == self._observed - 1 and chain.place == place - 1
+
+    def _gap(self, chain: _Chain, place: int) -> float:
+        """What it costs to leave out the hooks between the last match of `chain` and one of the save that came now."""
         observed, known = self._observed - chain.observed - 1, place - chain.place - 1
+        if observed == known == 0:
+            return 0.0
         if known >= 0:
-            return _gap(observed, known)
-        return _OPEN_COST + _skip(-known) + _REPEAT_COST * self._given[place]
-
-    def _give(self, place: int) -> int | None:
+            # The observed ones were inserted and the known ones left out, or the ones replace the others.
+            return _OPEN_COST + min(_skip(known), _skip(abs(known - observed)) + _REPLACED_COST * min(known, observed))
+        cost = _OPEN_COST + _skip(-known)
         if self._given[place]:
-            return None
-        self._given[place] = 1
-        return self._hook_of[place]
+            cost += _REPEAT_COST + _WAY_BACK_COST * min(max(0, -known - _OPERATOR_HOOKS), _WAY_BACK_HOOKS)
+        return cost
 
     def _leave_alignment(self) -> None:
-        place = self._next
+        place, known = self._next, self._known
         self._given[self._aligned_from : place] = b"\1" * (place - self._aligned_from)
-        self._chains = [_Chain(0.0, 0, place - 1, 0)]
         self._observed = 0
-        self._next = len(self._hook_of)  # where no feature is expected
+        self._next = len(self._hook_of)  # where no save is expected
+        score, pairs = 0.0, self._pairs.settle()
+        self._chains = [_Chain(score, 0, place - 1, 0, pairs)]
+        for back in range(min(_TAKEN_BACK, place - self._in_order_from)):
+            taken = place - 1 - back
+            score -= known.weight(taken, known.operators[taken], same_storage=True)
+            if known.is_first[taken]:
+                pairs = pairs.without(known.storages[taken])
+            self._chains.append(_Chain(score, -1 - back, taken - 1, 0, pairs))
 
-    def _align_behind(self, place: int) -> None:
+    def _align_behind(self, chain: _Chain) -> None:
         self._chains = []
-        self._next = self._aligned_from = place + 1
+        self._next = self._aligned_from = self._in_order_from = chain.place + 1
+        self._pairs = chain.pairs.settle()
 
 
-def _score(chain: _Chain) -> float:
+def _by_score(chain: _Chain) -> float:
     return chain.score
 
 
-def _gap(observed: int, known: int) -> float:
-    """What it costs to leave out this many observed and known saves between two matches."""
-    if observed == known == 0:
+def _skip(hooks: int) -> float:
+    """What it costs that so many known ones were left out together."""
+    if not hooks:
         return 0.0
-    # The observed ones were inserted and the known ones left out, or the ones replace the others.
-    return _OPEN_COST + min(_skip(known), _skip(abs(known - observed)) + _REPLACED_COST * min(known, observed))
-
-
-def _skip(count: int) -> float:
-    return min(_HOOK_COST * (count - 1), _LONG_COST + log(count)) if count else 0.0
+    return _FIRST_COST + _MORE_COST * log(hooks) + min(_HOOK_COST * max(0, hooks - _OPERATOR_HOOKS), _LAYER_COST)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -22,7 +22,11 @@ EARLIER_STEP = -2
 """In `StepRecord.save_of`, and for `LightProfiler.used`: a use of what was saved before this step began."""
 
 Feature = tuple[Hashable, ...]
-"""What is known of one hook call, relative to those before it."""
+"""What is known of one hook call, relative to those before it.
+
+A save: its class or that class's name, sizes, dtype, operators since the last save, hooks since its storage's last save, and
+behind them the phase if that is a backward. A use: the operator that asks, and how far its save is from the one used before.
+"""
 
 _UNSIGNED = (1 << 64) - 1
 """Python's hashes are signed; a trace's column of features is not."""
@@ -32,6 +36,23 @@ def feature_hash(feature: Feature) -> int:
     """A feature as a trace has it: unsigned 64-bit, comparable within this process."""
     # Even numbers, because -1 and -2 have the same hash, and features that differ in nothing else are neighbours.
     return hash(tuple(2 * part if type(part) is int else part for part in feature)) & _UNSIGNED
+
+
+class SaveParts(NamedTuple):
+    """A save's feature, taken apart."""
+
+    look: Feature
+    """What does not depend on other saves."""
+    operators: int
+    """Since the last save."""
+    since: int
+    """Hooks since the storage's last save, or as `LightProfiler.saved` has it: a new storage, or one that nobody moves."""
+
+
+def save_parts(feature: Feature) -> SaveParts:
+    """Of a save's feature."""
+    kind, sizes, dtype, operators, since, *phase = feature
+    return SaveParts((kind, sizes, dtype, *phase), cast("int", operators), cast("int", since))
 
 
 class Boundary(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from array import array
 from math import isfinite
+from reprlib import repr as shown  # short, however long or deeply nested a value is
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,6 +21,9 @@ from chameleon_mm.trace.trace import NEVER, Trace
 
 _PHASES = {phase.name.lower(): phase for phase in StepPhase}
 _KINDS = {kind.name.lower(): kind for kind in TensorKind}
+
+_MOST_DIGITS = 40
+"""Of whole numbers, with their sign: more than any that is 64 bits wide has."""
 
 _CUT = "was the file cut short? Save the trace again"
 
@@ -49,9 +53,11 @@ class TraceReader:
         """The next line of the file."""
         self._number += 1
         try:
-            line = json.loads(text, parse_constant=self._no_number)
+            line = json.loads(text, parse_constant=self._no_number, parse_int=self._whole)
         except json.JSONDecodeError as error:
             self.fail("one JSON value", f"{text[:60]!r} ({error.msg})")
+        except RecursionError:
+            self.fail("values of a trace's lines", f"{text[:60]!r}, which are nested too deeply")
         if self._number == 1:
             self._read_header(line)
             return
@@ -137,19 +143,19 @@ class TraceReader:
     def _read_header(self, header: Any) -> None:
         schema = header.get("schema") if isinstance(header, dict) else None
         if schema != self._schema:
-            self.fail(f"a header with the schema {self._schema}", f"{schema!r}; load it with the version that saved it")
+            self.fail(f"a header with the schema {self._schema}", f"{shown(schema)}; load it with the version that saved it")
         for key, kind in (
             ("device", str), ("simulated", bool), ("start_bytes", int), ("ops", int), ("tensors", int), ("hooks", int),
             ("op_names", list),
         ):  # fmt: skip
             if type(header.get(key)) is not kind:
-                self.fail(f"{key} of type {kind.__name__} in the header", f"{header.get(key)!r}")
+                self.fail(f"{key} of type {kind.__name__} in the header", shown(header.get(key)))
         self._header = header
         self._names = {self._text(name): i for i, name in enumerate(header["op_names"])}
 
     def _tensor(self, kind: str, nbytes: Any, born: Any, released: Any, sendable: Any, dies: Any) -> None:
         if kind not in _KINDS:
-            self.fail(f"a kind of tensor: {', '.join(_KINDS)}", repr(kind))
+            self.fail(f"a kind of tensor: {', '.join(_KINDS)}", shown(kind))
         begins = -1 if born is None else self._ticks - self._int(born)
         since = max(begins, 0)
         if dies is None:
@@ -163,9 +169,9 @@ class TraceReader:
 
     def _op(self, name: str, content: str, phase: str, reads: list[Any], writes: list[Any]) -> None:
         if name not in self._names:
-            self.fail("an operator that the header names", repr(name))
+            self.fail("an operator that the header names", shown(name))
         if phase not in _PHASES:
-            self.fail(f"a phase: {', '.join(_PHASES)}", repr(phase))
+            self.fail(f"a phase: {', '.join(_PHASES)}", shown(phase))
         self._op_tick.append(self._ticks)
         self._op_name.append(self._names[name])
         self._op_content.append(self._hash(content))
@@ -179,28 +185,33 @@ class TraceReader:
 
     def _times(self, first: Any, times: list[Any]) -> None:
         if first != len(self._op_us):
-            self.fail(f"times from operator {len(self._op_us)} on", f"{first!r}; is a line missing?")
+            self.fail(f"times from operator {len(self._op_us)} on", f"{shown(first)}; is a line missing?")
         for us in times:
             if type(us) not in (int, float) or not isfinite(us):
-                self.fail("finite times in microseconds", repr(us))
+                self.fail("finite times in microseconds", shown(us))
         self._op_us.extend(times)
 
     def _int(self, value: Any) -> int:
         # Far below 64 bits: sums and differences of two stay within them.
         if type(value) is not int or not -(1 << 61) < value < 1 << 61:
-            self.fail("a whole number", repr(value))
+            self.fail("a whole number", shown(value))
         return int(value)
 
     def _hash(self, value: Any) -> int:
         text = self._text(value)
         if len(text) != 16 or not set(text) <= set("0123456789abcdef"):
-            self.fail("a hash of 16 hexadecimal digits", repr(value))
+            self.fail("a hash of 16 hexadecimal digits", shown(value))
         return int(text, 16)
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, str):
-            self.fail("text", repr(value))
+            self.fail("text", shown(value))
         return value
+
+    def _whole(self, digits: str) -> int:
+        if len(digits) > _MOST_DIGITS:  # Python converts no more than some thousands, and no more than 308 to a float
+            self.fail(f"whole numbers of {_MOST_DIGITS} digits at most", f"{digits[:20]}... of {len(digits)}")
+        return int(digits)
 
     def _no_number(self, constant: str) -> NoReturn:
         self.fail("finite numbers", constant)

@@ -1,0 +1,207 @@
+"""The saves of a known step, as a running one is matched with them: what they look like, how rare that is, whose storage it is.
+
+    known = KnownSaves(record, hooks of its saves)
+    storages, pairs = known.as_running(aligned)      # of a step whose first hooks are the same
+    known.places_like(save, pairs)                   # candidates, by place: how many known saves come before
+    known.weight(place, operators, same_storage)     # how much it says that so much agrees
+    known.storage_cost(place, save, pairs)           # and how much what does not
+    pairs = pairs.with_pair(save.storage, known.storages[place])    # if that is it
+
+A feature names a storage by how many hooks ago it was saved last, which is another number wherever something was edited in
+between. Resolved to the storage itself it is the same again, and the best evidence there is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Sequence
+from itertools import count
+from math import log
+from typing import NamedTuple, Self
+
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.profiler.step_record import StepRecord, save_parts
+
+_NEIGHBOURS = 2
+"""On each side, of saves that are alike: how far apart these are says how rare they are there."""
+
+_OTHER_STORAGE_COST = 0.4
+"""Of another storage than the known save's: what made the tensor was edited ..."""
+_OTHER_HISTORY_COST = 7.0
+"""... which does not make it a storage's first save if it was none, or none if it was."""
+_UNSEEN_HISTORY_COST = 4.0
+"""Of that alone, where the storage is none that is known to be another: its earlier save was edited."""
+
+FIXED = -1
+"""In place of a storage's number: nobody moves it, so nobody looked which one it is."""
+
+
+class RunningSave(NamedTuple):
+    """One of the running step."""
+
+    look: Hashable
+    operators: int
+    storage: int
+    """Of this step, by a number that no known one has; or `FIXED`."""
+    is_first: bool
+    """Whether the storage is saved for the first time in this step."""
+
+
+class Pairs:
+    """Which storage of the running step is which known one, at most one for each, as one explanation has it.
+
+    Explanations share what was settled before they parted; what each has of its own is copied when it is to change.
+    """
+
+    __slots__ = ("_own", "_settled")
+
+    def __init__(self, settled: dict[int, int | None], own: dict[int, int | None]) -> None:
+        self._settled = settled
+        """Both ways round. None: it is no longer any."""
+        self._own = own
+
+    def __len__(self) -> int:
+        """What it has of its own: what a copy costs."""
+        return len(self._own)
+
+    def get(self, storage: int) -> int | None:
+        """Of a known storage the running step's, of one of that the known one."""
+        return self._own[storage] if storage in self._own else self._settled.get(storage)
+
+    def add(self, storage: int, known: int) -> None:
+        """They are the same, and no others are the same as either. Nothing for what is fixed."""
+        if storage != FIXED and self.get(storage) != known:
+            self._unpair(storage)
+            self._unpair(known)
+            self._own[storage], self._own[known] = known, storage
+
+    def with_pair(self, storage: int, known: int) -> Self:
+        """As it is after `add`; itself if that changes nothing."""
+        if storage == FIXED or self.get(storage) == known:
+            return self
+        pairs = type(self)(self._settled, self._own.copy())
+        pairs.add(storage, known)
+        return pairs
+
+    def without(self, storage: int) -> Self:
+        """As it was before anything was known of it."""
+        pairs = type(self)(self._settled, self._own.copy())
+        pairs._unpair(storage)
+        return pairs
+
+    def settle(self) -> Self:
+        """No other explanation is left, and what is shared from here on is what this one has."""
+        self._settled.update(self._own)
+        return type(self)(self._settled, {})
+
+    def _unpair(self, storage: int) -> None:
+        other = self.get(storage)
+        if other is not None:
+            self._own[storage] = self._own[other] = None
+
+
+class KnownSaves:
+    """Of a known step, by place: how many of its saves come before."""
+
+    def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:
+        """`hooks`: of the saves."""
+        saves = [taken_apart(record.features[hook]) for hook in hooks]
+        self.looks = [*(look for look, _, _ in saves), None]
+        """What no match differs in. Behind the last place: that of no save."""
+        self.operators = [*(operators for _, operators, _ in saves), 0]
+        self.is_first = [since == NEW_STORAGE for _, _, since in saves]
+        """Whether its storage was not saved before in the step."""
+        self._first_hooks = [hook for hook, is_first in zip(hooks, self.is_first, strict=True) if is_first]
+        """By storage. Storages are numbered in the order of their first saves."""
+        self._storage_at = [FIXED] * record.num_hooks
+        numbers = count()
+        for hook, (_, _, since) in zip(hooks, saves, strict=True):
+            if since == NEW_STORAGE:
+                self._storage_at[hook] = next(numbers)
+            elif since != FIXED_STORAGE:
+                self._storage_at[hook] = self._storage_at[hook - since]
+        self.storages = [self._storage_at[hook] for hook in hooks]
+        self._places: dict[Hashable, list[int]] = {}
+        """By what saves have in common."""
+        self._places_of: dict[Hashable, list[int]] = {}
+        """By look and storage."""
+        for place, (look, operators, since) in enumerate(saves):
+            for alike in _in_common(look, operators, since):
+                self._places.setdefault(alike, []).append(place)
+            self._places_of.setdefault((look, self.storages[place]), []).append(place)
+        rarities = {alike: iter(_rarities(places, len(saves))) for alike, places in self._places.items()}
+        self._weights = [tuple(next(rarities[alike]) for alike in _in_common(*save)) for save in saves]
+
+    @property
+    def num_storages(self) -> int:
+        return len(self._first_hooks)
+
+    def as_running(self, aligned: int) -> tuple[list[int], Pairs]:
+        """Of a step whose first `aligned` hooks are the same: by hook its save's storage, numbered from `num_storages` on."""
+        behind = self.num_storages
+        storages = [FIXED if storage == FIXED else behind + storage for storage in self._storage_at[:aligned]]
+        same = range(bisect_left(self._first_hooks, aligned))
+        settled: dict[int, int | None] = {storage: behind + storage for storage in same}
+        settled.update((behind + storage, storage) for storage in same)
+        return storages, Pairs(settled, {})
+
+    def places_like(self, save: RunningSave, pairs: Pairs) -> list[Sequence[int]]:
+        """Those that look like it; of these the ones with as many operators; and those of its storage, if that is known."""
+        look, operators, first, _ = _in_common(save.look, save.operators, NEW_STORAGE)
+        places: list[Sequence[int]] = [self._places.get(look, ()), self._places.get(operators, ())]
+        if save.is_first:
+            places.append(self._places.get(first, ()))
+        elif save.storage != FIXED:
+            places.append(self._places_of.get((save.look, pairs.get(save.storage)), ()))
+        return places
+
+    def weight(self, place: int, operators: int, *, same_storage: bool) -> float:
+        """How much what agrees says: the log of how many saves there are for one that is alike in that."""
+        return self._weights[place][(operators == self.operators[place]) + 2 * same_storage]
+
+    def most_weight(self, place: int) -> float:
+        """No save has more there."""
+        return max(self._weights[place])
+
+    def storage_cost(self, place: int, save: RunningSave, pairs: Pairs) -> float:
+        """0: the save's storage is the one of that place, or may be."""
+        if save.storage == FIXED:  # then the place's is, too: that shows in how they look
+            return 0.0
+        known = self.storages[place]
+        same = pairs.get(save.storage)
+        if same == known:
+            return 0.0
+        same_history = save.is_first == self.is_first[place]
+        if same is None and pairs.get(known) is None:
+            return 0.0 if same_history else _UNSEEN_HISTORY_COST
+        return _OTHER_STORAGE_COST if same_history else _OTHER_HISTORY_COST
+
+
+def taken_apart(feature: Hashable) -> tuple[Hashable, int, int]:
+    """What no match differs in, operators since the last save, and hooks since the storage's last save.
+
+    Of a record that was made otherwise than by the light profiler a feature may be anything: then there is nothing else to it.
+    """
+    if not isinstance(feature, tuple):
+        return feature, 0, FIXED_STORAGE
+    look, operators, since = save_parts(feature)
+    return (look, since == FIXED_STORAGE), operators, since
+
+
+def _in_common(look: Hashable, operators: int, since: int) -> tuple[Hashable, Hashable, Hashable, Hashable]:
+    """What saves may have in common: how they look; operators, too; the storage's last save instead; all of it."""
+    return (look, None, None), (look, operators, None), (look, None, since), (look, operators, since)
+
+
+def _rarities(places: Sequence[int], num_saves: int) -> list[float]:
+    """Of saves that are alike, by place: the log of how many saves there are around it for one of them."""
+    rarities = []
+    for at, place in enumerate(places):
+        reaches = []
+        if at >= _NEIGHBOURS:
+            reaches.append(place - places[at - _NEIGHBOURS])
+        if at + _NEIGHBOURS < len(places):
+            reaches.append(places[at + _NEIGHBOURS] - place)
+        spacing = sum(reaches) / (len(reaches) * _NEIGHBOURS) if reaches else num_saves / len(places)
+        rarities.append(log(1 + spacing))
+    return rarities

@@ -42,7 +42,11 @@ def foreseen(plan: SwapPlan) -> tuple[float, float]:
 
 def course(*plans: SwapPlan) -> Course:
     hooks = len(TRACE.hook_tick)
-    record = StepRecord(fingerprint=TRACE.fingerprint, features=tuple(range(hooks)), save_of=array("i", [NOT_A_USE] * hooks))
+    record = StepRecord(
+        fingerprint=TRACE.fingerprint,
+        features=tuple(("save", hook, "dtype", 1, 0) for hook in range(hooks)),
+        save_of=array("i", [NOT_A_USE] * hooks),
+    )
     made = Course(record, TRACE)
     made.offer(plans, H200_LINK)
     return made

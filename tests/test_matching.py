@@ -318,11 +318,6 @@ def test_uses_and_saves_in_turn() -> None:
     assert [matcher.match_use(save) for save in (5, 4)] == [6, 7]
 
 
-def test_features_of_any_kind_are_compared_as_they_are() -> None:
-    matcher = Matcher(StepRecord(fingerprint=0, features=(7, 8, "nine", 8), save_of=array("i", [NOT_A_USE] * 4)))
-    assert [matcher.match(value) for value in (7, 8, "nine", 8, 10)] == [0, 1, 2, 3, None]
-
-
 def test_an_empty_step_matches_nothing() -> None:
     assert matched([], [A, B, A]) == [None] * 3
 

@@ -17,10 +17,10 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from itertools import count
 from math import log
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, cast
 
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
-from chameleon_mm.profiler.step_record import StepRecord, save_parts
+from chameleon_mm.profiler.step_record import Feature, StepRecord, save_parts
 
 _NEIGHBOURS = 2
 """On each side, of saves that are alike: how far apart these are says how rare they are there."""
@@ -105,7 +105,7 @@ class KnownSaves:
 
     def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:
         """`hooks`: of the saves."""
-        saves = [taken_apart(record.features[hook]) for hook in hooks]
+        saves = [taken_apart(cast("Feature", record.features[hook])) for hook in hooks]
         self.looks = [*(look for look, _, _ in saves), None]
         """What no match differs in. Behind the last place: that of no save."""
         self.operators = [*(operators for _, operators, _ in saves), 0]
@@ -177,13 +177,8 @@ class KnownSaves:
         return _OTHER_STORAGE_COST if same_history else _OTHER_HISTORY_COST
 
 
-def taken_apart(feature: Hashable) -> tuple[Hashable, int, int]:
-    """What no match differs in, operators since the last save, and hooks since the storage's last save.
-
-    Of a record that was made otherwise than by the light profiler a feature may be anything: then there is nothing else to it.
-    """
-    if not isinstance(feature, tuple):
-        return feature, 0, FIXED_STORAGE
+def taken_apart(feature: Feature) -> tuple[Hashable, int, int]:
+    """What no match differs in, operators since the last save, and hooks since the storage's last save."""
     look, operators, since = save_parts(feature)
     return (look, since == FIXED_STORAGE), operators, since
 

@@ -20,14 +20,13 @@ many hooks ago" names is the same as it was.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable
 from itertools import count
 from math import inf, log
 from typing import NamedTuple
 
 from chameleon_mm.profiler.known_saves import FIXED, KnownSaves, Pairs, RunningSave, taken_apart
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
-from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
+from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8
 """Explanations of a deviation that are kept."""
@@ -129,7 +128,7 @@ class Matcher:
         self._aligned_hooks = aligned
         self._uses_given: dict[int, int] = {}
 
-    def match(self, feature: Hashable) -> int | None:
+    def match(self, feature: Feature) -> int | None:
         """Number of the known hook that a save with this feature is; None: it is none of them."""
         save = self._seen(feature)
         place, known = self._next, self._known
@@ -162,7 +161,7 @@ class Matcher:
         """Whether what comes next is in doubt: some hooks after an edit it is not any more."""
         return bool(self._chains)
 
-    def _seen(self, feature: Hashable) -> RunningSave:
+    def _seen(self, feature: Feature) -> RunningSave:
         look, operators, since = taken_apart(feature)
         if since == NEW_STORAGE:
             storage = next(self._storages)

@@ -184,7 +184,7 @@ def _environment(theme: str, device: Device) -> Mapping[str, Any]:
 
 def _run_doctor(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm import doctor
-    from chameleon_mm.demo.outputs import check_outputs
+    from chameleon_mm.outputs import check_outputs
 
     check_outputs({"--json": args.json})
     return doctor.run(args.json, console)

@@ -357,7 +357,7 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
     plan = random_plan(random, trace)
     timeline = simulate(trace, plan, LINK)
     curve = memory_curve(trace)
-    climbs = Footprint(trace, curve).climbs(ActionColumns.of(plan.actions, trace)).tolist()
+    climbs = Footprint(trace, curve).climbs(ActionColumns.of(plan.actions, trace), timeline.allocated_bytes).tolist()
     gain = {
         a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
         for a in plan.actions

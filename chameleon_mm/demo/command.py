@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chameleon_mm.demo.outputs import check_outputs
 from chameleon_mm.demo.remarks import remarks
+from chameleon_mm.outputs import check_outputs
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:

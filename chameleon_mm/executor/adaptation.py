@@ -15,14 +15,14 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from time import perf_counter
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.course import Course, Variant
 from chameleon_mm.executor.guide import Guide, Known, KnownStep, Seen
-from chameleon_mm.executor.meter import EVENT_GAP_US, Meter
+from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
@@ -169,7 +169,7 @@ class Adaptation:
             self._known.abandon_step()
             return
         entry = self._known.end_step(record)
-        detailed_steps = self.detailed_steps
+        in_vain = seen.recorded_hooks
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.variants)
             if timing is not None and not seen.passed_plan and followed is not None and followed in entry.plan.variants:
@@ -177,11 +177,12 @@ class Adaptation:
                 self._measuring.append((entry.plan, followed, timing))
             self._learn_need(entry.plan, seen)
         elif recorder is not None and seen.whole and recorder.flaw is None:
+            in_vain = 0
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             course = Course(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            self._plan_anew(course)
+            self._offer(course)
             self._known.put(record, course)
             self.latest = course
         else:
@@ -191,15 +192,11 @@ class Adaptation:
             if entry is None:
                 self._known.put(record, None)
         self._hooks += record.num_hooks
-        if recorder is not None and self.detailed_steps == detailed_steps:
-            self._hooks_in_vain += seen.recorded_hooks
+        self._hooks_in_vain += in_vain
 
     # --- plans
 
-    def _plan_anew(self, course: Course) -> None:
-        self._offer(course, at_most=CANDIDATES)
-
-    def _offer(self, course: Course, *, at_most: int) -> None:
+    def _offer(self, course: Course, *, at_most: int = CANDIDATES) -> None:
         """Give it plans for what is known of it now."""
         began = perf_counter()
         link = self._link_cost()
@@ -234,7 +231,7 @@ class Adaptation:
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         course.plan_for(course.need | Need(extra_bytes=extra_bytes))
-        self._plan_anew(course)
+        self._offer(course)
         return True
 
     def _learn_need(self, course: Course, seen: Seen) -> None:
@@ -243,7 +240,7 @@ class Adaptation:
             need = course.need | seen.need
         if need is not None:
             course.plan_for(need)
-            self._plan_anew(course)
+            self._offer(course)
 
     def _learn_times(self) -> None:
         """Of the steps that are complete by now: how long they took, and what they waited for."""
@@ -255,13 +252,10 @@ class Adaptation:
             self._measuring.popleft()
             if variant not in course.variants:
                 continue
-            course.measured(
-                variant,
-                time._replace(in_stalls_us=_real(time.in_stalls_us), out_stalls_us=_real(time.out_stalls_us)),
-            )
+            course.measured(variant, time)
             if abs(course.slowdown - 1) > TIMES_OFF and course.times_corrected < CORRECTIONS:
                 course.correct_times()
-                self._plan_anew(course)
+                self._offer(course)
             elif course.learn_stalls():
                 self._offer(course, at_most=1)
 
@@ -269,8 +263,3 @@ class Adaptation:
         if phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
-
-
-def _real(stalls_us: Mapping[int, float]) -> dict[int, float]:
-    """Without those that are the device's own pace from one event to the next."""
-    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}

@@ -94,22 +94,19 @@ class Course:
     def plan_for(self, need: Need) -> None:
         """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
         self.need = need
-        self._begin_anew(need.added_to(self._recorded))
-
-    def correct_times(self) -> None:
-        """From here on operators take as long as was measured. Plans that there were are forgotten."""
-        self.times_corrected += 1
-        self._recorded, trace = with_times(self._recorded, self.slowdown), with_times(self.trace, self.slowdown)
-        self._begin_anew(trace)
-
-    def _begin_anew(self, trace: Trace) -> None:
-        self.trace = trace
+        self.trace = need.added_to(self._recorded)
         self.variants: list[Variant] = []
         self.lead_us: dict[int, float] = {}
         """By storage: how much earlier than foreseen its copy back is to be done."""
         self.lag_us: dict[int, float] = {}
         """By storage: how much later than foreseen its copy out is."""
         self._nothing_better = False
+
+    def correct_times(self) -> None:
+        """From here on operators take as long as was measured. Plans that there were are forgotten."""
+        self.times_corrected += 1
+        self._recorded = with_times(self._recorded, self.slowdown)
+        self.plan_for(self.need)
 
     # --- plans
 

@@ -5,7 +5,7 @@
     advance(): queue copies of saves whose op is over; hand over pieces; drop what is copied; keep within the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
-Note [No plan, no harm].
+Note [No plan, no harm]. All that runs under the one lock begins here, in one file: who enters, and what is retired when.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ class Executor:
         with self._entered():
             self._in_step = True
             self._live.begin_epoch()
-            self._guard.begin_step()
+            if self._guide is not None:
+                self._guard.begin_step()
             compute = self.device.current_stream()
             self.meter.begin_step(compute, timed=timed)
             recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)

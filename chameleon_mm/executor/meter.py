@@ -14,14 +14,11 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.executor.step_timing import Direction, StepTiming
+from chameleon_mm.executor.step_timing import EVENT_GAP_US, Direction, StepTiming
 from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
 """Copies kept for `save_trace`: the latest."""
-
-EVENT_GAP_US = 10.0
-"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,8 +80,8 @@ class Script:
             action for action in plan.actions if action.use_at < plan.num_hooks
         ]  # of a wrong plan: the others never come
         footprint, columns = Footprint(trace, memory_curve(trace)), ActionColumns.of(in_reach, trace)
-        climbs = footprint.climbs(columns).tolist()
-        return cls(roles, plan, trace.tensor_bytes.tolist(), climbs, footprint.allocated(columns))
+        allocated = footprint.allocated(columns)
+        return cls(roles, plan, trace.tensor_bytes.tolist(), footprint.climbs(columns, allocated).tolist(), allocated)
 
     def role(self, hook: int) -> Role | None:
         """Of the storage that is saved for the first time at hook number `hook`."""

@@ -8,11 +8,16 @@ timing.result()                       # None: not yet
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
 
 Direction = Literal["out", "in"]
+
+EVENT_GAP_US = 10.0
+"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
 
 
 class StepTime(NamedTuple):
@@ -49,11 +54,16 @@ class StepTiming:
         if self._end is None or not (self._end.query() and self._start.query()):
             return None
         step_us = busy_us = self._end.elapsed_us(self._start)
-        stalls: dict[Direction, dict[int, float]] = {"in": {}, "out": {}}
+        stalls: dict[Direction, Counter[int]] = {"in": Counter(), "out": Counter()}
         for before, after, direction, tensor in self._waits:
             if after.query() and before.query():
                 waited_us = max(0.0, after.elapsed_us(before))
                 busy_us -= waited_us
                 if tensor is not None:
-                    stalls[direction][tensor] = stalls[direction].get(tensor, 0.0) + waited_us
-        return StepTime(step_us, stalls["in"], stalls["out"], busy_us)
+                    stalls[direction][tensor] += waited_us  # type: ignore[assignment]  # a counter of times
+        return StepTime(step_us, _beyond_gaps(stalls["in"]), _beyond_gaps(stalls["out"]), busy_us)
+
+
+def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
+    """Without those that are the device's own pace from one event to the next."""
+    return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}

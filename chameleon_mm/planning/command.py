@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.demo.outputs import check_outputs
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.outputs import check_outputs
 from chameleon_mm.planning.budgets import default_budget
 from chameleon_mm.planning.builtin import BUILT_IN
 from chameleon_mm.planning.plot import save_plot

@@ -82,20 +82,19 @@ class Footprint:
                 level[tick] = max(int(level[tick]), nbytes)
         return level
 
-    def climbs(self, actions: ActionColumns) -> Int64s:
+    def climbs(self, actions: ActionColumns, allocated: Int64s) -> Int64s:
         """(hooks,) of device memory: from when a hook's reclaims are done until those of the next hook that reclaims, or is
         about a storage that may move, how much more is allocated at most. With what is allocated then it never passes the
-        plan's peak."""
+        plan's peak. `allocated`: of these actions, as `allocated` has it."""
         if not len(self._tick):
             return np.zeros(0, np.int64)
         looks = np.union1d(np.append(self._movable, 0), actions.reclaim_at)
         back = np.zeros(len(self._tick), np.int64)
         np.add.at(back, actions.in_at, actions.gain)
         reclaimed = self._left_allocated(actions)[self._tick] - back
-        level = self.allocated(actions)
         ticks = self._tick[looks]
-        highest = np.maximum.reduceat(level, ticks)
-        highest[:-1] = np.maximum(highest[:-1], level[ticks[1:]])
+        highest = np.maximum.reduceat(allocated, ticks)
+        highest[:-1] = np.maximum(highest[:-1], allocated[ticks[1:]])
         since = np.searchsorted(looks, np.arange(len(self._tick)), side="right") - 1
         return np.asarray(highest[since] - reclaimed)
 

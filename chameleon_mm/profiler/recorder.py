@@ -15,6 +15,8 @@ What the hooks of whoever swaps call, in this order, one line each:
            recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was taken apart in it
     use:   ... recorder.on_use([traced], feature)
     end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
+
+Operators and hooks are in one file, long as it is: both number ticks of one builder under one lock, and look into one book.
 """
 
 from __future__ import annotations

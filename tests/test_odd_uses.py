@@ -620,3 +620,49 @@ def test_vmap_and_forward_mode_are_exact_inside_a_session(device: Device) -> Non
         assert torch.equal(torch.func.jvp(deep, (x.detach(),), (torch.ones_like(x),))[1], expected_tangent)
     assert session.report().bytes_swapped_in > 0
     assert session.pool.stats().num_live == 0
+
+
+class _Cube(torch.autograd.Function):
+    """Its backward is a function of its own, which saves what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return _Product.apply(grad, 3 * x * x)  # type: ignore[no-untyped-call]  # torch annotates no apply
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        a, b = ctx.saved_tensors
+        return grad * b, grad * a
+
+
+def test_a_saved_tensor_without_storage_stays(sim: cm.SimDevice) -> None:
+    """`vectorize=True` gives a backward gradients that are batched by the older vmap, and have no storage to be asked for."""
+
+    def jacobian() -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(64, requires_grad=True)
+        rows = torch.autograd.functional.jacobian(lambda x: _Cube.apply(x).sin(), x, vectorize=True, create_graph=True)  # type: ignore[no-untyped-call]  # torch annotates neither
+        assert isinstance(rows, Tensor)
+        return rows.detach()
+
+    expected = jacobian()
+    with sim.compute(), cm.save_on_cpu(device=sim, min_bytes=0):
+        assert torch.equal(jacobian(), expected)
+    with sim.compute(), cm.SwapSession("8MiB", device=sim, min_bytes=0) as session:
+        for _ in range(3):
+            with session.step():
+                assert torch.equal(jacobian(), expected)
+    assert session.report().kept_by_reason["no_storage"] >= 3

@@ -23,6 +23,7 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.device.sim.stream import SimEvent
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
 from chameleon_mm.executor.claims import Claim
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.transfer import Thresholds
@@ -228,7 +229,7 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
 
     step()
     numbers = iter(range(1_000_000))
-    monkeypatch.setattr("chameleon_mm.executor.swap_outs.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
+    monkeypatch.setattr("chameleon_mm.executor.op_number.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
     with pytest.raises(RED):
         step()
 
@@ -256,10 +257,10 @@ def test_keying_by_address_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
     two_at_one_address()
     by_address: dict[int, Claim] = {}
 
-    def claim(self: Executor, t: Tensor, facts: SaveFacts) -> Claim:
+    def claim(self: Executor, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         key = t.untyped_storage().data_ptr()
         if key not in by_address:
-            by_address[key] = real_claim(self, t, facts)
+            by_address[key] = real_claim(self, t, saved_bytes, facts)
         return by_address[key]
 
     real_claim = Executor._claim

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.reclaim import ReclaimQueue
@@ -181,7 +182,7 @@ def leaving(device: Device, pool: cm.PinnedPool, nbytes: int) -> SavedStorage:
     """A storage whose copy out is queued, and which nobody else holds."""
     buffer = device.current_stream().alloc(nbytes)
     tools = Tools(pool, Transfer(device), Meter(), ComputeStreams(device))
-    saved = SavedStorage(buffer, device.current_stream(), tools, epoch=0, index=0)
+    saved = SavedStorage(buffer, SavedBytes(buffer), device.current_stream(), tools, epoch=0, index=0)
     saved.swap_out()
     return saved
 

@@ -14,6 +14,7 @@ import chameleon_mm as cm
 from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.remainder import Remainder
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
@@ -43,7 +44,7 @@ class Life:
         with self.device.compute():
             t = torch.randn(NBYTES // 4)
         self.expected = t.clone()
-        self.saved = SavedStorage(t, self.compute, tools, epoch=0, index=0)
+        self.saved = SavedStorage(t, SavedBytes(t), self.compute, tools, epoch=0, index=0)
         del t
 
     def go(self, *places: str) -> None:

@@ -20,6 +20,7 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 
 
@@ -41,7 +42,7 @@ class Carrier(SavedStorage):
         compute.pack(packed, sources, places)
         for home in homes:
             tools.streams.meet(home)  # Note [Reclaim]: the next owner of a source comes after that read
-        super().__init__(packed, compute, tools, epoch=epoch, index=max(member.index for member in members))
+        super().__init__(packed, SavedBytes(packed), compute, tools, epoch=epoch, index=max(member.index for member in members))
         self.op_is_over = True
         self._seal = None  # each member has its own, which names its tensor
         # Weak: members hold their carrier, and nothing here may need the collector.

@@ -1,6 +1,6 @@
-"""Which claim stands for a storage: one copy per storage and version, whatever number of views. Note [Identity].
+"""Which claim stands for a storage: one copy of the same bytes, whatever number of views. Note [Identity].
 
-    claim = claims.on(t, part)                    # a live claim on all of its storage, or on that part of it
+    claim, part = claims.find(t, saved, ...)      # a live claim that a copy of its bytes comes with, or what to claim for it
     claims.add(claim); claims.forget(saved)
 
 Keyed by the storage object's id, compared by a weak reference: ids are recycled.
@@ -11,11 +11,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device import Stream
 from chameleon_mm.executor.gather import Part
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import SavedStorage
 from chameleon_mm.policy import DefaultRule, SaveFacts
 
@@ -53,6 +56,19 @@ class _End:
             self._retire(self._saved)
 
 
+class Found(NamedTuple):
+    """What a saved tensor is to be a view of."""
+
+    claim: Claim | None
+    """The live claim that it shares; None: a new one is to be made."""
+    part: Part | None
+    """Of the storage, which the claim is on; None: on all of it."""
+    grows: bool = False
+    """Whether the claim's copy, not begun yet, has more to wait for: the operator that saves these bytes."""
+    before: Claim | None = None
+    """A claim on all of the storage, whose copy began too early, where a new one is to be made."""
+
+
 class Claims:
     """Not thread-safe: the executor holds its lock."""
 
@@ -61,27 +77,39 @@ class Claims:
         self._parts: dict[int, list[Part]] = {}
         """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
 
-    def on(self, storage: torch.UntypedStorage, part: Part | None, version: int) -> Claim | None:
-        """The live claim on all of `storage` as it is at `version`, or on `part` of it."""
+    def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
+        """The claim that `t`, saved now as `saved`, shares, or which part of its storage a new one is to be on.
+
+        A part where `t` covers little of a storage that was not saved whole, and where a copy of all of it began too early to
+        have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
+        """
+        storage = t.untyped_storage()
+        on_all = self._on(storage, None)
+        if on_all is not None:
+            if on_all.saved.has(saved):
+                return Found(on_all, None, grows=False)
+            if on_all.saved.takes(saved, t, compute):
+                return Found(on_all, None, grows=True)
+        comes_late = on_all is not None and not whole and facts.covered_bytes is not None
+        if not comes_late and not rule.gathers(facts, views=0, view_bytes=0):
+            return Found(None, None, before=on_all)
+        part = Part.of(t)
+        on_part = None if part is None else self._on(storage, part)
+        if on_part is not None:
+            if on_part.saved.has(saved, same_bytes=True):
+                return Found(on_part, part, grows=False)
+            if on_part.saved.takes(saved, t, compute):
+                return Found(on_part, part, grows=True)
+        others = self._parts.get(id(storage), ())
+        if not comes_late and not rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
+            part = None
+        return Found(None, part, before=on_all)
+
+    def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
+        """The live claim on all of `storage`, or on `part` of it, that was made last."""
         ref = self._claims.get(_key(id(storage), part))
         claim = None if ref is None else ref()
-        return claim if claim is not None and claim.saved.holds(storage, version) else None
-
-    def find(self, t: Tensor, facts: SaveFacts, rule: DefaultRule) -> tuple[Claim | None, Part | None]:
-        """The claim that `t` shares, else None and which part of its storage a new one is to be on; None: on all of it.
-
-        A part where `t` covers little of a storage that was not saved whole: views of that part share it.
-        """
-        storage, version = t.untyped_storage(), t._version
-        claim = self.on(storage, None, version)
-        if claim is not None or not rule.gathers(facts, views=0, view_bytes=0):
-            return claim, None
-        part = Part.of(t)
-        claim = None if part is None else self.on(storage, part, version)
-        others = self._parts.get(id(storage), ())
-        if not rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
-            part = None
-        return claim, part
+        return claim if claim is not None and claim.saved.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
         saved = claim.saved

@@ -57,6 +57,8 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="layout")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return SaveFacts(nbytes=0, kind="functorch")
+    if not torch._C._has_storage(t):  # what legacy vmap batches: torch.autograd.functional with vectorize=True
+        return SaveFacts(nbytes=0, kind="no_storage")
     if not device.owns(t):
         return SaveFacts(nbytes=0, kind="other_device")
     if t.is_leaf and t.requires_grad:

@@ -26,15 +26,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor.adaptation import Adaptation
 from chameleon_mm.executor.budget import BudgetGuard
-from chameleon_mm.executor.claims import Claim, Claims
+from chameleon_mm.executor.claims import Claim, Claims, Found
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of
-from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.guide import Guide
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.recording import Recording
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
@@ -150,15 +150,16 @@ class Executor:
             handle = save_parts(t, lambda part: self._save(part, guided=False))
         reason = self._rule.reason_to_keep(facts)
         with self._entered():
-            claim = self._claim(t, facts) if handle is None and reason is None else None
+            saved_bytes = SavedBytes(t) if handle is None and reason is None else None
+            claim = None if saved_bytes is None else self._claim(t, saved_bytes, facts)
             finished, hook = self._outs.finished(), NO_HOOK
             if guided and self._guide is not None:
                 hook = self._guide.saved(t, None if claim is None else claim.saved, finished)
             self._advance(finished, look=claim is not None, at_hook=guided)
             if hook != NO_HOOK and self._guide is not None:
                 self._guide.bring_ahead(self._streams.current())
-            if claim is not None:
-                handle = SwappedView(claim, t)
+            if claim is not None and saved_bytes is not None:
+                handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
                 handle = self._keep(t, reason or facts.kind)
             handle.saved_at = (self._live.epoch, hook)
@@ -378,21 +379,27 @@ class Executor:
             if self._guide is not None:
                 self._guide.grew(grown_bytes, at_hook=look and at_hook)
 
-    def _claim(self, t: Tensor, facts: SaveFacts) -> Claim:
+    def _claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""
         compute = self._streams.current()
-        claim, part = self._claims.find(t, facts, self._rule)
+        # A step that is written down has one tensor for each storage: what is saved of it later is no part of its own.
+        found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.is_on)
+        claim = found.claim
         if claim is None:
-            claim = self._new_claim(t, compute, part)
+            claim = self._new_claim(t, saved_bytes, compute, found)
+        elif found.grows and claim.saved.place is Place.RESIDENT:
+            self._outs.add(claim.saved)
         claim.saved.views += 1
         claim.saved.to_come += 1
         return claim
 
-    def _new_claim(self, t: Tensor, compute: Stream, part: Part | None) -> Claim:
+    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
         if self._live.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        make = SavedStorage if part is None else partial(SavedPart, part=part)
-        saved = make(t, compute, self._tools, epoch=self._live.epoch, index=self._live.next_index)
+        make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
+        saved = make(t, saved_bytes, compute, self._tools, epoch=self._live.epoch, index=self._live.next_index)
+        if found.before is not None:
+            saved.follows(found.before.saved)
         self._live.add(saved)
         self._saved_any = True
         self._outs.add(saved)

@@ -172,9 +172,10 @@ class Guide:
         if saved is None:
             since = FIXED_STORAGE
         else:
-            first = saved.last_save[0] != self._live.epoch
-            since = NEW_STORAGE if first else hook - saved.last_save[1]
-            saved.last_save = (self._live.epoch, hook)
+            epoch, last = self._live.epoch, saved.last_save
+            first, saved.followed_in = saved.followed_in != epoch, epoch
+            since = hook - last.hook if last.epoch == epoch else NEW_STORAGE
+            last.epoch, last.hook = epoch, hook
         expected = self.light.saved(t, since)
         if self._recorder is not None:
             self._record_save(self._recorder, saved, finished, first=first)

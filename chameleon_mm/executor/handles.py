@@ -1,6 +1,6 @@
 """What autograd holds instead of a saved tensor, and how the tensor is rebuilt from it.
 
-    handle = KeptTensor(t) | SwappedView(claim, t) | TakenApart(t, handles of what it wraps)      # on_save: Note [Life]
+    handle = KeptTensor(t) | SwappedView(claim, t, probe) | TakenApart(t, handles of what it wraps)      # on_save: Note [Life]
     handle.check_version()                                    # on_use: eager's "modified by an inplace operation"
     SwappedView.rebuild(storage)                              # same strides, offset, dtype, conj and neg bits, version counter
 
@@ -80,7 +80,7 @@ class SwappedView:
 
     __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "round", "saved_at")
 
-    def __init__(self, claim: Claim, t: Tensor) -> None:
+    def __init__(self, claim: Claim, t: Tensor, probe: VersionProbe) -> None:
         self.saved_at = (-1, NO_HOOK)
         self.claim = claim
         self._dtype = t.dtype
@@ -89,8 +89,7 @@ class SwappedView:
         self._offset = t.storage_offset()
         self._conj = t.is_conj()
         self._neg = t.is_neg()
-        # The storage was probed through the first view of it, which is this one if there is no other.
-        self.probe = claim.saved.probe if claim.saved.views == 1 else VersionProbe(t)
+        self.probe = probe
         self.round = -1
         """The storage's `round` in which this view was last used; the storage counts down who is still to come."""
 

@@ -28,6 +28,11 @@ class Recording:
         if recorder is not None:
             recorder.__enter__()
 
+    @property
+    def is_on(self) -> bool:
+        """Whether a recorder writes the step down, or did until it was stopped."""
+        return self._recorder is not None
+
     def quiet(self) -> AbstractContextManager[None]:
         """What happens inside is no part of the step that is recorded, nor is the time that compute takes for it."""
         return nullcontext() if self._recorder is None else _unrecorded(self._recorder)

@@ -13,6 +13,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 
 
@@ -21,8 +22,8 @@ class SavedPart(SavedStorage):
 
     part: Part
 
-    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part) -> None:
-        super().__init__(t, home, tools, epoch=epoch, index=index)
+    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part) -> None:
+        super().__init__(t, saved, home, tools, epoch=epoch, index=index)
         self.part = part
         self._saved_on = home
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None

@@ -23,9 +23,11 @@ from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
 from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.handles import VersionProbe, flat_bytes
+from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.op_number import OperatorNumber, current_operator, made_before
 from chameleon_mm.executor.remainder import Remainder
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.verify import Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
@@ -68,6 +70,15 @@ class Tools:
     """Checksum what goes out against what comes back."""
 
 
+class LastSave:
+    """The step in which a storage was saved last, and the hook."""
+
+    __slots__ = ("epoch", "hook")
+
+    def __init__(self) -> None:
+        self.epoch, self.hook = -1, 0
+
+
 class SavedStorage:
     """The buffers of one saved storage, and the copies between them.
 
@@ -79,7 +90,7 @@ class SavedStorage:
     gathered = False
     """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
 
-    def __init__(self, t: Tensor, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
+    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
         storage = t.untyped_storage()
         self.place = Place.RESIDENT
         self.nbytes = self._saved_nbytes = storage.nbytes()
@@ -90,10 +101,12 @@ class SavedStorage:
         """The storage that was saved, as long as anybody holds it."""
         self.latest = self.first
         """The device copy, whoever holds it: the saved storage itself, later what a swap-in made."""
-        self.probe = VersionProbe(t)
-        """Whether it was written to since its first save: the host copy is then of no use."""
+        self._saved_bytes = [saved]
+        """Saved before the copy out began, and not yet known to be among one another's: what that copy has."""
+        self._began_in: OperatorNumber | None = None
+        """The operator at one of whose hooks the copy out was begun."""
         self.op_is_over = False
-        """Whether the op that saved it has ended, so that it may be copied."""
+        """Whether the ops that saved it have ended, so that it may be copied."""
         self.epoch = epoch
         """The step in which it was saved, and the `index` of the save within it."""
         self.index = index
@@ -124,8 +137,10 @@ class SavedStorage:
         """Its record, where the step that saved it is written down."""
         self.role: Role | None = None
         """What the plan has for it; None: no plan knows it."""
-        self.last_save = (-1, 0)
-        """The step in which it was saved last, and the hook."""
+        self.last_save = LastSave()
+        """Shared with other records of the storage."""
+        self.followed_in = -1
+        """The last step in which the profiler saw a save of it."""
         self._remainder = Remainder(0, tools.streams)
         """What stays on the device of it while the rest is on the host."""
 
@@ -133,8 +148,10 @@ class SavedStorage:
 
     @property
     def worth_a_copy(self) -> bool:
-        """Whether it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
-        return self.device is not None and self.device.nbytes() == self.nbytes and not self.probe.moved
+        """Whether some of it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
+        if self.device is None or self.device.nbytes() != self.nbytes:
+            return False
+        return not all(saved.probe.moved for saved in self._saved_bytes)
 
     def swap_out(self, *, pageable: bool = False, last_bytes: int | None = None) -> None:
         """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
@@ -199,6 +216,7 @@ class SavedStorage:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
         self._tools.meter.moved(self._out, "out", self.crossing_bytes)
+        self._began_in = current_operator()
         self.place = Place.LEAVING
 
     # --- in a carrier
@@ -214,6 +232,7 @@ class SavedStorage:
         if self._seal is not None:
             self._seal.close(packed)
         self._home.free(packed)
+        self._began_in = current_operator()
         self.device, self.carrier, self.place = None, carrier, Place.ON_HOST
 
     def alight(self, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -418,10 +437,37 @@ class SavedStorage:
         self.device = None
         self.place = Place.ON_HOST
 
-    def holds(self, storage: torch.UntypedStorage, version: int) -> bool:
-        """Whether this is the record of `storage` as it is at `version`: another view of it needs no copy of its own."""
-        same = self.first() is storage and self._saved_nbytes == storage.nbytes()
-        return same and self.probe.expected == version and not self.probe.moved
+    def is_record_of(self, storage: torch.UntypedStorage) -> bool:
+        """Whether `storage` is the one that was saved, and has its size still."""
+        return self.first() is storage and self._saved_nbytes == storage.nbytes()
+
+    def has(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
+        """Whether its copy, begun or not, is known to have these bytes of its storage, which are saved now.
+
+        `same_bytes`: they are those of its `part`.
+        """
+        return any(earlier.vouches_for(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
+
+    def follows(self, before: SavedStorage) -> None:
+        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later."""
+        self.last_save = before.last_save
+        if before.part is None and self.part is None:
+            self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
+
+    def takes(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
+        """Whether its copy out has these bytes, written on `compute`, because it begins later than now. Then it notes them.
+
+        A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
+        """
+        if not self.home_is(compute) or self.gathered:
+            return False
+        if self.place is not Place.RESIDENT:
+            began_in = self._began_in
+            if began_in is None or began_in != current_operator() or not made_before(t, began_in):
+                return False
+        self._saved_bytes = [earlier for earlier in self._saved_bytes if not earlier.probe.moved]
+        self._saved_bytes.append(saved)
+        return True
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""

@@ -8,7 +8,6 @@ outs.pack_small()                                # now, whoever waits for more o
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.op_number import OperatorNumber, current_operator
 from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 
 CARRIER_BYTES = 4 * MIB
 """Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
-
-sequence_nr = torch._C._autograd._get_sequence_nr
-"""The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
 
 
 class SwapOuts:
@@ -64,7 +61,7 @@ class SwapOuts:
         self._codecs = codecs
         self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._staging = staging
-        self._fresh: deque[tuple[SavedStorage, int, int]] = deque()
+        self._fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         self._small: list[SavedStorage] = []
         """Too small to travel alone: waiting until there are enough of them for a carrier."""
         self._small_bytes = 0
@@ -72,7 +69,8 @@ class SwapOuts:
 
     def add(self, saved: SavedStorage) -> None:
         """The calling thread saves it now, in an op that has not ended."""
-        self._fresh.append((saved, threading.get_ident(), sequence_nr()))
+        saved.op_is_over = False
+        self._fresh.append((saved, current_operator()))
 
     def finished(self) -> list[SavedStorage]:
         """Saves whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its end.
@@ -81,13 +79,20 @@ class SwapOuts:
         """
         if not self._fresh:
             return []
-        thread, now = threading.get_ident(), sequence_nr()
-        waiting = [entry for entry in self._fresh if entry[1] != thread or entry[2] >= now]
-        over = [saved for saved, on_thread, number in self._fresh if on_thread == thread and number < now]
-        self._fresh = deque(entry for entry in waiting if entry[0].place is Place.RESIDENT)
+        thread, now = current_operator()
+        waiting: deque[tuple[SavedStorage, OperatorNumber]] = deque()
+        over: dict[SavedStorage, None] = {}
+        for saved, operator in self._fresh:
+            if operator[0] == thread and operator[1] < now:
+                over[saved] = None
+            elif saved.place is Place.RESIDENT:
+                waiting.append((saved, operator))
+        self._fresh = waiting
+        for saved, _ in waiting:
+            over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
         for saved in over:
             saved.op_is_over = True
-        return over
+        return list(over)
 
     def send(self, saved: SavedStorage) -> None:
         """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
@@ -130,7 +135,8 @@ class SwapOuts:
     def pack_small(self) -> None:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
         waiting, self._small, self._small_bytes = self._small, [], 0
-        members = [saved for saved in waiting if saved.place is Place.RESIDENT and saved.worth_a_copy]
+        ready = (saved for saved in dict.fromkeys(waiting) if saved.place is Place.RESIDENT and saved.op_is_over)
+        members = [saved for saved in ready if saved.worth_a_copy]
         # While a carrier is packed, its members are still there: a tight budget has room for small ones only.
         at_most = min(2 * CARRIER_BYTES, self._guard.spare_bytes())
         for together in self._staging.loads(members, at_most=at_most):

@@ -361,8 +361,11 @@ class Recorder(TorchDispatchMode):
             return self._builder.use(self._only(traced), feature)
 
     def sendable(self, traced: TracedStorage | None) -> None:
-        """The operator that saved it is over, as the hook found that is running and has not been told of yet."""
-        if traced is not None and traced.owner is self._book.owner and traced.sendable < 0:
+        """The operator that saved it is over, as the hook found that is running and has not been told of yet.
+
+        Told again where others save more of it: a copy that began before would lack their bytes.
+        """
+        if traced is not None and traced.owner is self._book.owner:
             with self._lock:
                 traced.sendable = self._builder.num_hooks
 

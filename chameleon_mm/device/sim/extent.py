@@ -2,6 +2,7 @@
 
 extent_of(t)        -> Extent(start, end, pattern)      # pattern None: every byte of [start, end)
 share_bytes(a, b)   -> by their spans where both are dense, else byte by byte
+overlap(a, b)       -> where the bytes that lie in both begin, and a flag for each from there on
 covers(a, b)        -> whether a holds every byte of b; may say no where it does
 """
 
@@ -42,12 +43,17 @@ def extent_of(t: Tensor) -> Extent:
 def share_bytes(a: Extent, b: Extent) -> bool:
     """Whether any byte lies in both. Takes time and memory in proportion to the tensors only where spans overlap and one has
     gaps, so ask last."""
-    start, end = max(a.start, b.start), min(a.end, b.end)
-    if start >= end:
+    if max(a.start, b.start) >= min(a.end, b.end):
         return False
     if a.pattern is None and b.pattern is None:
         return True
-    return bool(np.any(_mask(a, start, end) & _mask(b, start, end)))
+    return bool(np.any(overlap(a, b)[1]))
+
+
+def overlap(a: Extent, b: Extent) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Where the bytes that may lie in both begin, and for each byte from there on whether it lies in both."""
+    start, end = max(a.start, b.start), min(a.end, b.end)
+    return start, _mask(a, start, end) & _mask(b, start, end)
 
 
 def covers(a: Extent, b: Extent) -> bool:

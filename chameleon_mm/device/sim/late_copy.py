@@ -10,10 +10,15 @@ import ctypes
 import weakref
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from chameleon_mm.device.sim.poison import POISON_BYTE, poison
+from chameleon_mm.device.sim.poison import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError
+
+Bytes = npt.NDArray[np.bool_]
+"""One flag for each of some bytes that lie side by side."""
 
 
 class _End:
@@ -54,14 +59,20 @@ class LateCopy:
         self.label = label
         self.before = before
         self.done = False
-        self._spoilt = False
+        self._spoilt: list[tuple[int, Bytes]] = []
 
-    def spoil(self) -> None:
-        """The source was written while the copy may have been running: what arrives is anything."""
-        self._spoilt = True
-        dst = self._dst.ref()
-        if self.done and dst is not None:
-            poison(dst, self._dst.start, self._dst.nbytes)
+    def spoil(self, start: int, written: Bytes) -> None:
+        """Those bytes of the source, of which byte `start` is the first, were written while the copy may have been running:
+        what arrives of them is anything. The others arrive."""
+        self._spoilt.append((start, written))
+        if self.done and self._dst.ref() is not None:
+            self._poison_spoilt()
+
+    def _poison_spoilt(self) -> None:
+        for start, written in self._spoilt:
+            first = self._dst.address + self._dst.start + start
+            arrived = np.ctypeslib.as_array((ctypes.c_uint8 * len(written)).from_address(first))
+            arrived[written] = POISON_BYTE
 
     def touches(self, address: int, nbytes: int) -> bool:
         """Whether the copy has yet to read or write any of these bytes. By address: two storages may share them."""
@@ -78,10 +89,8 @@ class LateCopy:
                     f"an event after the copy is waited on or complete"
                 )
         src, dst = self._src, self._dst
-        if self._spoilt:
-            ctypes.memset(dst.address + dst.start, POISON_BYTE, dst.nbytes)
-        else:
-            ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
+        ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
+        self._poison_spoilt()
 
 
 def carry_out(copies: Iterable[LateCopy]) -> None:

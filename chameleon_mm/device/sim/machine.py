@@ -151,18 +151,16 @@ class Machine:
             self.ledger.settle()
             self.begin(stream)
             stream.catch_up()  # the caller drops the memory now, and all work on this stream comes before that
-            storage = tensor.untyped_storage()
-            buffer = self.ledger.find(storage)
-            if buffer is None or buffer.host:
+            buffer = self.ledger.find(tensor.untyped_storage())
+            # Where somebody else holds it too, nobody is handed it yet: the ledger checks the last holder's end.
+            if buffer is None or buffer.host or not held_by_caller_alone(tensor):
                 return
             if self.check_races:
                 label = f"{stream.name}, which was handed it back (the block is reused)"
                 everything = Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label, reuse=True)
                 buffer.shadow.check(everything, stream.clock)
-            del storage  # or it would be one holder more
-            if held_by_caller_alone(tensor):
-                buffer.gone = f"handed back to {stream.name}"
-                poison(tensor.untyped_storage())
+            buffer.gone = f"handed back to {stream.name}"
+            poison(tensor.untyped_storage())
 
     # --- work on streams
 

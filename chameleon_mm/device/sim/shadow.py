@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from chameleon_mm.device.sim.extent import Extent, covers, share_bytes
+from chameleon_mm.device.sim.extent import Extent, covers, overlap, share_bytes
 from chameleon_mm.device.sim.late_copy import LateCopy
 from chameleon_mm.errors import SimRaceError
 
@@ -33,7 +33,7 @@ class Access(NamedTuple):
     """One read or write of some bytes of a buffer. `label` says by what.
 
     `reuse`: a write that stands for the memory's next owner, not an operator's. `spoils`: a speculative copy, of which this
-    is the read: an operator's unordered write is no race with it, it makes what arrives undefined.
+    is the read: an operator's unordered write is no race with it, it makes what arrives of those bytes undefined.
     """
 
     extent: Extent
@@ -67,7 +67,8 @@ class Shadow:
                 continue
             if share_bytes(old.extent, new.extent):
                 if old.spoils is not None and not new.reuse:
-                    old.spoils.spoil()
+                    start, both = overlap(old.extent, new.extent)
+                    old.spoils.spoil(start - old.extent.start, both)
                     continue
                 raise SimRaceError(
                     f"{self.name}: {_describe(new)} is not ordered after {_describe(old)}; "

@@ -81,13 +81,13 @@ class SimStream:
         return self._machine.allocate(self, nbytes)
 
     def free(self, buffer: Tensor) -> None:
-        """As `Stream.free`. Raises `SimRaceError` for an access that is not ordered before; whoever uses the memory in spite of
-        this gets poison, or `SimLifetimeError`, as long as nobody else held it."""
+        """As `Stream.free`. Where nobody else holds the memory, raises `SimRaceError` for an access that is not ordered before;
+        whoever uses it in spite of this gets poison, or `SimLifetimeError`. Else the last holder's end is what is checked."""
         self._machine.hand_back(self, buffer)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`. A
-        speculative copy whose source an operator writes meanwhile delivers poison."""
+        speculative copy whose source an operator writes meanwhile delivers poison where it was written."""
         self._machine.copy(self, dst, src, speculative=speculative)
 
     def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:

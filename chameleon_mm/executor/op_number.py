@@ -1,0 +1,29 @@
+"""Which operator autograd is in the middle of, told by its sequence number. Note [Swap-out].
+
+now = current_operator()          # in a save hook: equal for all saves of one operator, and for no two operators of a thread
+made_before(t, now)               # whether an earlier operator made `t`, so that this one was given it
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+sequence_nr = torch._C._autograd._get_sequence_nr
+"""The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
+
+OperatorNumber = tuple[int, int]
+"""A thread, and the number of its next differentiable operator while it is in the one that is meant."""
+
+
+def current_operator() -> OperatorNumber:
+    """Of the calling thread, in a save hook of the operator."""
+    return threading.get_ident(), sequence_nr()
+
+
+def made_before(t: Tensor, operator: OperatorNumber) -> bool:
+    """Whether `t` is what an earlier differentiable operator returned. What no operator made counts as made just now."""
+    node = t.grad_fn
+    return node is not None and node._sequence_nr() < operator[1] - 1

@@ -281,14 +281,21 @@ def test_one_copy_per_storage_whatever_the_number_of_views(device: Device, pool:
     assert pool.stats().num_live == 0
 
 
-def test_a_new_version_is_a_new_copy(device: Device, pool: cm.PinnedPool) -> None:
+@pytest.mark.parametrize(("begun", "storages"), [(True, 2), (False, 1)])
+def test_a_new_version_is_a_new_copy_where_one_has_begun(
+    begun: bool, storages: int, device: Device, pool: cm.PinnedPool
+) -> None:
+    """A copy that begins after the write has the new bytes, and the old ones are nobody's to use."""
     swapper = executor(device, pool)
     with device.compute():
         base = randn(device, 32)
         before = swapper.save(base)
+        if begun:
+            torch.ones(1, requires_grad=True).exp()  # the operator that saved it is over
+            swapper.save(randn(device, 8))  # a hook
         base.add_(1)
         after = swapper.save(base)
-        assert swapper.live_storages == 2
+        assert swapper.live_storages == storages
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             swapper.use(before)
         assert torch.equal(swapper.use(after), base)

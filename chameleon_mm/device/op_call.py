@@ -81,11 +81,12 @@ class OpCall:
 
 
 def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> None:
-    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values."""
+    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values, of nested ones
+    the buffer that holds them all."""
     for value in values:
         if isinstance(value, Tensor):
             if value.device.type == device_type:
-                if value.layout is torch.strided:
+                if value.layout is torch.strided and not value.is_nested:
                     found[id(value)] = value
                 else:
                     collect_tensors(_parts(value), device_type, found)
@@ -99,6 +100,8 @@ def _nbytes(t: Tensor) -> int:
 
 
 def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.is_nested:
+        return (sparse.values(),)
     if sparse.layout is torch.sparse_coo:
         return sparse._indices(), sparse._values()
     if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -38,8 +38,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.composite import GPU
 from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import KnownFacts, run_in_parts
+from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
@@ -115,7 +116,7 @@ class Recorder(TorchDispatchMode):
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
         self._contents = ContentHashes()
-        self._facts = KnownFacts()
+        self._facts = KnownFacts(GPU if self._surroundings.fake else self._device_type)
         self._times = EventTimes(device) if times is None else times
         self._retry = None if free_something is None else OomRetry(device, self._freeing(free_something))
         self._lock = threading.RLock()
@@ -186,7 +187,7 @@ class Recorder(TorchDispatchMode):
         if getattr(self._thread, "paused", 0):
             return func(*args, **kwargs)
         facts = self._facts[func]
-        if facts.composite:
+        if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)

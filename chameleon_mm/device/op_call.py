@@ -10,11 +10,13 @@ For dispatch modes: the simulated compute and the recorder see the same calls.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.lazy_bits import lazy_bits_resolved, may_have_lazy_bits
 from chameleon_mm.device.operators import OpFacts
 
 Tensors = dict[int, Tensor]
@@ -45,7 +47,8 @@ class OpCall:
 
     def run(self) -> Any:
         """Run it, once: what it returned and mutated is `written` afterwards."""
-        self.out = self.func(*self.args, **self.kwargs)
+        with lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext():
+            self.out = self.func(*self.args, **self.kwargs)
         self.written = dict(self.mutated)
         collect_tensors((self.out,), self.device_type, self.written)
         return self.out

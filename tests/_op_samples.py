@@ -88,7 +88,7 @@ def samples_of(op: Any, device_type: str, dtype: torch.dtype, at_most: int, *, r
     samples = list(op.sample_inputs(device_type, dtype, requires_grad=requires_grad))
     if len(samples) <= at_most:
         return samples
-    return [samples[i * (len(samples) - 1) // (at_most - 1)] for i in range(at_most)]
+    return [samples[i * (len(samples) - 1) // max(at_most - 1, 1)] for i in range(at_most)]
 
 
 def run(
@@ -100,7 +100,7 @@ def run(
     before_backward: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Forward and backward of one sample within a context; `twice`: gradients of the gradients, too. Draws the same numbers."""
-    torch.manual_seed(0)
+    _seed()
     leaves: list[Tensor] = []
     second: tuple[Bits | None, ...] = ()
     try:
@@ -127,6 +127,13 @@ def run(
         return Outcome("", outputs, first, second)
     torch.ones(1, requires_grad=True).mul(2).backward()
     return outcome
+
+
+def _seed() -> None:
+    """`torch.manual_seed`, without the stack trace that it formats for each kind of device that is not there."""
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(0)
 
 
 def _forward(op: Any, sample: Any, leaves: list[Tensor]) -> tuple[list[Tensor], tuple[Bits | None, ...]]:

@@ -45,6 +45,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
+from chameleon_mm.profiler.other_formulas import has_other_formula
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
 from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave
@@ -52,10 +53,6 @@ from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
 _log = logging.getLogger(__name__)
-
-OTHER_FORMULAS = frozenset({"prod", "cumprod", "linalg_pinv", "linalg_lstsq"})
-"""Operators whose backward rounds otherwise while any dispatch mode is on, because autograd then does without writes in place:
-all that did so in torch's own operator samples."""
 
 UNMOVABLE = -1
 """The tensor of a hook call that is about no storage, or about several."""
@@ -192,7 +189,7 @@ class Recorder(TorchDispatchMode):
         if facts.question:
             return func(*args, **kwargs)
         call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
-        if facts.name in OTHER_FORMULAS and any(t.requires_grad for t in call.inputs.values()):
+        if has_other_formula(call):
             self.must_leave = True
             self._give_up(f"autograd takes another formula for {facts.name} while it looks")
         return self._record(call) if self._writes() else self._run(call)

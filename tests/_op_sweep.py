@@ -6,7 +6,7 @@
 The oracle is `run(op, sample)`: eager, with nothing of ours and no dispatch mode around it. Where another outcome comes, it is
 allowed for two reasons alone, each of which is measured there and then:
   eager does not give its own again (`plain_varies`), such as where it reads memory that nobody wrote;
-  torch computes it otherwise under any dispatch mode, and the operator is one of `OTHER_UNDER_A_MODE`: a bare mode gives the same.
+  torch computes it otherwise under any dispatch mode: a bare mode gives the same, and the operator is in `OTHER_UNDER_A_MODE`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OTHER_UNDER_A_MODE = {
     "ormqr": "gradient: its strides",
     "prod": "gradient: zeros are not looked for, products of what is before and behind instead of a quotient",
 }
-"""Operators of which autograd computes a gradient by another formula under any dispatch mode, one that does nothing included."""
+"""Operators of which autograd computes a gradient by another formula under any dispatch mode, even one that does nothing."""
 
 PLAIN_RUNS = 6
 """Of a sample whose outcomes differ, before eager is found to give one outcome always."""
@@ -226,7 +226,24 @@ def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
         del garbage
         if run(op, sample, twice=twice) != plain:
             return True
-    return False
+    return reads_what_nobody_wrote(op, sample, twice=twice)
+
+
+def reads_what_nobody_wrote(op: Any, sample: Any, *, twice: bool) -> bool:
+    """Whether eager's outcome is another where torch fills the memory of `empty` and its like before it hands it out."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module whose attributes are properties
+    filled_before = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        outcomes = []
+        for filled in (False, True):
+            memory.fill_uninitialized_memory = filled
+            outcomes.append(run(op, sample, twice=twice))
+    finally:
+        memory.fill_uninitialized_memory = filled_before
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return outcomes[0] != outcomes[1]
 
 
 # --- an operator

@@ -112,7 +112,7 @@ def test_by_the_rule_that_asks_for_a_composite_kernel_alone_another_would(
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_nested_tensors_run_kernels_of_their_own(within: Runner) -> None:
-    """In inference mode a dispatch mode sees `linear` and `chunk` whole; dense tensors run them in parts, nested ones do not."""
+    """In inference mode a dispatch mode sees `linear` and `chunk` whole: dense tensors run them in parts, nested ones not."""
     w = torch.randn(4, 8)
 
     def rows() -> list[Tensor]:
@@ -169,7 +169,12 @@ def test_a_prediction_has_the_operators_of_a_step_recorded_on_a_gpu() -> None:
     recorder = Recorder(device, model=model)
     with recorder:
         model(x).sum().backward()
-    assert [op.name for op in recorder.finish().ops] == predicted_operators()
+    recorded = [op.name for op in recorder.finish().ops]
+    assert [name for name in recorded if name != "aten::detach"] == [
+        name
+        for name in predicted_operators()
+        if name != "aten::detach"  # fake tensors are detached more often
+    ]
 
 
 def test_facts_are_the_devices() -> None:

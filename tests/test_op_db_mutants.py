@@ -70,7 +70,9 @@ def test_the_rule_that_asks_for_a_composite_kernel_alone(monkeypatch: pytest.Mon
 def test_lazy_bits_forgotten_inside_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not conjugated: wrong in the first digit."""
     monkeypatch.setattr(op_call, "may_have_lazy_bits", lambda tensors: False)
-    with pytest.raises(AssertionError, match="linalg_pinv, torch.complex128, sample 0, it: what a bare dispatch mode gives, but"):
+    with pytest.raises(
+        AssertionError, match="linalg_pinv, torch.complex128, sample 0, it: what a bare dispatch mode gives, but"
+    ):
         swept("linalg_pinv", lambda: InCompute(cm.SimDevice), torch.complex128)
 
 

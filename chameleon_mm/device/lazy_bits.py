@@ -2,10 +2,10 @@
 
     with lazy_bits_resolved():  func(*args)      # inside __torch_dispatch__, as eager runs it
 
-A complex tensor's `conj()`, `mH` and `imag` may be views with a bit set, which dispatch keys resolve before a kernel reads them.
-For the length of a mode's handler torch excludes all keys above the mode's, these among them: an operator that makes such a view
-inside itself then computes with numbers that are not conjugated. `linalg.pinv` of a complex matrix is wrong in its first digit
-under any dispatch mode that does nothing at all.
+A complex tensor's `conj()`, `mH` and `imag` may be views with a bit set, which dispatch keys resolve before a kernel reads
+them. For the length of a mode's handler torch excludes all keys above the mode's, these among them: an operator that makes such
+a view inside itself then computes with numbers that are not conjugated. `linalg.pinv` of a complex matrix is wrong in its first
+digit under any dispatch mode that does nothing at all.
 """
 
 from __future__ import annotations

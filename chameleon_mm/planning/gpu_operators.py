@@ -7,8 +7,8 @@ with GpuOperators():
     F.layer_norm(x, (64,))                                      # under autocast in float32, its result too
 
 The CPU's fused attention takes no dropout, so torch would fall back to a kernel that saves s x s matrices; CUDA's takes it and
-saves a seed. The CPU's dropout saves what it multiplies with, in the dtype of x; its RMS norm is made of other operators, each of
-which saves something, where CUDA has one. Shapes are all that counts, so attention drops nothing here.
+saves a seed. The CPU's dropout saves what it multiplies with, in the dtype of x. Its RMS norm is made of other operators, each
+of which saves something, where CUDA has one. Shapes are all that counts, so attention drops nothing here.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _rms_norm(
 ) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:  # the fused kernel takes one dtype, on a GPU too
         return F.rms_norm(input, list(normalized_shape), weight, eps)
-    normalised: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)
+    normalised: Tensor = _FusedRmsNorm.apply(input, list(normalized_shape), weight, eps)  # type: ignore[no-untyped-call]  # torch's
     return normalised
 
 
@@ -81,7 +81,5 @@ class _FusedRmsNorm(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
         with torch._C._AutoDispatchBelowAutograd():
-            of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(
-                grads[0], x, ctx.normalized_shape, scales, weight, needed
-            )
+            of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(grads[0], x, ctx.normalized_shape, scales, weight, needed)
         return of_x, None, of_weight, None

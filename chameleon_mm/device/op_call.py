@@ -10,11 +10,13 @@ For dispatch modes: the simulated compute and the recorder see the same calls.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.lazy_bits import lazy_bits_resolved, may_have_lazy_bits
 from chameleon_mm.device.operators import OpFacts
 
 Tensors = dict[int, Tensor]
@@ -45,7 +47,8 @@ class OpCall:
 
     def run(self) -> Any:
         """Run it, once: what it returned and mutated is `written` afterwards."""
-        self.out = self.func(*self.args, **self.kwargs)
+        with lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext():
+            self.out = self.func(*self.args, **self.kwargs)
         self.written = dict(self.mutated)
         collect_tensors((self.out,), self.device_type, self.written)
         return self.out
@@ -81,11 +84,12 @@ class OpCall:
 
 
 def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> None:
-    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values."""
+    """The strided tensors of a kind of device in a nest of arguments; of sparse ones their indices and values, of nested ones
+    the buffer that holds them all."""
     for value in values:
         if isinstance(value, Tensor):
             if value.device.type == device_type:
-                if value.layout is torch.strided:
+                if value.layout is torch.strided and not value.is_nested:
                     found[id(value)] = value
                 else:
                     collect_tensors(_parts(value), device_type, found)
@@ -99,6 +103,8 @@ def _nbytes(t: Tensor) -> int:
 
 
 def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.is_nested:
+        return (sparse.values(),)
     if sparse.layout is torch.sparse_coo:
         return sparse._indices(), sparse._values()
     if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):

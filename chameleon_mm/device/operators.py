@@ -1,7 +1,7 @@
 """What an operator does to a GPU, from its schema, read once per operator: for dispatch modes.
 
 view, empty            -> no kernel: host time only
-composite              -> taken apart first, as autograd does outside of inference mode: run_in_parts
+composite              -> taken apart first, as autograd does outside of inference mode: runs_in_parts, run_in_parts
 mutated, overwritten   -> which arguments are written, and whether they are read before
 host_reads             -> the host needs the result, so it waits
 repeatable, random     -> whether one that failed may run again, and whether its generator goes back first
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from chameleon_mm.device.composite import composite_on, own_kernel_for
 
 _HOST_READS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
@@ -54,7 +57,7 @@ _TORCHS_OWN = {"aten", "prims"}
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Where an operator that is made of others has its kernel."""
+"""Where an operator that is made of others has the kernel that they are called in."""
 
 FlopFormula = Callable[..., int]
 
@@ -65,6 +68,7 @@ class OpFacts:
 
     name: str
     composite: bool
+    """Whether dense tensors run it as the operators that it is made of: the device has no kernel of its own for it."""
     kernel: bool
     """Whether it launches one: no view, no bare allocation, no question about a shape."""
     question: bool
@@ -86,17 +90,31 @@ class OpFacts:
     flops: FlopFormula | None
 
     @staticmethod
-    def of(func: torch._ops.OpOverload[Any, Any] | torch._ops.HigherOrderOperator) -> OpFacts:
-        """Of an overload; of a higher-order operator, which has no schema, what is safe to assume of any."""
-        return _opaque(func.name()) if isinstance(func, torch._ops.HigherOrderOperator) else _from_schema(func)
+    def of(func: torch._ops.OpOverload[Any, Any] | torch._ops.HigherOrderOperator, device_type: str = "cpu") -> OpFacts:
+        """Facts of an overload where it runs on a device of this type, "cuda" on a machine without one, too; of a higher-order
+        operator, which has no schema, what is safe to assume of any."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return _opaque(func.name())
+        return _from_schema(func, device_type)
 
 
 class KnownFacts(dict[Any, OpFacts]):
-    """By operator, those it was asked for: `facts[func]` reads an operator's schema the first time."""
+    """Facts by operator, for one type of device: `facts[func]` reads an operator's schema the first time."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
 
     def __missing__(self, func: Any) -> OpFacts:
-        facts = self[func] = OpFacts.of(func)
+        facts = self[func] = OpFacts.of(func, self._device_type)
         return facts
+
+
+def runs_in_parts(facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call runs the composite kernel: not where an argument's layout has a kernel of its own."""
+    if not facts.composite:
+        return False
+    return not own_kernel_for(func.name(), (t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)))
 
 
 def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: TorchDispatchMode) -> Any:
@@ -106,7 +124,7 @@ def run_in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode:
         return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
-def _from_schema(func: torch._ops.OpOverload[Any, Any]) -> OpFacts:
+def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpFacts:
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
     aliases = [r.alias_info for r in schema.returns]
@@ -115,7 +133,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any]) -> OpFacts:
     gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
     runs = gives_tensors or bool(written) or name in _HOST_READS
     # `prim` are questions alone, which the dispatcher's table does not have: to ask it about one raises.
-    composite = namespace != "prim" and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE.name)
+    composite = namespace != "prim" and composite_on(func.name(), device_type)
     return OpFacts(
         name,
         composite=composite,

@@ -38,12 +38,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.composite import GPU
 from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import KnownFacts, run_in_parts
+from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
+from chameleon_mm.profiler.other_formulas import has_other_formula
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
 from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave
@@ -51,10 +53,6 @@ from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
 _log = logging.getLogger(__name__)
-
-OTHER_FORMULAS = frozenset({"prod", "cumprod", "linalg_pinv", "linalg_lstsq"})
-"""Operators whose backward rounds otherwise while any dispatch mode is on, because autograd then does without writes in place:
-all that did so in torch's own operator samples."""
 
 UNMOVABLE = -1
 """The tensor of a hook call that is about no storage, or about several."""
@@ -115,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
         self._contents = ContentHashes()
-        self._facts = KnownFacts()
+        self._facts = KnownFacts(GPU if self._surroundings.fake else self._device_type)
         self._times = EventTimes(device) if times is None else times
         self._retry = None if free_something is None else OomRetry(device, self._freeing(free_something))
         self._lock = threading.RLock()
@@ -186,12 +184,12 @@ class Recorder(TorchDispatchMode):
         if getattr(self._thread, "paused", 0):
             return func(*args, **kwargs)
         facts = self._facts[func]
-        if facts.composite:
+        if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         if facts.question:
             return func(*args, **kwargs)
         call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
-        if facts.name in OTHER_FORMULAS and any(t.requires_grad for t in call.inputs.values()):
+        if has_other_formula(call):
             self.must_leave = True
             self._give_up(f"autograd takes another formula for {facts.name} while it looks")
         return self._record(call) if self._writes() else self._run(call)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import KnownFacts, run_in_parts
+from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
 
@@ -31,7 +31,7 @@ class SimCompute(TorchDispatchMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self.machine = machine
-        self._facts = KnownFacts()
+        self._facts = KnownFacts("cpu")  # whose kernels run, and decide what they give
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class SimCompute(TorchDispatchMode):
             if is_traceable_wrapper_subclass_type(kind):
                 return NotImplemented  # asks the subclass, with this mode still active for what it is made of
         facts = self._facts[func]
-        if facts.composite:
+        if runs_in_parts(facts, func, args, kwargs):
             return run_in_parts(func, args, kwargs, self)
         return self._launch(OpCall(facts, func, args, kwargs, device_type="cpu"))
 

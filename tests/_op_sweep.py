@@ -1,0 +1,316 @@
+"""Ways to run a sample of an operator, each to give what plain eager gives; and the sweep of an operator's samples over them.
+
+    ways = ways_of(SimDevice)                       # by name, each with a device of its own
+    sweep("mul", ways, dtypes=(torch.float32,), samples=2, twice=1)
+
+The oracle is `run(op, sample)`: eager, with nothing of ours and no dispatch mode around it. Where another outcome comes, it is
+allowed for two reasons alone, each of which is measured there and then:
+  eager does not give its own again (`plain_varies`), such as where it reads memory that nobody wrote;
+  torch computes it otherwise under any dispatch mode: a bare mode gives the same, and the operator is in `OTHER_UNDER_A_MODE`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
+from chameleon_mm.executor.handles import Handle
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.profiler.recorder import Recorder
+from tests._op_samples import OPS, BareMode, Outcome, differentiable, run, samples_of
+from tests._unwatched import Unwatched
+
+OTHER_UNDER_A_MODE = {
+    "cumprod": "gradient: rows with zeros are not looked for",
+    "linalg_eig": "gradient of the gradient",
+    "linalg_eigh": "gradient of the gradient",
+    "masked_cumprod": "as cumprod",
+    "masked_fill": "gradient of the value: a sum over `where` instead of over what the mask selects",
+    "masked_prod": "as prod",
+    "matrix_exp": "gradient of the gradient",
+    "ormqr": "gradient: its strides",
+    "prod": "gradient: zeros are not looked for, products of what is before and behind instead of a quotient",
+}
+"""Operators of which autograd computes a gradient by another formula under any dispatch mode, even one that does nothing."""
+
+PLAIN_RUNS = 6
+"""Of a sample whose outcomes differ, before eager is found to give one outcome always."""
+
+SESSION_STEPS = 2
+"""Of one sample in a session: one that is recorded, one that follows its plan."""
+
+
+class Way:
+    """How a sample runs. `mode`: whether a dispatch mode is on during its backward."""
+
+    mode = False
+
+    def __init__(self, make_device: Callable[[], Device]) -> None:
+        self.device = make_device()
+
+    def run(self, op: Any, sample: Any, *, twice: bool) -> Iterator[Outcome]:
+        """Each time it runs."""
+        yield run(op, sample, self.within, twice=twice)
+
+    def within(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def live_blocks(self) -> int:
+        """Blocks of host memory that are still in use."""
+        return 0
+
+    def moved_bytes(self) -> int | None:
+        """Bytes that left the device; None: nothing swaps."""
+        return None
+
+    def close(self) -> None:
+        """Nothing runs in it any more."""
+
+
+class InCompute(Way):
+    """Within `device.compute()`, and nothing else."""
+
+    mode = True
+
+    def within(self) -> AbstractContextManager[Any]:
+        return self.device.compute()
+
+
+class Recorded(Way):
+    """Recorded from its beginning to its end."""
+
+    mode = True
+
+    def within(self) -> AbstractContextManager[Any]:
+        return Recorder(self.device)
+
+
+class SweepingExecutor(Executor):
+    """Swaps every storage, gives its HBM back at every look, and counts the saves that it swaps."""
+
+    def __init__(self, device: Device) -> None:
+        self.pool = cm.PinnedPool("64MiB", device=device, chunk_bytes=1 << 20)
+        self.swapped = 0
+        limits, protected = Limits(leaving_bytes=0), ProtectedStorages()
+        super().__init__(device, self.pool, rule=DefaultRule(min_bytes=0), limits=limits, protected=protected)
+
+    def save(self, t: Tensor) -> Handle:
+        handle = super().save(t)
+        self.swapped += isinstance(handle, SwappedView)
+        return handle
+
+
+class Swapped(Way):
+    """Everything leaves the device before each backward begins."""
+
+    def __init__(
+        self, make_device: Callable[[], Device], make_executor: Callable[[Device], SweepingExecutor] = SweepingExecutor
+    ) -> None:
+        super().__init__(make_device)
+        self.executor = make_executor(self.device)
+
+    def run(self, op: Any, sample: Any, *, twice: bool) -> Iterator[Outcome]:
+        yield run(op, sample, self.within, twice=twice, before_backward=lambda: self.executor.end_step(completed=False))
+
+    def within(self) -> AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self.executor.save, self.executor.use)
+
+    def live_blocks(self) -> int:
+        return self.executor.pool.stats().num_live
+
+    def moved_bytes(self) -> int:
+        return self.executor.meter.totals.bytes_swapped_out
+
+    def close(self) -> None:
+        totals = self.executor.meter.totals
+        moved = totals.bytes_swapped_out > 0 and totals.bytes_swapped_in > 0
+        assert moved == (self.executor.swapped > 0), f"{self.executor.swapped} saves were to move"
+
+
+class SwappedInCompute(Swapped):
+    """The same on a device that looks at every operator: what is used before it is back would be poison, or an error."""
+
+    mode = True
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        with self.device.compute(), super().within():
+            yield
+
+
+class SavedOnCpu(Way):
+    """`save_on_cpu` around forward and backward."""
+
+    def __init__(self, make_device: Callable[[], Device]) -> None:
+        super().__init__(make_device)
+        self.manager = cm.save_on_cpu(device=self.device, min_bytes=0)
+
+    def within(self) -> AbstractContextManager[Any]:
+        return self.manager
+
+    def live_blocks(self) -> int:
+        return self.manager.pool.stats().num_live
+
+    def moved_bytes(self) -> int:
+        return self.manager.pool.stats().peak_live_bytes  # it has no report: its pool was made for it
+
+
+class InSession(Way):
+    """Steps of a session that has no room for what is saved: one that is recorded, then what it planned from that."""
+
+    def __init__(self, make_device: Callable[[], Device]) -> None:
+        super().__init__(make_device)
+        budget = self.device.allocated_bytes() + 4096
+        self.session = cm.SwapSession(budget, "64MiB", device=self.device, min_bytes=0)
+        self.session.__enter__()
+
+    def run(self, op: Any, sample: Any, *, twice: bool) -> Iterator[Outcome]:
+        for _ in range(SESSION_STEPS):
+            yield run(op, sample, self.within, twice=twice)
+
+    def within(self) -> AbstractContextManager[Any]:
+        return self.session.step()
+
+    def live_blocks(self) -> int:
+        return self.session.pool.stats().num_live
+
+    def moved_bytes(self) -> int:
+        return self.session.report().bytes_swapped_out
+
+    def close(self) -> None:
+        self.session.__exit__(None, None, None)
+
+
+IN_SIMULATOR: dict[str, Callable[[], Way]] = {
+    "compute": lambda: InCompute(cm.SimDevice),
+    "recorded": lambda: Recorded(Unwatched),
+    "swapped": lambda: Swapped(Unwatched),
+    "swapped in compute": lambda: SwappedInCompute(cm.SimDevice),
+    "save_on_cpu": lambda: SavedOnCpu(Unwatched),
+    "session": lambda: InSession(Unwatched),
+}
+ON_CUDA: dict[str, Callable[[], Way]] = {
+    "recorded": lambda: Recorded(cm.CudaDevice),
+    "swapped": lambda: Swapped(cm.CudaDevice),
+    "save_on_cpu": lambda: SavedOnCpu(cm.CudaDevice),
+    "session": lambda: InSession(cm.CudaDevice),
+}
+
+
+# --- the oracle
+
+
+def run_plain(op: Any, sample: Any, *, twice: bool) -> tuple[Outcome, Callable[[Outcome], Outcome]]:
+    """Eager's outcome, and what of an outcome torch says that it gives again."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        outcome = run(op, sample, twice=twice)
+    # Said on CUDA alone, of each operator whose result depends on the order in which threads add.
+    deterministic = not any("does not have a deterministic implementation" in str(w.message) for w in said)
+    return outcome, lambda some: some if deterministic else some.without_data()
+
+
+def plain_varies(op: Any, sample: Any, plain: Outcome, *, twice: bool) -> bool:
+    """Whether eager gives several outcomes of this sample, with other garbage in the memory that it is given each time."""
+    for attempt in range(PLAIN_RUNS):
+        garbage = [torch.full((n,), -1.5 if attempt % 2 else float("nan")) for n in (1, 3, 7, 12, 25, 50, 100, 200, 1000) * 4]
+        del garbage
+        if run(op, sample, twice=twice) != plain:
+            return True
+    return reads_what_nobody_wrote(op, sample, twice=twice)
+
+
+def reads_what_nobody_wrote(op: Any, sample: Any, *, twice: bool) -> bool:
+    """Whether eager's outcome is another where torch fills the memory of `empty` and its like before it hands it out."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic  # a module whose attributes are properties
+    filled_before = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        outcomes = []
+        for filled in (False, True):
+            memory.fill_uninitialized_memory = filled
+            outcomes.append(run(op, sample, twice=twice))
+    finally:
+        memory.fill_uninitialized_memory = filled_before
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return outcomes[0] != outcomes[1]
+
+
+# --- an operator
+
+
+def sweep(
+    name: str,
+    ways: dict[str, Way],
+    *,
+    device_type: str = "cpu",
+    dtypes: Sequence[torch.dtype],
+    samples: int,
+    twice: int,
+) -> int:
+    """Samples of one operator, each plain and in all `ways`; the first `twice` of them are differentiated twice, too.
+
+    Where torch has no gradient of it, its outputs alone. Returns how many were compared.
+    """
+    op = OPS[name]
+    wanted = differentiable(op, device_type, dtypes)
+    with_gradients = bool(wanted)
+    wanted = wanted or [dtype for dtype in (torch.float32, torch.int64) if dtype in op.supported_dtypes(device_type)]
+    compared = 0
+    for dtype in wanted:
+        for number, sample in enumerate(samples_of(op, device_type, dtype, samples, requires_grad=with_gradients)):
+            for again in (False, True)[: 2 if with_gradients and number < twice else 1]:
+                what = f"{name}, {dtype}, sample {number}{', twice' if again else ''}"
+                plain, promised = run_plain(op, sample, twice=again)
+                assert again or not plain.error, f"{what}: {plain.error}"
+                for label, way in ways.items():
+                    for outcome in way.run(op, sample, twice=again):
+                        _compare(f"{what}, {label}", name, sample, promised(plain), promised(outcome), way, twice=again)
+                    assert way.live_blocks() == 0, f"{what}, {label}: {way.live_blocks()} blocks of host memory live on"
+                compared += 1
+    return compared
+
+
+def _compare(what: str, name: str, sample: Any, plain: Outcome, outcome: Outcome, way: Way, *, twice: bool) -> None:
+    if outcome == plain or plain_varies(OPS[name], sample, plain, twice=twice):
+        return
+    bare = run(OPS[name], sample, BareMode, twice=twice)
+    assert way.mode, f"{what}: not what eager gives (a bare dispatch mode {'gives' if bare == outcome else 'does not give'} it)"
+    assert outcome == bare, f"{what}: neither what eager gives nor what a bare dispatch mode does"
+    assert name in OTHER_UNDER_A_MODE, f"{what}: what a bare dispatch mode gives, but of an operator that is not listed"
+
+
+def differs_under_a_mode(name: str, dtypes: Sequence[torch.dtype], at_most: int) -> bool:
+    """Whether some sample gives something else under a dispatch mode that does nothing, and the same again without."""
+    op = OPS[name]
+    for twice in (False, True):
+        for dtype in differentiable(op, "cpu", dtypes):
+            for sample in samples_of(op, "cpu", dtype, at_most):
+                plain = run(op, sample, twice=twice)
+                if run(op, sample, BareMode, twice=twice) != plain and not plain_varies(op, sample, plain, twice=twice):
+                    return True
+    return False
+
+
+@contextmanager
+def opened(ways: dict[str, Callable[[], Way]]) -> Iterator[dict[str, Way]]:
+    """Each of `ways`, ready to run; afterwards closed."""
+    made = {label: make() for label, make in ways.items()}
+    yield made
+    for way in made.values():
+        way.close()
+
+
+def skip_without_samples(name: str, compared: int) -> None:
+    if not compared:
+        pytest.skip(f"torch has no sample of {name} here")

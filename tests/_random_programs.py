@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 SIDE = 8
 """Every value is a SIDE x SIDE tensor of float32: 256 bytes."""
 
-BUFFER_PARTS = 4
+BUFFER_PARTS = 3
+"""So few that each is more than a quarter of its buffer, and is not moved alone."""
 
 # --- what programs are made of
 
@@ -212,7 +213,8 @@ class Run:
         self._inside = True
         self._oldest = torch.ones((), device=device, requires_grad=True) * 1
         self._weight = nn.Parameter(torch.randn(SIDE, SIDE, device=device))
-        self._buffer = torch.zeros(BUFFER_PARTS * SIDE, SIDE, device=device)
+        self._buffer: Tensor | None = None
+        self._part = 0
         self._leaves = [self._randn(grad=True) for _ in range(LEAVES)]
         self._slots = [leaf * 0.5 for leaf in self._leaves for _ in range(SLOTS // LEAVES)]
 
@@ -271,7 +273,7 @@ class Run:
             self._put(k, halves[0])
             self._put((k + 1) % SLOTS, halves[1])
         elif name == "buffer":
-            self._put(k, FillsAPart.apply(x, self._buffer, j % BUFFER_PARTS, i % 3))
+            self._put(k, self._fill(x, way=i % 3, again=j == 0))
         elif name == "cycle":
             out = block(x, y)
             self._mark(out)
@@ -298,6 +300,17 @@ class Run:
         loss.backward(retain_graph=name == "retain")
         for leaf in leaves:
             self._look(leaf.grad)
+
+    def _fill(self, x: Tensor, *, way: int, again: bool) -> Tensor:
+        """The next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved parts of it."""
+        if self._buffer is None:
+            self._buffer, self._part = torch.zeros(BUFFER_PARTS * SIDE, SIDE, device=self._device), 0
+        elif not again:
+            self._part += 1
+        filled: Tensor = FillsAPart.apply(x, self._buffer, self._part, way)
+        if self._part == BUFFER_PARTS - 1:
+            self._buffer = None
+        return filled
 
     def _train(self) -> None:
         with torch.no_grad():

@@ -179,10 +179,10 @@ INPLACE: dict[str, Callable[[Tensor, Tensor], object]] = {
     "set_ add_": lambda x, y: storage_of(x).add_(0.5),
 }
 NAMES = [*UNARY, *UNARY, *BINARY, *VIEWS, *INPLACE, "linear", "no_grad", "no_grad write", "batch", "cycle"]
-NAMES += ["halves", "halves", "buffer", "buffer", "buffer", "data mul_", "data rows", "set_ add_"]
+NAMES += ["halves", "halves", "buffer", "buffer", "buffers", "buffers", "data mul_", "data rows", "set_ add_"]
 NAMES += ["backward", "retain", "retain", "double", "double", "train", "outside"]
 
-WRITING = {*INPLACE, "no_grad write", "train", "buffer", "backward", "retain", "double"}
+WRITING = {*INPLACE, "no_grad write", "train", "buffer", "buffers", "backward", "retain", "double"}
 """What can change bytes that were there before."""
 
 Instruction = tuple[str, int, int, int]
@@ -274,6 +274,9 @@ class Run:
             self._put((k + 1) % SLOTS, halves[1])
         elif name == "buffer":
             self._put(k, self._fill(x, way=i % 3, again=j == 0))
+        elif name == "buffers":
+            for part, source in enumerate((x, y, x)):
+                self._put((k + part) % SLOTS, self._fill(source, way=(i + j * part) % 3, again=False))
         elif name == "cycle":
             out = block(x, y)
             self._mark(out)

@@ -36,8 +36,8 @@ from tests._unseen_writes import unseen_writes
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.05, d2h_gbps=0.05, duplex_gbps=0.08)
 """Copies are still on their way when the next operators, uses and drops come."""
 
-STEPS = 3
-"""In a session: the first is recorded, those that are like it follow a plan where there is one."""
+STEPS = 2
+"""In a session: the first is recorded, the second follows its plan where there is one."""
 
 KIB = 1 << 10
 

@@ -60,12 +60,13 @@ def hessian_by_legacy_vmap() -> Gradients:
     return [hessian]
 
 
-def jacobian_by_legacy_vmap() -> Gradients:
+def hessian_forward_over_reverse() -> Gradients:
     x = torch.randn(16)
-    jacobian: Any = torch.autograd.functional.jacobian(
-        lambda t: t.tanh() * t.exp(), x, create_graph=True, vectorize=True
-    )
-    return [jacobian.detach()]
+    hessians: list[Any] = [
+        torch.autograd.functional.hessian(f, x, vectorize=True, outer_jacobian_strategy="forward-mode")
+        for f in (lambda t: t.pow(3).sum(), lambda t: (t * t).sum().exp(), lambda t: t.tanh().square().sum())
+    ]
+    return hessians
 
 
 def slices_written_through_data() -> Gradients:
@@ -118,7 +119,7 @@ PROGRAMS = (
     silu_between_linear_layers,
     mish_between_linear_layers,
     hessian_by_legacy_vmap,
-    jacobian_by_legacy_vmap,
+    hessian_forward_over_reverse,
     slices_written_through_data,
     a_storage_shared_by_set,
     an_lstm_cell,

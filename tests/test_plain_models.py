@@ -1,0 +1,36 @@
+"""Well-known models train under swapping as plain PyTorch trains them, bit for bit: losses, gradients, weights, random state.
+
+The reference is torch alone: CPU tensors, no dispatch mode, no simulated device, nothing of ours around it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests._plain_models import CASES
+from tests._plain_training import check_save_on_cpu, check_session, differences, trained_plainly
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+SAMPLE = ("llama", "mixtral", "mamba", "bert", "gpt-2, micro-batches", "gpt-2, recomputed", "t5", "vit", "resnet", "u-net", "experts")
+QUICK = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_session_trains_as_plain_pytorch_does(name: str) -> None:
+    check_session(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_save_on_cpu_trains_as_plain_pytorch_does(name: str) -> None:
+    check_save_on_cpu(CASES[name])
+
+
+def test_the_comparison_sees_one_bit() -> None:
+    plain = trained_plainly(CASES["vit"])
+    other = dict(plain)
+    name = next(name for name in other if "gradient" in name)
+    dtype, shape, strides, raw = other[name]
+    other[name] = dtype, shape, strides, bytes([raw[0] ^ 1]) + raw[1:]
+    assert differences(plain, other) == [name]

@@ -65,6 +65,9 @@ class Seen(NamedTuple):
     """What it took beyond what the trace of the step that it was has, as far as it was that one."""
     passed_plan: bool
     """Whether it took so much more that its plan was no longer trusted."""
+    had_plan: bool
+    """Whether it followed a plan at its beginning, or from some hook on; `kept_to_plan`: one and the same, all along."""
+    kept_to_plan: bool
 
 
 class Guide:
@@ -110,7 +113,9 @@ class Guide:
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         need = Need(extra_bytes=self._extra_bytes, spikes=self._spikes)
-        seen = Seen(self.light.end_step(), whole, recorded_hooks, need, self._passed_plan)
+        seen = Seen(
+            self.light.end_step(), whole, recorded_hooks, need, self._passed_plan, self._had_plan, self._guard.trusts_plan
+        )
         self._forget_step()
         return seen
 
@@ -150,7 +155,7 @@ class Guide:
         self._grown_bytes = 0
         self._spikes: dict[int, int] = {}
         """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
-        self._passed_plan = False
+        self._passed_plan = self._had_plan = False
         self._guard.trusts_plan = self._guard.astray = False
 
     @property
@@ -302,6 +307,7 @@ class Guide:
         course = None if entry is None else entry.plan
         self.followed = None if course is None else course.current
         self._script = None if self.followed is None else self.followed.script
+        self._had_plan = self._had_plan or self.followed is not None
         self._matcher = None if course is None or self.followed is None else course.matcher
         self._cursor = None if self._script is None else self._script.begin_step()
         self._cast = {}

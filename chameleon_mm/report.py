@@ -59,8 +59,8 @@ class SwapReport:
     plan_cache_hits: int
     """Steps that were, hook for hook, one that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Steps that ended, by what each was: "recorded" in detail, "planned" from its first hook to its last, "diverged" from its
-    plan, "by rule" where there was none, "failed" by an exception."""
+    """Steps that ended, by what each was: "recorded" in detail, "planned" from its first hook to its last, "partly
+    planned", "by rule" where no plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time that making plans took, in all."""
     planned_step_us: float | None

@@ -203,9 +203,25 @@ def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> 
     assert report.measured_step_us is not None and report.measured_step_us > 0
 
 
-@pytest.mark.parametrize(("peak", "word"), [(32 * MIB, "held"), (32 * MIB + 1, "PASSED")])
-def test_the_text_says_whether_the_budget_held(peak: int, word: str) -> None:
-    assert word in dict(made_up(peak_hbm_bytes=peak).rows())["peak device memory"]
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "held", "text"),
+    [
+        (32 * MIB, 32 * MIB, True, "32.0 MiB (budget 32.0 MiB, held)"),
+        (33 * MIB, 33 * MIB, False, "33.0 MiB (budget 32.0 MiB, EXCEEDED by 1.00 MiB)"),
+        (32 * MIB + 1, 32 * MIB + 1, False, "32.0 MiB (budget 32.0 MiB, EXCEEDED by 1 B)"),
+        (20 * MIB, 32 * MIB, True, "at least 20.0 MiB, at most 32.0 MiB (budget 32.0 MiB, held)"),
+        (20 * MIB, 33 * MIB, None, "not known whether held: the process had reached 33.0 MiB before"),
+        (20 * MIB, None, None, "not known whether held: the device's peak statistics were reset"),
+        (33 * MIB, 40 * MIB, False, "at least 33.0 MiB (budget 32.0 MiB, EXCEEDED by at least 1.00 MiB)"),
+        (33 * MIB, None, False, "EXCEEDED by at least 1.00 MiB"),
+        (0, 0, True, "not measured (budget 32.0 MiB)"),
+    ],
+)
+def test_the_text_says_whether_the_budget_held(at_least: int, at_most: int | None, held: bool | None, text: str) -> None:
+    report = made_up(peak_hbm_bytes=at_least, peak_hbm_at_most_bytes=at_most)
+    assert report.budget_held is held
+    assert text in dict(report.rows())["peak device memory"]
+    assert ("held)" in str(report)) is (held is True and at_most != 0)
 
 
 def test_the_text_says_what_is_left_of_a_budget() -> None:

@@ -169,7 +169,7 @@ class Adaptation:
             return StepKind.FAILED
         entry = self._known.end_step(record)
         in_vain = seen.recorded_hooks
-        kind = StepKind.DIVERGED if seen.had_plan else StepKind.BY_RULE
+        kind = StepKind.PARTLY_PLANNED if seen.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.variants)
             if seen.kept_to_plan and entry.plan.variants:

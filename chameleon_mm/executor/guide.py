@@ -66,7 +66,7 @@ class Seen(NamedTuple):
     passed_plan: bool
     """Whether it took so much more that its plan was no longer trusted."""
     had_plan: bool
-    """Whether it followed a plan at its beginning, or from some hook on; `kept_to_plan`: one and the same, all along."""
+    """Whether some hook of it was one of a plan's; `kept_to_plan`: all were, of one plan, which was trusted to the end."""
     kept_to_plan: bool
 
 
@@ -222,6 +222,7 @@ class Guide:
         if place > self._reached:
             self._reached = place
             if self._cursor is not None:
+                self._had_plan = True
                 self._due = self._cursor.advance_to(place) or _NOTHING_DUE
         return place
 
@@ -307,7 +308,6 @@ class Guide:
         course = None if entry is None else entry.plan
         self.followed = None if course is None else course.current
         self._script = None if self.followed is None else self.followed.script
-        self._had_plan = self._had_plan or self.followed is not None
         self._matcher = None if course is None or self.followed is None else course.matcher
         self._cursor = None if self._script is None else self._script.begin_step()
         self._cast = {}

@@ -29,10 +29,10 @@ class StepKind(enum.Enum):
     """Written down operator by operator, to its end, for a plan to be made of it."""
     PLANNED = "planned"
     """It followed a plan from its first hook to its last."""
-    DIVERGED = "diverged"
-    """It had a plan, and left it: it was another step than the planned one, or took more memory."""
+    PARTLY_PLANNED = "partly planned"
+    """It followed a plan for a part of it: it left it, being another step or taking more memory, or was recognised late."""
     BY_RULE = "by rule"
-    """It had no plan, and moved what the default rule moves."""
+    """It followed no plan, and moved what the default rule moves."""
     FAILED = "failed"
     """An exception ended it."""
 

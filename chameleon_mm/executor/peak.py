@@ -24,7 +24,7 @@ class Peak(NamedTuple):
 
 
 class PeakWatch:
-    """Not thread-safe in what `note` finds out: call it on one thread, or accept that a reset is seen a call later."""
+    """A reset is seen where the device tells less than at the last `note`: note often, and right before it is likely."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

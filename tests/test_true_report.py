@@ -74,6 +74,7 @@ def test_from_a_fresh_peak_on_it_is_known(device: Device) -> None:
 
 
 def test_a_higher_peak_of_before_may_still_be_within_the_budget(device: Device) -> None:
+    device.reset_peaks()
     unseen(device, 12 * MIB)
     x = leaf(device)
     session = opened(device)
@@ -183,7 +184,7 @@ def train(session: cm.SwapSession, device: Device, how: str) -> None:
                         forward().backward()
                 elif how == "gradients off":
                     forward()
-                elif how != "nothing at all":
+                else:
                     forward().backward()
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Adaptation, CopySpan
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.meter import Meter, StepKind
+from chameleon_mm.executor.peak import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.units import format_size, format_us
 
@@ -58,7 +59,8 @@ class SwapReport:
     plan_cache_hits: int
     """Steps that were, hook for hook, one that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Steps begun in each phase: "profile" ones without a plan, most of them recorded, "steady" ones with one."""
+    """Steps that ended, by what each was: "recorded" in detail, "planned" from its first hook to its last, "partly
+    planned", "by rule" where no plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time that making plans took, in all."""
     planned_step_us: float | None
@@ -90,7 +92,10 @@ class SwapReport:
     copy_us: float | None
     """How long copies ran, both directions added up."""
     peak_hbm_bytes: int
-    """The most device memory allocated since the session opened."""
+    """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
+    peak_hbm_at_most_bytes: int | None
+    """An upper bound of it; None: not known. Both are the peak where it is known, that is where the process had not reached it
+    before, and nobody reset the device's peak meanwhile."""
     hbm_budget_bytes: int
     budget_misses: int
     """Looks at memory that found the budget passed with nothing left to give back."""
@@ -118,6 +123,8 @@ class SwapReport:
     """Times that `run_step` ran a step again, each within a tighter budget than `hbm_budget_bytes`."""
     lowered_budget_bytes: int | None
     """The tighter budget that steps are within since; None: no step was run again."""
+    problems: tuple[str, ...]
+    """What is wrong with how the session is used, in words, each with what to do."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page."""
 
@@ -130,7 +137,8 @@ class SwapReport:
         *,
         steps: int,
         hbm_budget_bytes: int,
-        peak_hbm_bytes: int,
+        peak: Peak,
+        problems: tuple[str, ...] = (),
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
     ) -> SwapReport:
@@ -148,7 +156,7 @@ class SwapReport:
             detailed_steps=0 if adaptation is None else adaptation.detailed_steps,
             plans=0 if adaptation is None else adaptation.plans,
             plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
-            steps_by_phase={} if adaptation is None else dict(sorted(adaptation.steps_by_phase.items())),
+            steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
             planning_us=0.0 if adaptation is None else adaptation.planning_us,
             planned_step_us=None if followed is None else followed.script.plan.step_us,
             planned_peak_bytes=None if followed is None else followed.script.plan.peak_bytes,
@@ -165,7 +173,8 @@ class SwapReport:
             hidden_fraction=totals.hidden_fraction,
             stall_us=totals.stall_us if timed else None,
             copy_us=totals.copy_us if timed else None,
-            peak_hbm_bytes=peak_hbm_bytes,
+            peak_hbm_bytes=peak.at_least_bytes,
+            peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
             budget_misses=totals.budget_misses,
             peak_host_bytes=pool.peak_live_bytes,
@@ -180,21 +189,30 @@ class SwapReport:
             oom_retries=totals.oom_retries,
             steps_run_again=totals.steps_run_again,
             lowered_budget_bytes=lowered_budget_bytes,
+            problems=problems,
             spans=spans,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Every figure but the copy spans, ready for JSON."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
-        return {**figures, **{name: dict(value) for name, value in figures.items() if isinstance(value, dict)}}
+        copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
+        return {**figures, **copies, "problems": list(self.problems)}
+
+    @property
+    def budget_held(self) -> bool | None:
+        """Whether the device's memory stayed within the budget while the session was open; None: not known."""
+        if self.peak_hbm_bytes > self.hbm_budget_bytes:
+            return False
+        at_most = self.peak_hbm_at_most_bytes
+        return True if at_most is not None and at_most <= self.hbm_budget_bytes else None
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
         clock = " (simulated)" if self.simulated else ""
         host = format_size(self.peak_host_bytes)
-        held = "held" if self.peak_hbm_bytes <= self.hbm_budget_bytes else "PASSED"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
-        phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none begun"
+        phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none ended"
         tried = sorted({*self.encoded_by_codec, *self.refused_by_codec})
         codecs = ", ".join(
             f"{name} {self.encoded_by_codec.get(name, 0)} encoded, {self.refused_by_codec.get(name, 0)} as they were"
@@ -202,13 +220,14 @@ class SwapReport:
         )
         return [
             ("device", self.device),
+            *(("PROBLEM", problem) for problem in self.problems),
             ("steps", f"{self.steps} completed, {self.timed_steps} timed"),
-            ("steps by phase", phases),
+            ("what the steps were", phases),
             ("steps recorded in detail", str(self.detailed_steps)),
             ("plans made, host time", f"{self.plans}, {format_us(self.planning_us)}"),
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
-            ("peak device memory", f"{format_size(self.peak_hbm_bytes)} (budget {format_size(self.hbm_budget_bytes)}, {held})"),
+            ("peak device memory", self._peak()),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
@@ -223,6 +242,26 @@ class SwapReport:
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._run_again()),
         ]  # fmt: skip
+
+    def _peak(self) -> str:
+        """The peak as far as it is known, the budget, and whether that was held."""
+        budget = f"budget {format_size(self.hbm_budget_bytes)}"
+        at_most = self.peak_hbm_at_most_bytes
+        known = at_most == self.peak_hbm_bytes
+        if known and not at_most:
+            return f"not measured ({budget})"
+        peak = f"{'' if known else 'at least '}{format_size(self.peak_hbm_bytes)}"
+        if self.budget_held is False:
+            by = format_size(self.peak_hbm_bytes - self.hbm_budget_bytes)
+            return f"{peak} ({budget}, EXCEEDED by {'' if known else 'at least '}{by})"
+        if self.budget_held:
+            return f"{peak}{'' if known or at_most is None else f', at most {format_size(at_most)}'} ({budget}, held)"
+        why = "the device's peak statistics were reset while the session was open"
+        if at_most is not None:
+            why = (
+                f"the process had reached {format_size(at_most)} before the session; reset the device's peak before it to know"
+            )
+        return f"{peak} ({budget}, not known whether held: {why})"
 
     def _run_again(self) -> str:
         since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"

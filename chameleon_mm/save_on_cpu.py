@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, ProtectedStorages
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -45,8 +46,8 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
 
     May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
     entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles
-    is swapped where it saves something; it never traces the hooks. Raises `ValueError` for a malformed size, an unknown device
-    or a pool of another device.
+    is swapped where it saves something; it never traces the hooks. Raises `TypeError` for an argument of another type, and
+    `ValueError` for a malformed size, an unknown device or a pool of another device.
     """
 
     def __init__(
@@ -60,6 +61,18 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         thresholds: Thresholds | None = None,
     ) -> None:
         del pin_memory, device_type
+        # After a graph break dynamo compiles whatever is called next, this too, and has no CUDA streams in what it compiles.
+        torch.compiler.disable(self._make)(device, min_bytes, pool, thresholds)
+
+    def _make(
+        self,
+        device: Device | str | None,
+        min_bytes: int | str | None,
+        pool: PinnedPool | None,
+        thresholds: Thresholds | None,
+    ) -> None:
+        if thresholds is not None:
+            check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
         self.pool = pool_for(device, pool)
         self.device = self.pool.device
@@ -90,3 +103,5 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             )
         self._entered.times -= 1
         self._hooks.__exit__(kind, error, trace)
+        if error is None:
+            self._executor.raise_late_error()

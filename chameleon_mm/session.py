@@ -13,6 +13,7 @@ This module only keeps order: what moves and when is `policy` and `executor`.
 from __future__ import annotations
 
 import enum
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,19 @@ from typing import Self, TypeVar
 import torch
 from torch import nn
 
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
 from chameleon_mm.executor import Executor, ProtectedStorages, StepRunner, codecs_by_name, link_cost_for
+from chameleon_mm.executor.hook_counts import misuse
+from chameleon_mm.executor.peak import Peak, PeakWatch
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.units import MIB, format_size, parse_size
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_SHARE = 0.9
 """Of the device's capacity, when no budget is given: the rest is for fragmentation and what lies outside the allocator."""
@@ -79,8 +85,9 @@ class SwapSession:
     out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
-    something; it never traces the hooks. Raises `ValueError` for malformed sizes or an unknown device, and
-    `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the device.
+    something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
+    an unknown device, and `InfeasibleBudget` (a `ValueError`) on entering when the budget is below what already lies on the
+    device.
     """
 
     def __init__(
@@ -97,9 +104,34 @@ class SwapSession:
         verify: bool = False,
         plans: bool = True,
     ) -> None:
+        # After a graph break dynamo compiles whatever is called next, this too, and has no CUDA streams in what it compiles.
+        torch.compiler.disable(self._make)(
+            hbm_budget, host_budget, device, min_bytes, model, pool, thresholds, codecs, verify, plans
+        )
+
+    def _make(
+        self,
+        hbm_budget: int | str | None,
+        host_budget: int | str | None,
+        device: Device | str | None,
+        min_bytes: int | str | None,
+        model: nn.Module | None,
+        pool: PinnedPool | None,
+        thresholds: Thresholds | None,
+        codecs: Sequence[str],
+        verify: bool,
+        plans: bool,
+    ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
         self._rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))
+        if model is not None:
+            check_type("model", model, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
+        if thresholds is not None:
+            check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
+        for name, switch in (("verify", verify), ("plans", plans)):
+            check_type(name, switch, bool, "True or False", "pass one of the two")
+        known_codecs = codecs_by_name(codecs)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
@@ -113,7 +145,7 @@ class SwapSession:
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(_tensors_of(model)),
             thresholds=thresholds or thresholds_for(self.device),
-            codecs=codecs_by_name(codecs),
+            codecs=known_codecs,
             verify=verify,
             plans=plans,
             model=model,
@@ -127,8 +159,8 @@ class SwapSession:
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
-        self._steps = 0
-        self._peak_before = 0
+        self._steps = self._steps_begun = 0
+        self._peak: PeakWatch | None = None
         self._runner: StepRunner | None = None
 
     # --- the session
@@ -137,7 +169,7 @@ class SwapSession:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget()
-        self._peak_before = self.device.peak_allocated_bytes()
+        self._peak = PeakWatch(self.device)
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
@@ -161,7 +193,12 @@ class SwapSession:
             try:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
             finally:
+                self._note_peak()
                 self._to(Phase.CLOSED)
+        if error is None:
+            if (problem := self._problem()) is not None and (self._steps_begun or self._executor.hook_counts.saves_between):
+                _log.warning("chameleon_mm: %s", problem)
+            self._executor.raise_late_error()
 
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
@@ -170,8 +207,10 @@ class SwapSession:
         self._to(Phase.IN_STEP)
         timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
         completed = False
+        self._steps_begun += 1
+        self._note_peak()
         try:
-            self._begin_step(timed=timed)
+            self._begin_step(timed=timed, pack_hook=self._save)
             yield self
             completed = True
         finally:
@@ -204,9 +243,16 @@ class SwapSession:
         return self._runner.run(self.step, fn)
 
     def report(self) -> SwapReport:
-        """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted."""
+        """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted.
+
+        Raises an error that came up where nobody could be told, in a finaliser, since the last hook or step.
+        """
+        self._executor.raise_late_error()
         if self._phase is Phase.CLOSED:
             self.device.synchronize()
+        else:
+            self._note_peak()
+        problem = self._problem()
         return SwapReport.of(
             self._executor.meter,
             self.pool.stats(),
@@ -214,7 +260,8 @@ class SwapSession:
             steps=self._steps,
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
-            peak_hbm_bytes=self._peak_bytes(),
+            peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.peak_seen_bytes),
+            problems=() if problem is None else (problem,),
             adaptation=self._executor.adaptation,
         )
 
@@ -229,6 +276,7 @@ class SwapSession:
                 not sys.is_finalizing()
             ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
                 self._finish_step(completed=completed)
+                self._note_peak()
 
     def _expect_open(self, what: str) -> None:
         if self._phase is not Phase.OPEN:
@@ -242,12 +290,17 @@ class SwapSession:
             raise SessionClosedError(f"a session that is {self._phase.value} cannot become {phase.value}")
         self._phase = phase
 
-    def _peak_bytes(self) -> int:
-        if self._phase is Phase.NEW:
-            return 0
-        # A peak that the process reached before the session says nothing of it; then what the hooks saw is all there is.
-        peak = self.device.peak_allocated_bytes()
-        return peak if peak > self._peak_before else self._executor.peak_seen_bytes
+    def _note_peak(self) -> None:
+        if self._peak is not None and not sys.is_finalizing():
+            self._peak.note()
+
+    def _problem(self) -> str | None:
+        return misuse(
+            self._executor.hook_counts,
+            steps_begun=self._steps_begun,
+            closed=self._phase is Phase.CLOSED,
+            thread=self._thread.name,
+        )
 
     def _check_budget(self) -> None:
         named = sum(

@@ -42,7 +42,8 @@ TINY_ARGS = [
 REPORT = {
     "bytes_swapped_out": 3 << 20, "bytes_swapped_in": 2 << 20, "hidden_fraction": 0.5, "stall_us": 1500.0,
     "peak_host_bytes": 1 << 20, "kept_by_reason": {"small": 7}, "steps": 2, "timed_steps": 2,
-    "steps_by_phase": {"profile": 1, "steady": 1}, "detailed_steps": 1, "plans": 3, "planning_us": 2500.0, "plan_cache_hits": 1,
+    "steps_by_phase": {"recorded": 1, "planned": 1}, "detailed_steps": 1, "plans": 3, "planning_us": 2500.0,
+    "plan_cache_hits": 1,
 }  # fmt: skip
 
 
@@ -313,7 +314,7 @@ def swapped_run(steps: int) -> tuple[RunResult, tuple[StepNote, ...]]:
 def test_each_kind_is_recorded_once_and_known_when_it_comes_back() -> None:
     result, taken = swapped_run(7)
     assert [note.kind for note in taken] == list(result.kinds)
-    assert taken[0].recorded and taken[0].phase == "profile"
+    assert taken[0].recorded and taken[0].phase == "recorded"
     for kind in (WHOLE, HALF):
         assert sum(note.recorded for note in taken if note.kind == kind) == 1
     assert taken[-1].kind == WHOLE and taken[-1].plan_known  # as it was before the sequence changed
@@ -334,7 +335,7 @@ def test_by_kind_takes_medians_and_largest_peaks_of_steps_that_had_a_plan() -> N
 
     def note(kind: StepKind, *, recorded: bool = False, known: bool = False) -> StepNote:
         return StepNote(
-            kind=kind, phase="steady", recorded=recorded, plan_known=known, planned_us=4.5, planned_peak_bytes=30
+            kind=kind, phase="planned", recorded=recorded, plan_known=known, planned_us=4.5, planned_peak_bytes=30
         )  # fmt: skip
 
     taken = [note(WHOLE, recorded=True), note(WHOLE, known=True), note(EVALUATION), note(WHOLE, known=True)]
@@ -349,7 +350,7 @@ def test_by_kind_takes_medians_and_largest_peaks_of_steps_that_had_a_plan() -> N
 
 NOTES = tuple(
     StepNote(kind=WHOLE, phase=phase, recorded=known is False, plan_known=known, planned_us=2500.0, planned_peak_bytes=3 << 20)
-    for phase, known in (("profile", False), ("steady", True))
+    for phase, known in (("recorded", False), ("planned", True))
 )
 
 
@@ -383,7 +384,7 @@ def test_simulated_time_says_so() -> None:
 
 def test_the_table_tells_phases_and_plans() -> None:
     told = {name: text for name, _, text in table_rows(outcome())}
-    assert told["steps by phase"] == "1 profile, 1 steady"
+    assert told["what the steps were"] == "1 recorded, 1 planned"
     assert told["steps recorded in detail"] == "1"
     assert told["plans made, host time"] == "3, 2.50 ms"
     assert told["steps that had a plan already"] == "1"
@@ -424,7 +425,7 @@ def test_the_table_fits_80_columns() -> None:
     kinds = (StepKind(length=131_072), StepKind(length=65_536), EVALUATION)
     taken = tuple(
         StepNote(
-            kind=kind, phase="steady", recorded=False, plan_known=True, planned_us=999_990.0, planned_peak_bytes=999 << 20
+            kind=kind, phase="planned", recorded=False, plan_known=True, planned_us=999_990.0, planned_peak_bytes=999 << 20
         )
         for kind in kinds
     )  # fmt: skip

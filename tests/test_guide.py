@@ -14,6 +14,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.adaptation import RECORDINGS, Adaptation, PlanPhase
+from chameleon_mm.executor.meter import StepKind
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
 from chameleon_mm.trace import Trace
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning
@@ -86,7 +87,7 @@ def test_profile_plan_steady() -> None:
     assert [training.step("tsecst") for _ in range(3)] == [PROFILE, STEADY, STEADY]
     assert training.counts[0] == 1
     assert training.counts[2] == 2
-    assert training.adaptation.steps_by_phase == {"profile": 1, "steady": 2}
+    assert training.executor.meter.totals.steps_by_kind == {StepKind.RECORDED: 1, StepKind.PLANNED: 2}
     assert training.executor.meter.totals.bytes_swapped_in > 0
 
 

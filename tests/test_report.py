@@ -36,7 +36,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         detailed_steps=0,
         plans=0,
         plan_cache_hits=0,
-        steps_by_phase={"profile": 1, "steady": 2},
+        steps_by_phase={"recorded": 1, "planned": 2},
         planning_us=2500.0,
         planned_step_us=9000.0,
         planned_peak_bytes=30 * MIB,
@@ -54,6 +54,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         stall_us=1234.0,
         copy_us=5000.0,
         peak_hbm_bytes=30 * MIB,
+        peak_hbm_at_most_bytes=30 * MIB,
         hbm_budget_bytes=32 * MIB,
         budget_misses=0,
         peak_host_bytes=10 * MIB,
@@ -68,6 +69,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         oom_retries=0,
         steps_run_again=0,
         lowered_budget_bytes=None,
+        problems=(),
         spans=(CopySpan("out", 0.0, 100.0, MIB), CopySpan("in", 50.0, 250.0, MIB)),
     )
     return dataclasses.replace(report, **changed)  # type: ignore[arg-type]  # the names are checked by replace itself
@@ -156,7 +158,7 @@ def test_a_hidden_share_of_nothing_is_a_measured_one() -> None:
 
 def test_the_text_says_what_was_recorded_planned_and_known() -> None:
     lines = dict(made_up(detailed_steps=1, plans=3, plan_cache_hits=2).rows())
-    assert lines["steps by phase"] == "1 profile, 2 steady"
+    assert lines["what the steps were"] == "1 recorded, 2 planned"
     assert lines["steps recorded in detail"] == "1"
     assert lines["plans made, host time"] == "3, 2.50 ms"
     assert lines["steps that had a plan already"] == "2"
@@ -174,7 +176,7 @@ def test_where_there_is_no_plan_the_text_says_so() -> None:
         planned_step_us=None, planned_peak_bytes=None, measured_step_us=None, steps_by_phase={}, plans=0, planning_us=0.0
     )
     lines = dict(nothing.rows())
-    assert (lines["latest plan"], lines["steps by phase"]) == ("none", "none begun")
+    assert (lines["latest plan"], lines["what the steps were"]) == ("none", "none ended")
     assert "predicted" not in str(nothing)
 
 
@@ -195,15 +197,31 @@ def test_prefetches_are_late_where_the_link_is_slow(h2d_gbps: float) -> None:
 def test_a_session_measures_the_steps_that_go_by_its_plan(sim: cm.SimDevice) -> None:
     report = trained(sim, steps=20, budget_bytes=10 * MIB)  # enough for two plans to be tried twice each, and times corrected
     assert (report.detailed_steps, report.plan_cache_hits) == (1, 19)
-    assert report.steps_by_phase == {"profile": 1, "steady": 19}
+    assert report.steps_by_phase == {"recorded": 1, "planned": 19}
     assert report.planned_step_us is not None and report.planned_peak_bytes is not None
     assert report.planned_peak_bytes <= report.hbm_budget_bytes
     assert report.measured_step_us is not None and report.measured_step_us > 0
 
 
-@pytest.mark.parametrize(("peak", "word"), [(32 * MIB, "held"), (32 * MIB + 1, "PASSED")])
-def test_the_text_says_whether_the_budget_held(peak: int, word: str) -> None:
-    assert word in dict(made_up(peak_hbm_bytes=peak).rows())["peak device memory"]
+@pytest.mark.parametrize(
+    ("at_least", "at_most", "held", "text"),
+    [
+        (32 * MIB, 32 * MIB, True, "32.0 MiB (budget 32.0 MiB, held)"),
+        (33 * MIB, 33 * MIB, False, "33.0 MiB (budget 32.0 MiB, EXCEEDED by 1.00 MiB)"),
+        (32 * MIB + 1, 32 * MIB + 1, False, "32.0 MiB (budget 32.0 MiB, EXCEEDED by 1 B)"),
+        (20 * MIB, 32 * MIB, True, "at least 20.0 MiB, at most 32.0 MiB (budget 32.0 MiB, held)"),
+        (20 * MIB, 33 * MIB, None, "not known whether held: the process had reached 33.0 MiB before"),
+        (20 * MIB, None, None, "not known whether held: the device's peak statistics were reset"),
+        (33 * MIB, 40 * MIB, False, "at least 33.0 MiB (budget 32.0 MiB, EXCEEDED by at least 1.00 MiB)"),
+        (33 * MIB, None, False, "EXCEEDED by at least 1.00 MiB"),
+        (0, 0, True, "not measured (budget 32.0 MiB)"),
+    ],
+)
+def test_the_text_says_whether_the_budget_held(at_least: int, at_most: int | None, held: bool | None, text: str) -> None:
+    report = made_up(peak_hbm_bytes=at_least, peak_hbm_at_most_bytes=at_most)
+    assert report.budget_held is held
+    assert text in dict(report.rows())["peak device memory"]
+    assert ("held)" in str(report)) is (held is True and at_most != 0)
 
 
 def test_the_text_says_what_is_left_of_a_budget() -> None:
@@ -248,7 +266,7 @@ def test_the_trace_names_the_device_and_both_lanes(tmp_path: Path) -> None:
     assert threads == {1: "d2h: swap out", 2: "h2d: swap in"}
     assert document["otherData"] == {
         "device": "simulated H200", "simulated": True, "steps": 3,
-        "steps_by_phase": {"profile": 1, "steady": 2}, "detailed_steps": 0, "plans": 0, "plan_cache_hits": 0,
+        "steps_by_phase": {"recorded": 1, "planned": 2}, "detailed_steps": 0, "plans": 0, "plan_cache_hits": 0,
     }  # fmt: skip
     assert lanes_of(path) == {1: [(0.0, 100.0, MIB)], 2: [(50.0, 250.0, MIB)]}
 

@@ -413,9 +413,9 @@ def test_it_is_recorded_again_and_planned_within_a_tighter_budget() -> None:
             after = session.report()
             losses.append(session.run_step(body))
             last = session.report()
-    assert before.steps_by_phase == {"profile": 1}
-    assert after.steps_by_phase == {"profile": 2, "steady": 1}
-    assert last.steps_by_phase == {"profile": 2, "steady": 2}
+    assert before.steps_by_phase == {"recorded": 1}
+    assert after.steps_by_phase == {"recorded": 2, "failed": 1}
+    assert last.steps_by_phase == {"recorded": 2, "planned": 1, "failed": 1}
     assert (last.detailed_steps, last.steps, last.steps_run_again) == (2, 3, 1)
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     assert before.planned_peak_bytes is not None

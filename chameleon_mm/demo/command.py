@@ -170,8 +170,9 @@ class _Job:
             reproducible = None
             if difference is not None:
                 reproducible = first_difference(unswapped, self._train(progress, "no swapping, again")) is None
-        # The run reset the device's peaks before each step, so what the session can read is the last one's.
-        report = replace(sessions[0].report(), peak_hbm_bytes=swapped.peak_bytes)
+        # The run reset the device's peaks before each step, and read them after it: of them all the session knows less.
+        peak_bytes = swapped.peak_bytes
+        report = replace(sessions[0].report(), peak_hbm_bytes=peak_bytes, peak_hbm_at_most_bytes=peak_bytes)
         if self._args.report is not None:
             report.save_html(self._args.report)
         if self._args.trace is not None:

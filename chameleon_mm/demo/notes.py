@@ -21,7 +21,7 @@ class StepNote:
 
     kind: StepKind
     phase: str
-    """In which it began."""
+    """What it was: "recorded", "planned" or another of the report's `steps_by_phase`."""
     recorded: bool
     """Operator by operator, to its end."""
     plan_known: bool

@@ -20,7 +20,7 @@ class _Listener(logging.Handler):
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.said.append(record.getMessage().removeprefix(f"{_LIBRARY}: "))  # beside the demo's own figures nobody asks whose
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("swapped in, all steps", "-", format_size(report["bytes_swapped_in"])),
         (f"share of copy time hidden{clock}", "-", _measured(report["hidden_fraction"], "{:.1%}".format)),
         (f"stall, {_timed(report)}{clock}", "-", _measured(report["stall_us"], format_us)),
-        ("steps by phase", "-", _by_phase(report)),
+        ("what the steps were", "-", _what_steps_were(report)),
         ("steps recorded in detail", "-", str(report["detailed_steps"])),
         ("plans made, host time", "-", f"{report['plans']}, {format_us(report['planning_us'])}"),
         ("steps that had a plan already", "-", str(report["plan_cache_hits"])),
@@ -140,9 +140,8 @@ def _timed(report: Mapping[str, Any]) -> str:
     return "all steps" if report["timed_steps"] == report["steps"] else f"{report['timed_steps']} timed steps"
 
 
-def _by_phase(report: Mapping[str, Any]) -> str:
-    """Every phase begins with a step: planning takes place between two."""
-    return ", ".join(f"{count} {phase}" for phase, count in report["steps_by_phase"].items()) or "-"
+def _what_steps_were(report: Mapping[str, Any]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in report["steps_by_phase"].items()) or "-"
 
 
 def _sequence(kinds: Sequence[StepKind]) -> str:

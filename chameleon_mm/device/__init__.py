@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from chameleon_mm.arguments import describe
 from chameleon_mm.device.cuda import CudaDevice, cuda_is_available
 from chameleon_mm.device.protocols import Device, Event, MemoryReading, Stream
 from chameleon_mm.device.sim import SimDevice
@@ -42,9 +43,10 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
         device = str(device)
     if isinstance(device, str):
         return _by_name(device)
-    if isinstance(device, Device):
-        return device
-    raise TypeError(f"device: expected a Device, a name or None, got {type(device).__name__}: {_NAMES}")
+    given: object = device
+    if isinstance(given, Device) and not isinstance(given, type):  # a class has every method, too
+        return given
+    raise TypeError(f"device: expected a Device, a name or None, got {describe(device)}; {_NAMES}")
 
 
 _NAMES = 'pass "cuda", "cuda:0", "sim", "sim:h200" (any of chameleon_mm.device.SPECS), a SimDevice or a CudaDevice'

@@ -54,8 +54,9 @@ class PreferredNode:
         if failure and not self._refused:
             self._refused = True  # the next refusal would say the same
             _log.warning(
-                "%s of pinned memory: expected pages of NUMA node %d, near the GPU, got %s from mbind. The memory is good, "
-                "copies may be slower: give the container CAP_SYS_NICE, or start the process by `numactl --cpunodebind=%d`",
+                "chameleon_mm: %s of pinned memory: expected pages of NUMA node %d, near the GPU, got %s from mbind. The "
+                "memory is good, copies may be slower: give the container CAP_SYS_NICE, or start the process by "
+                "`numactl --cpunodebind=%d`",
                 format_size(nbytes),
                 self.node,
                 os.strerror(failure),
@@ -77,7 +78,8 @@ def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
     if node not in usable:
         if usable:
             _log.info(
-                "host memory is not placed near the GPU at %s: it hangs on NUMA node %d, the process may use memory of %s only",
+                "chameleon_mm: host memory is not placed near the GPU at %s: it hangs on NUMA node %d, the process may "
+                "use memory of %s only",
                 pci_id,
                 node,
                 sorted(usable),

@@ -228,7 +228,7 @@ class Packer:
             except Exception as error:  # noqa: BLE001  # a compiler fails in ways of its own, and copies do the same work
                 self._refused = True
                 # The text alone: a log record that kept the error would keep its frames.
-                _log.warning("buffers are packed by a copy each, as the kernels cannot be used: %s", str(error))
+                _log.warning("chameleon_mm: buffers are packed by a copy each, as the kernels cannot be used: %s", str(error))
         return self._kernels
 
 

@@ -133,7 +133,7 @@ class PageLocker:
                 except (RuntimeError, OSError, OverflowError, MemoryError) as error:
                     # Its text alone: a log record that kept the error would keep its frames, and the pages that they hold.
                     reasons.append(str(error))
-                    _log.warning("%s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
+                    _log.warning("chameleon_mm: %s of pinned memory refused: %s", format_size(nbytes), reasons[-1])
                     # Left behind, it would be raised by the next kernel launch of somebody who pinned nothing.
                     self._calls.clear_error()
                     continue
@@ -167,7 +167,9 @@ class PageLocker:
                 entry[1]()
             except RuntimeError as error:
                 _log.warning(
-                    "%s of pinned memory could not be unpinned and stay mapped: %s", format_size(memory.numel()), str(error)
+                    "chameleon_mm: %s of pinned memory could not be unpinned and stay mapped: %s",
+                    format_size(memory.numel()),
+                    str(error),
                 )
                 self._calls.clear_error()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 
@@ -22,7 +22,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.course import Course, Variant
 from chameleon_mm.executor.guide import Guide, Known, KnownStep, Seen
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.meter import Meter, StepKind
 from chameleon_mm.executor.need import Need
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
@@ -96,7 +96,6 @@ class Adaptation:
         link_cost: Callable[[], LinkCost],
     ) -> None:
         self.phase = PlanPhase.PROFILE
-        self.steps_by_phase: Counter[str] = Counter()
         self.detailed_steps = 0
         """Steps recorded to their end."""
         self.plans = 0
@@ -140,7 +139,6 @@ class Adaptation:
         course = None if expected is None else expected.plan
         has_plan = course is not None and bool(course.variants)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
-        self.steps_by_phase[self.phase.value] += 1
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         self._meter.timed = self._meter.timed or (course is not None and not course.settled)
         self._meter.timing = StepTiming(compute) if self._meter.timed and has_plan and recorder is None else None
@@ -156,28 +154,32 @@ class Adaptation:
         return not in_vain and any(map(self._wants_trace, self._known.entries()))
 
     def _wants_trace(self, known: KnownStep) -> bool:
-        return known.plan is None and self._flawed.count(known.fingerprint) < RECORDINGS
+        # A step without a hook, such as an evaluation without gradients, has nothing that a plan could move.
+        return known.plan is None and known.record.num_hooks > 0 and self._flawed.count(known.fingerprint) < RECORDINGS
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> None:
+    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
         """The step is over. What it taught is kept if it `completed`. `grown_bytes`: what the model allocated since memory was
-        last looked at."""
+        last looked at. Returns what the step was."""
         timing, self._meter.timing = self._meter.timing, None
         followed = self._guide.followed
         seen = self._guide.end_step(grown_bytes)
         record = seen.record
         if not completed:
             self._known.abandon_step()
-            return
+            return StepKind.FAILED
         entry = self._known.end_step(record)
         in_vain = seen.recorded_hooks
+        kind = StepKind.PARTLY_PLANNED if seen.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.variants)
+            if seen.kept_to_plan and entry.plan.variants:
+                kind = StepKind.PLANNED
             if timing is not None and not seen.passed_plan and followed is not None and followed in entry.plan.variants:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
             self._learn_need(entry.plan, seen)
-        elif recorder is not None and seen.whole and recorder.flaw is None:
-            in_vain = 0
+        elif recorder is not None and seen.whole and recorder.flaw is None and record.num_hooks:
+            in_vain, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
@@ -188,11 +190,12 @@ class Adaptation:
         else:
             if recorder is not None and recorder.flaw is not None:
                 self._flawed.append(record.fingerprint)
-                _log.info("no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
+                _log.info("chameleon_mm: no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
             if entry is None:
                 self._known.put(record, None)
         self._hooks += record.num_hooks
         self._hooks_in_vain += in_vain
+        return kind
 
     # --- plans
 
@@ -217,7 +220,9 @@ class Adaptation:
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
                 if spare_bytes == 0:
                     hooks = course.record.num_hooks
-                    _log.warning("no plan for a step of %d hooks, the default rule goes on: %s", hooks, str(refusal))
+                    _log.warning(
+                        "chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", hooks, str(refusal)
+                    )
         self.plans += len(plans)
         course.offer(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6

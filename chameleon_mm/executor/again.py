@@ -141,7 +141,12 @@ class StepRunner:
         self._executor.limit_to(self.hbm_budget_bytes)
         self._executor.meter.totals.steps_run_again += 1
         now, given = format_size(self.hbm_budget_bytes), format_size(before)
-        _log.warning("a step runs again, within %s instead of %s, and so do those after it: %s", now, given, failure.message)
+        _log.warning(
+            "chameleon_mm: a step runs again, within %s instead of %s, and so do those after it: %s",
+            now,
+            given,
+            failure.message,
+        )
 
 
 def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:

@@ -91,6 +91,6 @@ def taken_apart(t: Tensor) -> tuple[dict[str, Any], Any] | None:
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
     except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not
-        _log.warning("%s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
+        _log.warning("chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return inner, context

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.kernels.arguments import UNIT_BYTES
@@ -60,8 +61,10 @@ class Encoding:
 def codecs_by_name(names: Sequence[str]) -> tuple[Codec, ...]:
     """The codecs that `names` name, in that order; ("all",) names all. Imports Triton where there is a name at all.
 
-    Raises `ValueError` for a name that there is not.
+    Raises `ValueError` for a name that there is not, `TypeError` for what is no sequence.
     """
+    if not isinstance(names, str):
+        check_type("codecs", names, Sequence, 'a sequence of names, or ("all",)', 'pass codecs=("all",), or leave it out')
     if not names:
         return ()
     from chameleon_mm.kernels.codecs import CODECS

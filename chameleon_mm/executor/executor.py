@@ -30,9 +30,11 @@ from chameleon_mm.executor.claims import Claim, Claims, Found
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of
 from chameleon_mm.executor.guide import Guide
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
+from chameleon_mm.executor.hook_counts import HookCounts
+from chameleon_mm.executor.late_errors import LateErrors
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.meter import Meter, StepKind
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.saved_part import SavedPart
@@ -119,6 +121,8 @@ class Executor:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._dropped: deque[SavedStorage] = deque()
+        self._late_errors = LateErrors()
+        self.hook_counts = HookCounts()
         self._in_step = False
         self._saved_any = self._used_any = False
 
@@ -126,6 +130,7 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        self.hook_counts.saved()
         with self._recording.quiet():
             handle = self._save(t, guided=self._guide is not None)
         self._recording.leave_early()
@@ -133,6 +138,7 @@ class Executor:
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        self.hook_counts.used()
         with self._recording.quiet():
             return self._use(handle, guided=self._guide is not None)
 
@@ -239,8 +245,12 @@ class Executor:
             if self.adaptation is not None:
                 self.adaptation.limit_to(hbm_budget_bytes)
 
-    def begin_step(self, *, timed: bool) -> None:
-        """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device."""
+    def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
+        """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
+
+        `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
+        """
+        self.hook_counts.begin_step(pack_hook)
         if self._forked or self.device.capturing():
             self._in_step = True
             return
@@ -257,6 +267,7 @@ class Executor:
     def end_step(self, *, completed: bool) -> None:
         """Give back what is still on its way out; learn from the step if it `completed`."""
         recorder = self._recording.end()
+        self.hook_counts.end_step(completed=completed)
         if recorder is not None:
             self.meter.totals.oom_retries += recorder.oom_retries
         if self._forked or self.device.capturing():
@@ -268,9 +279,10 @@ class Executor:
             self._outs.forget_small()
             self._in_step = False
             grown_bytes = self._learn(completed=completed)
+            kind = StepKind.BY_RULE if completed else StepKind.FAILED
             if self.adaptation is not None:
-                self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
-            self.meter.end_step()
+                kind = self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
+            self.meter.end_step(kind)
 
     @property
     def peak_seen_bytes(self) -> int:
@@ -287,7 +299,10 @@ class Executor:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """One thread at a time. What was dropped meanwhile is retired before, after, and once the lock is free again."""
+        """One thread at a time. What was dropped meanwhile is retired before, after, and once the lock is free again.
+
+        Raises what came up in a finaliser since, last of all: whatever was entered for is done by then.
+        """
         with self._lock:
             self._retire_dropped()
             try:
@@ -295,13 +310,21 @@ class Executor:
             finally:
                 self._retire_dropped()
         self._retire_if_idle()
+        self._late_errors.raise_oldest()
+
+    def raise_late_error(self) -> None:
+        """Raise what came up in a finaliser, where nobody could be told, and was not raised since."""
+        self._late_errors.raise_oldest()
 
     def _on_claim_end(self, saved: SavedStorage) -> None:
-        """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours."""
+        """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours. Raises nothing."""
         if self._forked:  # the parent's blocks and its device: neither is the child's to give back
             return
         self._dropped.append(saved)
-        self._retire_if_idle()
+        try:
+            self._retire_if_idle()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever enters next: a finaliser's own would only be printed
+            self._late_errors.keep(error)
 
     @property
     def _forked(self) -> bool:
@@ -342,7 +365,7 @@ class Executor:
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         if errors:
-            raise errors[0]
+            self._late_errors.raise_first(errors)
 
     def _end_unnamed_step(self) -> None:
         """Outside of `begin_step` and `end_step`, a step is over when nothing that was saved in it is claimed any more."""

@@ -65,6 +65,9 @@ class Seen(NamedTuple):
     """What it took beyond what the trace of the step that it was has, as far as it was that one."""
     passed_plan: bool
     """Whether it took so much more that its plan was no longer trusted."""
+    had_plan: bool
+    """Whether some hook of it was one of a plan's; `kept_to_plan`: all were, of one plan, which was trusted to the end."""
+    kept_to_plan: bool
 
 
 class Guide:
@@ -110,7 +113,9 @@ class Guide:
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         need = Need(extra_bytes=self._extra_bytes, spikes=self._spikes)
-        seen = Seen(self.light.end_step(), whole, recorded_hooks, need, self._passed_plan)
+        seen = Seen(
+            self.light.end_step(), whole, recorded_hooks, need, self._passed_plan, self._had_plan, self._guard.trusts_plan
+        )
         self._forget_step()
         return seen
 
@@ -150,7 +155,7 @@ class Guide:
         self._grown_bytes = 0
         self._spikes: dict[int, int] = {}
         """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
-        self._passed_plan = False
+        self._passed_plan = self._had_plan = False
         self._guard.trusts_plan = self._guard.astray = False
 
     @property
@@ -218,6 +223,7 @@ class Guide:
         if place > self._reached:
             self._reached = place
             if self._cursor is not None:
+                self._had_plan = True
                 self._due = self._cursor.advance_to(place) or _NOTHING_DUE
         return place
 

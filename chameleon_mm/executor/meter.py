@@ -9,6 +9,7 @@ Times need timed events, ten times as dear as untimed ones on a GPU, so a step i
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -19,6 +20,21 @@ from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
 """Copies kept for `save_trace`: the latest."""
+
+
+class StepKind(enum.Enum):
+    """What a step was, as its end knows: each step is of one kind."""
+
+    RECORDED = "recorded"
+    """Written down operator by operator, to its end, for a plan to be made of it."""
+    PLANNED = "planned"
+    """It followed a plan from its first hook to its last."""
+    PARTLY_PLANNED = "partly planned"
+    """It followed a plan for a part of it: it left it, being another step or taking more memory, or was recognised late."""
+    BY_RULE = "by rule"
+    """It followed no plan, and moved what the default rule moves."""
+    FAILED = "failed"
+    """An exception ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +72,8 @@ class Totals:
     """Allocations of swap-ins, and operators of recorded steps, that found no memory and were tried again."""
     steps_run_again: int = 0
     """Runs of steps after the first, each within a tighter budget."""
+    steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
+    """Steps that ended, on a device that could be asked: not in a graph's capture, nor in a forked child."""
     stall_us: float = 0.0
     copy_us: float = 0.0
     timed_steps: int = 0
@@ -104,8 +122,9 @@ class Meter:
             # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
             self._next_origin = origin
 
-    def end_step(self) -> None:
-        """What comes until the next step is not timed: nobody would add it up."""
+    def end_step(self, kind: StepKind) -> None:
+        """A step of `kind` is over. What comes until the next one is not timed: nobody would add it up."""
+        self.totals.steps_by_kind[kind] += 1
         self.timed = False
         self.resolve()
 

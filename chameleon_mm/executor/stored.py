@@ -294,7 +294,7 @@ class SavedStorage:
         except SimError:
             raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
-            _log.warning("%d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
+            _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
             self._stay()
             return
         if self._encoding is not None:

@@ -155,7 +155,7 @@ class SwapOuts:
             self._guard.reclaim.add(saved)
 
     def _refused(self, refusal: Exception) -> None:
-        _log.info("kept on the device: %s", str(refusal))
+        _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._tools.meter.totals.fallbacks += 1
 
     def _swap_out(self, saved: SavedStorage) -> None:

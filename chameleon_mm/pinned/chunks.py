@@ -120,7 +120,9 @@ class Chunks:
         self._bases.append(base)
         self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.reserved_bytes)
         _log.debug(
-            "pinned pool: reserved a chunk of %s, %s in all", format_size(memory.numel()), format_size(self.reserved_bytes)
+            "chameleon_mm: pinned pool: reserved a chunk of %s, %s in all",
+            format_size(memory.numel()),
+            format_size(self.reserved_bytes),
         )
 
     def make_room(self, nbytes: int, limit: int) -> int:
@@ -176,7 +178,9 @@ class Chunks:
                 self._leaving.appendleft(chunk)
                 raise
             _log.debug(
-                "pinned pool: gave a chunk of %s back, %s left", format_size(chunk.nbytes), format_size(self.reserved_bytes)
+                "chameleon_mm: pinned pool: gave a chunk of %s back, %s left",
+                format_size(chunk.nbytes),
+                format_size(self.reserved_bytes),
             )
 
     def abandon(self) -> None:

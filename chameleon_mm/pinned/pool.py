@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
@@ -262,7 +263,7 @@ class PinnedPool:
             if error is None:
                 raise
             # The error's own traceback is likely what holds the blocks. It is what the caller must see; they return later.
-            _log.warning("pinned pool left open: %s", still_live)
+            _log.warning("chameleon_mm: pinned pool left open: %s", still_live)
 
     def __repr__(self) -> str:
         live = self._ledger.num_live - len(self._ledger.returned)
@@ -281,7 +282,7 @@ class PinnedPool:
             reason = str(refusal)  # its text alone: kept, it would keep frames, and the blocks there
         if self._on_full == "wait":
             return self._growth.wait_for(self, nbytes, reason, self._max_wait_s)
-        _log.debug("%d bytes of pageable memory instead: %s", nbytes, reason)
+        _log.debug("chameleon_mm: %d bytes of pageable memory instead: %s", nbytes, reason)
         return self.allocate_pageable(nbytes)
 
 
@@ -294,10 +295,11 @@ def _abandon(device: Device, ledger: Ledger, pid: int) -> None:
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
     """`pool`, or a new one of `max_bytes` on `device`, as `PinnedPool` takes both. With a pool, a device of None is the pool's.
 
-    Raises `ValueError` for a pool of another device.
+    Raises `TypeError` for what is no pool, `ValueError` for a pool of another device.
     """
     if pool is None:
         return PinnedPool(max_bytes=max_bytes, device=device)
+    check_type("pool", pool, PinnedPool, "a PinnedPool or None", 'pass PinnedPool("8GiB"), or host_budget="8GiB" to a session')
     wanted = pool.device if device is None else resolve_device(device)
     if wanted is not pool.device:
         raise ValueError(f"pool: expected one of {wanted.name}, got one of {pool.device.name}; pass device=pool.device")

@@ -82,7 +82,12 @@ class Reservation:
         try:
             self._pin_all(pin_next)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
-            _log.warning("pinned pool: reserved %d of %d bytes, then: %s", self._reserved_bytes, self._total_bytes, str(error))
+            _log.warning(
+                "chameleon_mm: pinned pool: reserved %d of %d bytes, then: %s",
+                self._reserved_bytes,
+                self._total_bytes,
+                str(error),
+            )
             self._error = error.with_traceback(None)  # which holds this frame, and so this object: a cycle
         finally:
             self._ended.set()

@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is: the operator itself may well be right
             # The text alone: a log record that kept the error would keep its frames, and the tensors that they hold.
-            _log.warning("no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
+            _log.warning("chameleon_mm: no trace of this step: %s cannot be written down: %s", call.facts.name, str(error))
             self._give_up(f"{call.facts.name} could not be written down: {type(error).__name__}: {error}")
         except BaseException:
             self._give_up(_INTERRUPTED)

@@ -55,12 +55,12 @@ class CalibrationCache:
         except FileNotFoundError:
             return None
         except (*_NO_FOLDER, ValueError, TypeError, KeyError, AttributeError) as error:  # AttributeError: JSON, but no object
-            _log.warning("the calibration in %s is passed over, as it cannot be read: %s", file, str(error))
+            _log.warning("chameleon_mm: the calibration in %s is passed over, as it cannot be read: %s", file, str(error))
             return None
         expected = (device.name, device.driver, installed_versions(), False)
         found = (calibration.device, calibration.driver, calibration.versions, calibration.simulated)
         if found != expected:
-            _log.info("the calibration in %s is passed over: expected one of %s, got %s", file, expected, found)
+            _log.info("chameleon_mm: the calibration in %s is passed over: expected one of %s, got %s", file, expected, found)
             return None
         return calibration
 
@@ -75,7 +75,9 @@ class CalibrationCache:
             file.parent.mkdir(parents=True, exist_ok=True)
             _replace(file, text)
         except _NO_FOLDER as error:
-            _log.warning("the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error))
+            _log.warning(
+                "chameleon_mm: the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error)
+            )
             return False
         return True
 

@@ -160,7 +160,7 @@ class Lane:
             raise
         except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
             # The text alone: a log record that kept the error would keep its frames, and the buffers that they hold.
-            _log.warning("a copy on %s was refused: %s", self.stream.name, str(error))
+            _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
 
     def _small_ones_in_front(self, before: Move | None) -> list[Move]:
         """What one call may carry: small moves in a row from the oldest on, of which nothing was handed over, up to a piece."""
@@ -214,7 +214,7 @@ class Lane:
         try:
             self._synchronize()
         except RuntimeError as error:  # a device that cannot even be waited for runs nothing any more
-            _log.warning("the device could not be synchronised after a failure: %s", str(error))
+            _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _drop(self, move: Move) -> None:
         """Out of the queue; from here on the executor's references keep both ends."""

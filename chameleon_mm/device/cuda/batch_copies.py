@@ -42,7 +42,7 @@ class BatchCopies:
         errors = runtime.cudaError_t
         lacking = (errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorInsufficientDriver)
         self._supported = status not in lacking
-        _log.info("a batch of %d copies is enqueued one by one, as the driver refused it: %s", len(sizes), status)
+        _log.info("chameleon_mm: a batch of %d copies is enqueued one by one, as the driver refused it: %s", len(sizes), status)
         return False
 
 
@@ -51,5 +51,5 @@ def batch_copies() -> BatchCopies | None:
     try:
         return BatchCopies(importlib.import_module("cuda.bindings.runtime"))
     except (ImportError, AttributeError, RuntimeError) as error:
-        _log.info("small copies are enqueued one by one, as CUDA's bindings cannot be used: %s", str(error))
+        _log.info("chameleon_mm: small copies are enqueued one by one, as CUDA's bindings cannot be used: %s", str(error))
         return None

@@ -24,6 +24,6 @@ def cupy_runtime(index: int) -> Any:
 
         runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # refused by a CuPy for another CUDA than the driver's
     except (ImportError, RuntimeError) as error:
-        _log.info("copies and pinning go through torch, as CuPy cannot be used: %s", error)
+        _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
         return None
     return runtime

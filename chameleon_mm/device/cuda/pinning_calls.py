@@ -29,7 +29,7 @@ def pinning_calls(runtime: Any, index: int) -> PinningCalls:
         try:
             torch.ones(1, device=torch.device("cuda", index))
         except RuntimeError as error:
-            _log.debug("cleared a CUDA error that a refused pinning left behind: %s", error)
+            _log.debug("chameleon_mm: cleared a CUDA error that a refused pinning left behind: %s", error)
 
     # Without the second, a kernel would need another address for the memory than the one its tensor has.
     wanted = (ATTR_HOST_REGISTER_SUPPORTED, _ATTR_CAN_USE_HOST_POINTER)

@@ -1,0 +1,21 @@
+"""Arguments of a wrong type are refused in one line: what was expected, what came, what to do.
+
+check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
+"""
+
+from __future__ import annotations
+
+
+def check_type(name: str, value: object, kind: type, expected: str, way_out: str) -> None:
+    """Raise `TypeError` unless `value` is of `kind`. `name` is the argument's."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
+
+
+def describe(value: object) -> str:
+    """`value` for an error message, in one line: in full where it is short by its nature, else by its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return f"{value!r} ({type(value).__name__})"
+    return f"an object of type {type(value).__name__}"

@@ -1,0 +1,124 @@
+"""Which hooks ran, inside of steps and between them: what tells whether a session is used as it is meant.
+
+counts.saved(); counts.used()                    # at every hook of autograd's
+counts.begin_step(session's own hook); counts.end_step(completed=...)
+misuse(counts, thread="MainThread")              # -> "session.step() was never called: ..."
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class HookCounts:
+    """Hooks and steps since the executor began.
+
+    Hooks may run on any thread at once, and an increment may then be lost: of hooks only "none" and "some" is to be read here.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Completed ones, as all that follow."""
+        self.steps_without_saves = 0
+        """Steps in which autograd saved nothing."""
+        self.steps_without_uses = 0
+        """Steps in which it saved something, and used none of it until they ended."""
+        self.steps_without_gradients = 0
+        """Steps that began with gradients off; of those without saves."""
+        self.steps_under_others = 0
+        """Steps that began with other hooks on top of the session's; of those without saves."""
+        self.saves_between = 0
+        """Outside of steps."""
+        self.uses_between = 0
+        self._saves = self._uses = 0
+        self._in_step: tuple[bool, bool] | None = None
+        """Of the step that runs: whether gradients are on, and the session's hooks on top."""
+
+    def saved(self) -> None:
+        self._saves += 1
+
+    def used(self) -> None:
+        self._uses += 1
+
+    def begin_step(self, pack_hook: object) -> None:
+        """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
+        self.settle()
+        top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        on_top = pack_hook is None or top is None or top[0] is pack_hook
+        self._in_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), on_top
+
+    def end_step(self, *, completed: bool) -> None:
+        if completed and self._in_step is not None:
+            gradients, on_top = self._in_step
+            self.steps += 1
+            if not self._saves:
+                self.steps_without_saves += 1
+                self.steps_without_gradients += not gradients
+                self.steps_under_others += not on_top
+            elif not self._uses:
+                self.steps_without_uses += 1
+        self._saves = self._uses = 0
+        self._in_step = None
+
+    def settle(self) -> None:
+        """Count what came since the last step; in a step there is nothing to."""
+        if self._in_step is None:
+            self.saves_between += self._saves
+            self.uses_between += self._uses
+            self._saves = self._uses = 0
+
+
+_STEP = "`with session.step():`"
+
+
+def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
+    """What is wrong with how the session is used, in words, and what to do; None where nothing is.
+
+    `closed`: its `with` block is over. `thread`: the name of the one that entered it.
+    """
+    counts.settle()
+    if not steps_begun:
+        return _without_steps(counts, closed=closed, thread=thread)
+    if counts.steps and counts.steps_without_saves == counts.steps:
+        return _without_saves(counts, thread=thread)
+    if counts.steps_without_uses and counts.uses_between:
+        return (
+            f"in {counts.steps_without_uses} of {counts.steps} steps the forward ran inside of the step and the backward "
+            f"outside, where no plan reaches; put forward and backward of an optimizer step inside the same {_STEP}"
+        )
+    return None
+
+
+def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | None:
+    if counts.saves_between:
+        return (
+            f"session.step() was never called: everything was swapped by the default rule, with no plan and nothing timed; put "
+            f"each optimizer step, forward and backward, inside {_STEP}"
+        )
+    if not closed:
+        return None
+    return (
+        f"session.step() was never called, and autograd saved nothing on the thread that entered the session ({thread}), so "
+        f"nothing could be swapped; run the training loop on that thread inside `with session:`, each optimizer step inside "
+        f"{_STEP}"
+    )
+
+
+def _without_saves(counts: HookCounts, *, thread: str) -> str:
+    """Why none of the steps saved anything, as far as it is known."""
+    said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
+    if counts.saves_between:
+        return f"{said}the forward ran between the steps; put forward and backward of each optimizer step inside {_STEP}"
+    if counts.steps_without_gradients == counts.steps:
+        return f"{said}gradients were off as each step began; train outside of torch.no_grad() and torch.inference_mode()"
+    if counts.steps_under_others == counts.steps:
+        return (
+            f"{said}other saved-tensor hooks were entered after the session's, and only the innermost are called; enter the "
+            f"session inside of them"
+        )
+    return (
+        f"{said}autograd saved nothing on the thread that entered it ({thread}); run the forward on that thread, or enter the "
+        f"session on the forward's; with gradients on; and not all of it inside other saved-tensor hooks or a checkpoint"
+    )

@@ -1,0 +1,262 @@
+"""The report says what happened: the peak as far as it is known, what each step was, and what is wrong with how it is used."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.units import MIB
+from tests._unwatched import deep, on_a_thread
+
+PACKAGE = Path(cm.__file__).parent
+
+
+def leaf(device: Device) -> Tensor:
+    return torch.randn(256, 256, device=device.torch_device, requires_grad=True)  # 256 KiB
+
+
+def opened(device: Device, budget_bytes: int = 16 * MIB) -> cm.SwapSession:
+    return cm.SwapSession(device.allocated_bytes() + budget_bytes, "64MiB", device, min_bytes=0)
+
+
+# --- the peak
+
+
+def unseen(device: Device, nbytes: int) -> None:
+    """Memory that is taken and given back where no hook looks."""
+    with device.compute(), torch.no_grad():
+        torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
+
+
+def a_step(session: cm.SwapSession, x: Tensor) -> None:
+    with session.step():
+        deep(x * 2).sum().backward()
+
+
+def test_a_peak_that_the_process_reached_before_is_no_proof(device: Device) -> None:
+    """The budget is broken between two hooks: the device's own peak, of before, is higher, and hooks saw nothing of it."""
+    before = 40 * MIB
+    unseen(device, before)
+    x = leaf(device)
+    session = opened(device)
+    with session:
+        a_step(session, x)
+        unseen(device, 20 * MIB)
+    report = session.report()
+    assert report.budget_held is None
+    assert report.peak_hbm_at_most_bytes is not None
+    assert 0 < report.peak_hbm_bytes < report.hbm_budget_bytes < before <= report.peak_hbm_at_most_bytes
+    assert "at least" in dict(report.rows())["peak device memory"]
+
+
+def test_from_a_fresh_peak_on_it_is_known(device: Device) -> None:
+    x = leaf(device)
+    device.reset_peaks()
+    session = opened(device)
+    with session:
+        a_step(session, x)
+        unseen(device, 20 * MIB)
+    unseen(device, 40 * MIB)  # no longer the session's
+    report = session.report()
+    assert report.budget_held is False
+    assert report.hbm_budget_bytes < report.peak_hbm_bytes < 40 * MIB
+    assert report.peak_hbm_at_most_bytes == report.peak_hbm_bytes
+    assert "EXCEEDED by" in dict(report.rows())["peak device memory"]
+
+
+def test_a_higher_peak_of_before_may_still_be_within_the_budget(device: Device) -> None:
+    device.reset_peaks()
+    unseen(device, 12 * MIB)
+    x = leaf(device)
+    session = opened(device)
+    with session:
+        a_step(session, x)
+    report = session.report()
+    assert report.budget_held is True
+    assert report.peak_hbm_bytes < (report.peak_hbm_at_most_bytes or 0)
+
+
+def test_a_peak_that_was_reset_meanwhile_is_a_lower_bound(device: Device) -> None:
+    x = leaf(device)
+    device.reset_peaks()
+    session = opened(device)
+    with session:
+        with session.step():
+            unseen(device, 12 * MIB)
+        unseen(device, 20 * MIB)
+        device.reset_peaks()
+        a_step(session, x)
+    report = session.report()
+    assert (report.budget_held, report.peak_hbm_at_most_bytes) == (None, None)
+    assert 12 * MIB <= report.peak_hbm_bytes < report.hbm_budget_bytes
+
+
+# --- what the steps were
+
+
+def run_steps(device: Device, links: list[int], *, budget_bytes: int = 16 * MIB, plans: bool = True) -> cm.SwapReport:
+    """A step for each number of links; -1: one that fails, 0: one without gradients."""
+    x = leaf(device)
+    budget = device.allocated_bytes() + budget_bytes
+    session = cm.SwapSession(budget, "64MiB", device, min_bytes=0, plans=plans)
+    with session:
+        for count in links:
+            out = x
+            with pytest.raises(KeyError) if count < 0 else nullcontext(), session.step():
+                for _ in range(abs(count)):
+                    out = torch.tanh(out * 1.5)
+                if count < 0:
+                    raise KeyError
+                with torch.no_grad() if not count else nullcontext():
+                    total = out.sum()
+                if count:
+                    total.backward()
+                del out, total
+    return session.report()
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ([4, 4, 4], {"recorded": 1, "planned": 2}),
+        ([2, 3, 4, 5, 6, 7], {"recorded": 3, "partly planned": 3}),  # each as the last one, and longer
+        ([4, 4, 6, 4], {"recorded": 1, "planned": 1, "partly planned": 2}),  # the last is recognised late
+        ([4, -4, 4], {"recorded": 1, "planned": 1, "failed": 1}),
+        ([4, 0, 0, 4], {"recorded": 1, "planned": 1, "by rule": 2}),
+    ],
+    ids=["alike", "all new", "one that differs", "one that fails", "evaluations"],
+)
+def test_each_step_is_counted_as_what_it_was(links: list[int], expected: dict[str, int], sim: cm.SimDevice) -> None:
+    report = run_steps(sim, links)
+    assert report.steps_by_phase == expected
+    assert sum(expected.values()) == len(links)
+    assert report.detailed_steps == expected["recorded"]
+    assert report.steps == len(links) - expected.get("failed", 0)
+
+
+def test_without_plans_every_step_goes_by_the_rule(sim: cm.SimDevice) -> None:
+    assert run_steps(sim, [4, 4, -4], plans=False).steps_by_phase == {"by rule": 2, "failed": 1}
+
+
+# --- how it is used
+
+
+def train(session: cm.SwapSession, device: Device, how: str) -> None:
+    x = leaf(device)
+
+    def forward() -> Tensor:
+        return deep(x * 2).sum()
+
+    def on_another_thread() -> None:
+        with device.compute():
+            forward().backward()
+
+    for _ in range(3):
+        if how == "no step":
+            forward().backward()
+        elif how == "only the backward in it":
+            out = forward()
+            with session.step():
+                out.backward()
+        elif how == "only the forward in it":
+            with session.step():
+                out = forward()
+            out.backward()
+        else:
+            around: dict[str, AbstractContextManager[object]] = {
+                "gradients off": torch.no_grad(),
+                "under other hooks": cm.save_on_cpu(device=device),
+            }
+            with around.get(how, nullcontext()), session.step():
+                if how == "another thread":
+                    on_a_thread(on_another_thread)
+                elif how == "other hooks inside":
+                    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                        forward().backward()
+                elif how == "gradients off":
+                    forward()
+                else:
+                    forward().backward()
+
+
+NOTHING_RAN = "no hook of this session ran in any of its 3 steps"
+PROBLEMS = {
+    "no step": ["session.step() was never called", "default rule", "put each optimizer step"],
+    "another thread": [NOTHING_RAN, threading.current_thread().name, "run the forward on that thread"],
+    "other hooks inside": [NOTHING_RAN, "inside other saved-tensor hooks"],
+    "under other hooks": [NOTHING_RAN, "only the innermost are called"],
+    "gradients off": [NOTHING_RAN, "gradients were off", "torch.no_grad()"],
+    "only the backward in it": [NOTHING_RAN, "the forward ran between the steps"],
+    "only the forward in it": ["in 3 of 3 steps the forward ran inside of the step and the backward outside"],
+}
+
+
+@pytest.mark.parametrize("how", PROBLEMS)
+def test_the_report_says_what_is_wrong(how: str, device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    session = opened(device, 4 * MIB)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        train(session, device, how)
+    (problem,) = session.report().problems
+    assert all(words in problem for words in PROBLEMS[how])
+    assert ("PROBLEM", problem) in session.report().rows()
+    assert session.report().to_dict()["problems"] == [problem]
+    assert [record.getMessage() for record in caplog.records] == [f"chameleon_mm: {problem}"]
+
+
+def test_a_session_that_nothing_ran_in_is_told_so(sim: cm.SimDevice) -> None:
+    session = opened(sim)
+    assert session.report().problems == ()  # it may come yet
+    with session:
+        assert session.report().problems == ()
+    (problem,) = session.report().problems
+    assert "session.step() was never called, and autograd saved nothing" in problem
+
+
+def test_a_session_that_is_used_as_it_is_meant_has_no_problem(device: Device) -> None:
+    """Evaluations in steps of their own, and a step that failed, are nothing wrong."""
+    session = opened(device)
+    x = leaf(device)
+    with session:
+        with session.step(), torch.no_grad():
+            deep(x * 2)
+        with pytest.raises(KeyError), session.step():
+            out = deep(x * 2).sum()
+            raise KeyError
+        out.backward()
+        for _ in range(3):
+            a_step(session, x)
+        deep(x * 2)
+    assert session.report().problems == ()
+    assert "PROBLEM" not in str(session.report())
+
+
+# --- log lines
+
+
+def log_messages() -> list[tuple[str, ast.expr]]:
+    """Of every call of a logger in the package: the place, and the message."""
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "kernels").rglob("*.py")]
+    return [
+        (f"{file.relative_to(PACKAGE)}:{node.lineno}", node.args[0])
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "_log"
+    ]
+
+
+def test_every_log_line_names_the_library() -> None:
+    """Where nobody configured logging, Python prints a warning's message and nothing else."""
+    messages = log_messages()
+    assert len(messages) > 20
+    for place, message in messages:
+        assert isinstance(message, ast.Constant), place
+        assert str(message.value).startswith("chameleon_mm: "), place

@@ -334,7 +334,10 @@ class NeverLetsGo(SweepingExecutor):
         return self.handles[-1]
 
 
-@pytest.mark.parametrize(("faulty", "name"), [(FlipsOneBit, "mul"), (LosesStrides, "linalg_cholesky"), (NeverLetsGo, "mul")])
+# Max pooling of a channels-last image has a channels-last gradient, so lost strides show by themselves, however a CPU rounds.
+@pytest.mark.parametrize(
+    ("faulty", "name"), [(FlipsOneBit, "mul"), (LosesStrides, "nn_functional_max_pool2d"), (NeverLetsGo, "mul")]
+)
 def test_the_sweep_sees_a_faulty_executor(faulty: type[SweepingExecutor], name: str, setting: Setting) -> None:
     with pytest.raises(AssertionError, match=f"{name}, torch.float32"):
         sweep(name, setting, faulty(setting.device), dtypes=(torch.float32,), samples=SAMPLES, twice=0)

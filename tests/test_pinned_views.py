@@ -352,3 +352,4 @@ def test_on_cuda_every_view_is_pinned() -> None:
         torch.cuda.synchronize()
         assert bool((on_gpu == 5).all())
         views.clear()
+        block.release()

@@ -30,7 +30,7 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned.allocator import check_nbytes
+from chameleon_mm.pinned.allocator import block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.pinned.growth import Growth
@@ -115,8 +115,8 @@ class PinnedPool:
 
     # --- blocks
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
-        """A block of `nbytes`. Zero bytes are a block too, which takes nothing.
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
+        """A block of `nbytes` (int bytes or "1MiB"). Zero bytes are a block too, which takes nothing.
 
         `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
         are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
@@ -125,7 +125,7 @@ class PinnedPool:
         pool stays usable, and the same request may succeed later.
         """
         if type(nbytes) is not int or nbytes < 0:
-            check_nbytes(nbytes)
+            nbytes = block_nbytes(nbytes)
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:
@@ -142,14 +142,14 @@ class PinnedPool:
                 block.wait_on(stream)
         return block
 
-    def allocate_pageable(self, nbytes: int, stream: Stream | None = None) -> PageableBlock:
+    def allocate_pageable(self, nbytes: int | str, stream: Stream | None = None) -> PageableBlock:
         """A block of `nbytes` of ordinary memory, whatever `on_full` says: outside of `max_bytes`, bounded by what the machine
         and the process's control groups leave.
 
         `stream` is there for the likeness to `allocate`: the memory has no earlier user to wait for. It is kept until the event
         that the block is released with is complete. Raises `HostMemoryExhausted`.
         """
-        check_nbytes(nbytes)
+        nbytes = block_nbytes(nbytes)
         memory = self._pageable_source.allocate(nbytes)
         ledger = self._ledger
         with ledger.lock:
@@ -159,8 +159,11 @@ class PinnedPool:
             ledger.pageable.add(serial, memory)
             return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in a block of its own, which returns when the tensor and its views are gone. Raises as `allocate` does."""
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a block of its own, which returns when the tensor and its views are gone.
+
+        Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
+        """
         from chameleon_mm.pinned.tensors import empty_tensor
 
         return empty_tensor(self, shape, dtype)
@@ -294,10 +297,15 @@ def _abandon(device: Device, ledger: Ledger, pid: int) -> None:
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:
     """`pool`, or a new one of `max_bytes` on `device`, as `PinnedPool` takes both. With a pool, a device of None is the pool's.
 
-    Raises `ValueError` for a pool of another device.
+    Raises `ValueError` for a pool of another device, `TypeError` for what is no pool.
     """
     if pool is None:
         return PinnedPool(max_bytes=max_bytes, device=device)
+    if not isinstance(pool, PinnedPool):
+        raise TypeError(
+            f"pool: expected a PinnedPool, got {pool!r} ({type(pool).__name__}); make one with PinnedPool(max_bytes), or leave "
+            f"it out"
+        )
     wanted = pool.device if device is None else resolve_device(device)
     if wanted is not pool.device:
         raise ValueError(f"pool: expected one of {wanted.name}, got one of {pool.device.name}; pass device=pool.device")

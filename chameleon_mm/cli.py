@@ -40,10 +40,10 @@ examples:
 Sizes are bytes or text such as 300MiB, 1.5GiB or 8GB. Exit codes: 0 done, 1 failed, 2 bad usage.
 """
 _DEMO = """\
-Trains a byte-level GPT on the sources of Python's standard library, once without swapping and once with, from the same
-seed. Prints peaks, bytes moved, stall and step times, and whether the two runs are bit-identical: every loss, every
-gradient norm, the final weights and the random state. On a simulated GPU the numbers are computed on the CPU and the
-times are simulated.
+Trains a byte-level GPT on the sources of Python's standard library, once without swapping, once with, and once in plain
+PyTorch with nothing of chameleon_mm around it, from the same seed. Prints peaks, bytes moved, stall and step times, and
+whether the runs are bit-identical: every loss, every gradient norm, the final weights and the random state. On a simulated
+GPU the numbers are computed on the CPU and the times are simulated.
 """
 _DEMO_EPILOG = """\
 examples:

@@ -136,8 +136,6 @@ def fixed_batch(model: nn.Module) -> Tensor:
     return loss
 
 
-
-
 def llama(layers: int) -> Callable[[], nn.Module]:
     return hugging_face(
         "LlamaConfig", "LlamaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,

@@ -408,6 +408,5 @@ def test_torchs_own_peer_is_the_real_one_on_a_gpu() -> None:
     assert stock.key == "torch_save_on_cpu"
     assert stock.over_run is _training_peers._stock
     result = run_peer(stock, SHAPE, device, steps=1, seed=0, hbm_budget=device.capacity)
-    plain = run_peer(peers(device)[0], SHAPE, device, steps=1, seed=0, hbm_budget=device.capacity)
-    assert result.losses.shape == plain.losses.shape
+    assert len(result.losses) == warmup_steps(stock, device) + 1  # fewer than the peer that all are compared with makes
     assert result.peak_reserved_bytes is not None

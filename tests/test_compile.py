@@ -223,6 +223,8 @@ def test_under_the_simulators_own_compute_dynamo_stays_out_of_the_way(sim: cm.Si
 # --- hooks entered within what is compiled
 
 
+# `deep` twice, each a graph of its own where dynamo cannot compile the whole: what the first one saves leaves when the second
+# one saves. In backward it may not leave: on a GPU that is another thread, which does not know which operators are over.
 Build = Callable[[cm.save_on_cpu], Callable[[Tensor], Tensor]]
 
 
@@ -230,7 +232,7 @@ def enters_and_leaves(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
         y = torch.tanh(x * 2)
         with manager:
-            y = deep(y)
+            y = deep(deep(y))
         return (y * y).sum()
 
     return program
@@ -240,7 +242,7 @@ def makes_its_own(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
         y = torch.tanh(x * 2)
         with cm.save_on_cpu(pool=manager.pool, min_bytes=0):
-            y = deep(y)
+            y = deep(deep(y))
         return (y * y).sum()
 
     return program
@@ -248,7 +250,7 @@ def makes_its_own(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
 
 def never_enters(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
-        y = deep(torch.tanh(x * 2))
+        y = deep(deep(torch.tanh(x * 2)))
         return (y * y).sum()
 
     return program
@@ -258,7 +260,7 @@ def breaks_its_graph(manager: cm.save_on_cpu) -> Callable[[Tensor], Tensor]:
     def program(x: Tensor) -> Tensor:
         y = torch.tanh(x * 2)
         torch._dynamo.graph_break()
-        y = deep(y)
+        y = deep(deep(y))
         return (y * y).sum()
 
     return program

@@ -20,17 +20,19 @@ from torch import Tensor
 
 import chameleon_mm
 from chameleon_mm.cli import main
+from chameleon_mm.demo import program as program_module
 from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.compare import first_difference, same_bits
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.notes import StepNote, by_kind, notes
 from chameleon_mm.demo.outcome import Outcome
+from chameleon_mm.demo.program import Rows, TrainConfig, train_plain
 from chameleon_mm.demo.schedule import StepKind, schedule
 from chameleon_mm.demo.show import kind_rows, show, verdicts
 from chameleon_mm.demo.show import rows as table_rows
 from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
-from chameleon_mm.demo.train import Rows, RunResult, TrainConfig, train
+from chameleon_mm.demo.train import RunResult, train
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import format_size_up, parse_size
@@ -235,6 +237,18 @@ def test_a_row_for_every_step_is_asked_for() -> None:
         train(TrainConfig(model=TINY, steps=2, batch=4), tiny_rows(steps=1), SimDevice())
 
 
+def test_the_plain_run_is_the_same_training_with_nothing_of_ours_around_it() -> None:
+    def on_step() -> None:
+        around.append(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+        around.append(torch._C._autograd._top_saved_tensors_default_hooks(False))
+
+    around: list[object] = []
+    config = TrainConfig(model=TINY, steps=5, batch=4)
+    plain = train_plain(config, tiny_rows(steps=5), torch.device("cpu"), on_step=on_step)
+    assert around == [[], None] * 5
+    assert first_difference(plain, train(config, tiny_rows(steps=5), SimDevice())) is None
+
+
 # --- comparing two runs
 
 
@@ -358,8 +372,9 @@ def outcome(**changes: Any) -> Outcome:
     result = tiny_run()
     defaults: dict[str, Any] = {
         "config": TrainConfig(model=TINY, steps=2, batch=4), "device": SimDevice("a100"),
-        "unswapped": result, "swapped": result,
+        "unswapped": result, "swapped": result, "plain": result,
         "report": REPORT, "notes": NOTES, "hbm_budget_bytes": result.peak_bytes, "difference": None, "reproducible": None,
+        "plain_difference": None, "plain_reproducible": None,
     }  # fmt: skip
     return Outcome(**{**defaults, **changes})
 
@@ -367,7 +382,10 @@ def outcome(**changes: Any) -> Outcome:
 def test_a_passed_outcome_says_yes_and_held() -> None:
     passed = outcome()
     assert passed.passed
-    assert verdicts(passed) == ["bit-identical: yes (every loss and gradient norm, final weights, random state)"]
+    assert verdicts(passed) == [
+        "bit-identical: yes (every loss and gradient norm, final weights, random state)",
+        "bit-identical to plain PyTorch: yes (same training on cpu, no chameleon_mm)",
+    ]
     budget = next(row for row in table_rows(passed) if row[0] == "HBM budget")
     assert budget[2].endswith("held")
     assert "NOT" not in budget[2]
@@ -440,16 +458,18 @@ def test_a_broken_budget_fails_and_says_what_stayed() -> None:
     failed = outcome(hbm_budget_bytes=1)
     assert not failed.passed
     assert verdicts(failed)[0].startswith("bit-identical: yes")
-    assert "kept on the device: small: 7" in verdicts(failed)[1]
-    assert f"raise --hbm-budget to {format_size_up(failed.swapped.peak_bytes)}, which this run took" in verdicts(failed)[1]
+    assert "kept on the device: small: 7" in verdicts(failed)[-1]
+    assert f"raise --hbm-budget to {format_size_up(failed.swapped.peak_bytes)}, which this run took" in verdicts(failed)[-1]
     assert parse_size(format_size_up(failed.swapped.peak_bytes)) >= failed.swapped.peak_bytes
 
 
 def test_what_the_library_warned_of_stands_between_bits_and_budget() -> None:
     said = "no plan for a step of 9 hooks: hbm_budget: expected 4096 bytes or more"
     lines = verdicts(outcome(hbm_budget_bytes=1, remarks=(said,)))
-    assert [line.partition(":")[0] for line in lines] == ["bit-identical", "no plan for a step of 9 hooks", "budget not held"]
-    assert "what plans take, above" in lines[2]
+    assert [line.partition(":")[0] for line in lines] == [
+        "bit-identical", "bit-identical to plain PyTorch", "no plan for a step of 9 hooks", "budget not held",
+    ]  # fmt: skip
+    assert "what plans take, above" in lines[-1]
     assert outcome(remarks=(said,)).to_dict({})["remarks"] == [said]
 
 
@@ -474,8 +494,12 @@ def test_a_run_that_does_not_reproduce_itself_is_another_finding() -> None:
     shaky = outcome(difference="loss of step 1: 1 against 2", reproducible=False)
     assert not differs.passed
     assert not shaky.passed
-    assert verdicts(differs) == ["bit-identical: no - loss of step 1: 1 against 2"]
-    assert "does not reproduce itself" in verdicts(shaky)[1]
+    assert verdicts(differs)[0] == "bit-identical: no - loss of step 1: 1 against 2"
+    assert not any("does not reproduce itself" in line for line in verdicts(differs))
+    assert verdicts(shaky)[1].startswith("the unswapped run does not reproduce itself")
+    shaky = outcome(plain_difference="loss of step 1: 1 against 2", plain_reproducible=False)
+    assert verdicts(shaky)[1] == "bit-identical to plain PyTorch: no - loss of step 1: 1 against 2"
+    assert verdicts(shaky)[2].startswith("plain PyTorch does not reproduce itself")
 
 
 # --- the command
@@ -486,16 +510,18 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert "bit-identical: yes" in text
+    assert "bit-identical to plain PyTorch: yes" in text
+    assert text.endswith(f"written: {path}\n")
     assert "simulated H200" in text
     data = json.loads(path.read_text())
-    assert data["schema"] == "chameleon_mm.demo/2"
+    assert data["schema"] == "chameleon_mm.demo/3"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
     assert {"commit", "versions", "date"} <= data.keys()
-    assert data["passed"] is data["bit_identical"] is data["budget_held"] is True
+    assert data["passed"] is data["bit_identical"] is data["bit_identical_to_plain"] is data["budget_held"] is True
     assert data["hbm_budget_bytes"] == data["unswapped"]["peak_bytes"] // 2
     assert data["swapped"]["peak_bytes"] <= data["hbm_budget_bytes"]
-    assert data["unswapped"]["losses"] == data["swapped"]["losses"]
+    assert data["unswapped"]["losses"] == data["swapped"]["losses"] == data["plain"]["losses"]
     assert len(data["swapped"]["step_us"]) == len(data["swapped"]["step_peak_bytes"]) == 3
     assert max(data["swapped"]["step_peak_bytes"]) == data["report"]["peak_hbm_bytes"] == data["swapped"]["peak_bytes"]
     assert [step["kind"] for step in data["steps"]] == ["64 bytes", "32 bytes", "64 bytes"]
@@ -526,9 +552,10 @@ def test_a_budget_below_every_plan_is_told_with_the_smallest_there_is(
     assert main(["demo", *TINY_ARGS, "--hbm-budget", enough[1]]) == 0
 
 
-def test_the_demo_writes_report_and_trace(tmp_path: Path) -> None:
+def test_the_demo_writes_report_and_trace_and_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, trace = tmp_path / "report.html", tmp_path / "trace.json"
     assert main(["demo", *TINY_ARGS, "--report", str(page), "--trace", str(trace)]) == 0
+    assert capsys.readouterr().out.endswith(f"written: {page}\nwritten: {trace}\n")
     assert "<html" in page.read_text()
     assert json.loads(trace.read_text())
 
@@ -556,6 +583,22 @@ def test_one_different_bit_fails_the_demo_and_is_named(
     assert data["bit_identical"] is data["passed"] is False
     assert data["first_difference"].startswith("loss of step 3:")
     assert data["unswapped_reproduces_itself"] is True
+
+
+def test_a_device_that_computes_otherwise_than_plain_pytorch_fails_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With swapping and without alike, so that comparing those two shows nothing."""
+    tampered(monkeypatch, lambda r, swapped, _: dataclasses.replace(r, grad_norms=flipped(r.grad_norms, 1)))
+    path = tmp_path / "demo.json"
+    assert main(["demo", *TINY_ARGS, "--json", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "bit-identical: yes" in out
+    assert "bit-identical to plain PyTorch: no - gradient norm of step 2:" in out
+    data = json.loads(path.read_text())
+    assert data["bit_identical"] is data["plain_reproduces_itself"] is True
+    assert data["bit_identical_to_plain"] is data["passed"] is False
+    assert data["first_difference_to_plain"].startswith("gradient norm of step 2:")
 
 
 def test_a_machine_that_does_not_reproduce_itself_is_told_apart(
@@ -601,6 +644,7 @@ def test_bad_usage_is_told_before_anything_is_trained(
         raise AssertionError("trained in spite of bad usage")
 
     monkeypatch.setattr(train_module, "train", never)
+    monkeypatch.setattr(program_module, "train_plain", never)
     assert main(["demo", *TINY_ARGS, *arguments]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

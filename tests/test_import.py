@@ -56,3 +56,26 @@ def test_the_public_names_are_there_and_listed() -> None:
     assert set(cm.__all__) >= _PUBLIC
     assert all(getattr(cm, name).__module__.startswith("chameleon_mm") for name in _PUBLIC)
     assert set(dir(cm)) >= set(cm.__all__)
+
+
+@pytest.mark.parametrize("module", ["numpy.exceptions", "numpy.dtypes", "torch._tensor"])
+def test_an_interrupt_while_it_is_imported_is_not_lost(module: str) -> None:
+    """torch ignores one that comes while it imports NumPy, and what it left half imported fails where it is needed."""
+    code = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+try:
+    import chameleon_mm
+except KeyboardInterrupt:
+    print("interrupted")
+else:
+    print("went on" if {module!r} in sys.modules else "imported no such module")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr

@@ -18,8 +18,9 @@ import chameleon_mm as cm
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.compare import first_difference
 from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.demo.program import TrainConfig
 from chameleon_mm.demo.text import draw_batches, read_text
-from chameleon_mm.demo.train import TrainConfig, train
+from chameleon_mm.demo.train import train
 from chameleon_mm.device.sim.memory import Ledger
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
 from chameleon_mm.policy import DefaultRule, Limits

@@ -21,7 +21,7 @@ from torch import Tensor
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.pinned import PinnedBlock, PinnedPool, pool_for
 from chameleon_mm.units import KIB, MIB
 
 PAGE = 4096
@@ -183,8 +183,18 @@ def test_zero_bytes_are_a_block_that_takes_nothing(pool: PinnedPool, ledgered: L
     assert pool.stats().num_live == 0
 
 
+@pytest.mark.parametrize("given", [3, "8GiB", PinnedPool])
+def test_what_is_no_pool_is_refused_where_one_is_shared(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"pool: expected a PinnedPool, got .*; make one with PinnedPool\(max_bytes\)"):
+        pool_for(None, given)
+
+
+def test_a_size_may_be_text(pool: PinnedPool) -> None:
+    assert pool.allocate("4KiB").nbytes == pool.allocate_pageable("4KiB").nbytes == 4096
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "error"), [(-1, ValueError), (True, TypeError), (4096.0, TypeError), ("4KiB", TypeError), (None, TypeError)]
+    ("nbytes", "error"), [(-1, ValueError), (True, TypeError), (4096.0, TypeError), ("4 pages", ValueError), (None, TypeError)]
 )
 def test_a_size_that_is_none_is_refused(pool: PinnedPool, nbytes: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="allocate: expected"):

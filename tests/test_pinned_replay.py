@@ -159,7 +159,7 @@ def test_bytes_that_a_block_still_has_are_not_given_twice(pool: PinnedPool) -> N
 def test_zero_bytes_need_no_place_and_disturb_nothing(pool: PinnedPool) -> None:
     plan = plan_offsets([(PAGE, 0, 9), (0, 1, 9), (2 * PAGE, 2, 9)])
     with ReplayPool(pool, plan) as replay:
-        blocks = [replay.allocate(nbytes) for nbytes in (PAGE, 0, 2 * PAGE)]
+        blocks = [replay.allocate(nbytes) for nbytes in (PAGE, 0, f"{2 * PAGE}B")]
         assert [block.nbytes for block in blocks] == [PAGE, 0, 2 * PAGE]
         assert (replay.stats().served, replay.stats().deviated) == (2, 0)
         blocks.clear()

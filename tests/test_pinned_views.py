@@ -164,6 +164,36 @@ def test_a_tensor_that_cannot_be_is_refused(pool: PinnedPool, shape: Any, dtype:
     assert pool.stats().num_live == 0
 
 
+@pytest.mark.parametrize("shape", [6, [6], (6,), torch.Size([6]), np.array([6]), np.int64(6)])
+def test_a_number_alone_is_a_shape_of_one_dimension(pool: PinnedPool, shape: Any) -> None:
+    block = pool.allocate("100B")
+    assert block.tensor(shape, torch.int32).shape == block.numpy(shape, np.int32).shape == (6,)
+    assert pool.empty(shape, torch.int32).shape == (6,)
+
+
+@pytest.mark.parametrize(
+    ("what", "shape", "dtype", "expected"),
+    [
+        ("empty", 4.5, torch.float32, "empty: expected a shape, .* got 4.5"),
+        ("empty", "4", torch.float32, "empty: expected a shape, .* got '4'"),
+        ("empty", (4,), np.float32, "empty: expected a torch.dtype .* got <class 'numpy.float32'>"),
+        ("tensor", (4,), np.float32, "tensor: expected a torch.dtype .*numpy"),
+        ("tensor", None, torch.float32, "tensor: expected a shape, .* got None"),
+        ("numpy", None, np.float32, "numpy: expected a shape, .* got None"),
+        ("numpy", (4,), torch.float32, "numpy: expected a dtype of NumPy's .*tensor"),
+        ("numpy", (4,), "marmot", "numpy: expected a dtype of NumPy's .* got 'marmot'"),
+    ],
+)
+def test_what_is_no_shape_or_no_dtype_is_named_by_who_was_asked(
+    pool: PinnedPool, what: str, shape: Any, dtype: Any, expected: str
+) -> None:
+    block = pool.allocate(16)
+    with pytest.raises(TypeError, match=expected):
+        getattr(pool if what == "empty" else block, what)(shape, dtype)
+    block.release()
+    assert pool.stats().num_live == 0
+
+
 @pytest.mark.parametrize("shape", [(26,), (5, 6), (1 << 40, 1 << 40), (-1,), (2, -3)])
 def test_a_shape_that_does_not_fit_is_refused(pool: PinnedPool, shape: tuple[int, ...]) -> None:
     block = pool.allocate(100)
@@ -352,3 +382,4 @@ def test_on_cuda_every_view_is_pinned() -> None:
         torch.cuda.synchronize()
         assert bool((on_gpu == 5).all())
         views.clear()
+        block.release()

@@ -104,9 +104,10 @@ def test_a_block_of_a_wrapper_is_a_block(pool: PinnedPool, tmp_path: Path, make:
         del view
         block.release()
         assert block.released
-        zero = wrapper.allocate(0)
-        assert zero.buffer.numel() == 0
+        zero, text = wrapper.allocate(0), wrapper.allocate("4KiB")
+        assert (zero.buffer.numel(), text.buffer.numel()) == (0, 4096)
         zero.release()
+        text.release()
         wrapper.close()
         assert pool.stats().num_live == 0
 
@@ -161,7 +162,7 @@ def test_an_unused_block_passes_on_what_its_stream_waited_for(pool: PinnedPool, 
 
 
 @any_wrapper
-@pytest.mark.parametrize("nbytes", [-1, True, 1.5, "4KiB", None])
+@pytest.mark.parametrize("nbytes", [-1, True, 1.5, "4 pages", None])
 def test_what_is_no_size_is_refused(pool: PinnedPool, tmp_path: Path, make: Any, nbytes: Any) -> None:
     with make(pool, tmp_path) as wrapper, pytest.raises((TypeError, ValueError), match="allocate: expected"):
         wrapper.allocate(nbytes)
@@ -378,7 +379,7 @@ def test_two_threads_do_not_pass_a_limit_together(pool: PinnedPool) -> None:
     both = threading.Barrier(2)
 
     class Slow(AllocatorWrapper):
-        def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+        def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
             # The other thread is refused before it gets here: then it breaks the barrier.
             both.wait()
             return super().allocate(nbytes, stream)
@@ -652,7 +653,7 @@ class Fragile:
     def device(self) -> Any:
         return self.pool.device
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         self.enter()
         return self.pool.allocate(nbytes, stream).lend(self)
 

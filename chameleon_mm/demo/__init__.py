@@ -1,4 +1,4 @@
-"""The main job, runnable anywhere: train a small GPT without swapping and with, and compare every bit.
+"""The main job, runnable anywhere: train a small GPT without swapping, with it, and in plain PyTorch, and compare every bit.
 
-command -> text, train (twice), compare, notes -> outcome -> show        # model, text and schedule are the demo's own
+command -> text, program, train (twice), compare, notes -> outcome -> show        # model, text and schedule are the demo's own
 """

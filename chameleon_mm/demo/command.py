@@ -1,9 +1,10 @@
-"""`chameleon-mm demo`: arguments in, two runs, a table and an exit code out.
+"""`chameleon-mm demo`: arguments in, three runs, tables and an exit code out.
 
     check everything that can be checked          # bad usage costs seconds, not a run
     unswapped = train(...)                        # its peak gives the default budget
     swapped = train(..., SwapSession)             # its report after each step says what swapping made of it
-    differs?  train unswapped once more           # does the machine reproduce itself at all?
+    plain = train_plain(...)                      # the same training with nothing of the library around it: the judge
+    differs?  the reference once more             # does the machine reproduce itself at all?
     table, JSON, exit code
 
 torch is imported when the command runs, not when its arguments are declared: help stays fast.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from chameleon_mm.demo.outcome import Outcome
+    from chameleon_mm.demo.program import Numbers
     from chameleon_mm.demo.train import RunResult
     from chameleon_mm.device.protocols import Device
     from chameleon_mm.report import SwapReport
@@ -90,7 +92,7 @@ def _default(name: str) -> str:
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:
-    """Run the demo and return its exit code: 0 if the runs are bit-identical and the budget held, 1 if not.
+    """Run the demo and return its exit code: 0 if all runs are bit-identical and the budget held, 1 if not.
 
     Raises `ValueError` and `DeviceUnavailable` for bad usage, before anything is trained where that can be known, and
     `torch.OutOfMemoryError` where a run does not fit.
@@ -103,6 +105,9 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         args.json.write_text(
             json.dumps(outcome.to_dict(environment("demo", outcome.device)), indent=1) + "\n", encoding="utf-8"
         )
+    for path in (args.report, args.trace, args.json):
+        if path is not None:
+            console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
     return 0 if outcome.passed else 1
 
 
@@ -111,8 +116,8 @@ class _Job:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from chameleon_mm.demo.model import GPTConfig
+        from chameleon_mm.demo.program import TrainConfig
         from chameleon_mm.demo.text import draw_batches, read_text
-        from chameleon_mm.demo.train import TrainConfig
 
         self._args = args
         check_outputs({"--json": args.json, "--report": args.report, "--trace": args.trace})
@@ -166,10 +171,14 @@ class _Job:
                     progress, "swapping", device=device, session_of=swapped_session,
                     on_step=lambda: reports.append(sessions[0].report()),
                 )  # fmt: skip
-            difference = first_difference(unswapped, swapped)
-            reproducible = None
+            plain = self._train_plain(progress, "plain PyTorch", device)
+            difference, plain_difference = first_difference(unswapped, swapped), first_difference(plain, swapped)
+            reproducible = plain_reproducible = None
             if difference is not None:
                 reproducible = first_difference(unswapped, self._train(progress, "no swapping, again")) is None
+            if plain_difference is not None:
+                plain_again = self._train_plain(progress, "plain, again", device)
+                plain_reproducible = first_difference(plain, plain_again) is None
         # The run reset the device's peaks before each step, and read them after it: of them all the session knows less.
         peak_bytes = swapped.peak_bytes
         report = replace(sessions[0].report(), peak_hbm_bytes=peak_bytes, peak_hbm_at_most_bytes=peak_bytes)
@@ -178,9 +187,10 @@ class _Job:
         if self._args.trace is not None:
             report.save_trace(self._args.trace)
         return Outcome(
-            config=self.config, device=device, unswapped=unswapped, swapped=swapped, report=report.to_dict(),
+            config=self.config, device=device, unswapped=unswapped, swapped=swapped, plain=plain, report=report.to_dict(),
             notes=notes(reports, swapped.kinds), hbm_budget_bytes=hbm_budget, difference=difference,
-            reproducible=reproducible, remarks=tuple(dict.fromkeys(said)),
+            reproducible=reproducible, plain_difference=plain_difference, plain_reproducible=plain_reproducible,
+            remarks=tuple(dict.fromkeys(said)),
         )  # fmt: skip
 
     def _check_budgets(self) -> None:
@@ -237,6 +247,13 @@ class _Job:
             on_step()
 
         return train(self.config, self._rows, device or self.device(), **session, on_step=stepped)
+
+    def _train_plain(self, progress: Progress, what: str, device: Device) -> Numbers:
+        """Where `device` computes, and nothing but that is asked of it."""
+        from chameleon_mm.demo.program import train_plain
+
+        task = progress.add_task(what, total=self.config.steps)
+        return train_plain(self.config, self._rows, device.torch_device, on_step=lambda: progress.advance(task))
 
 
 def _progress(console: Console) -> Progress:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from chameleon_mm.demo.train import RunResult
+from chameleon_mm.demo.program import Numbers
 
 
-def first_difference(reference: RunResult, other: RunResult) -> str | None:
+def first_difference(reference: Numbers, other: Numbers) -> str | None:
     """One line that names the first value in which `other` differs from `reference` by a bit; None if none does.
 
     Bits are compared, not numbers: two NaNs of the same bits are equal, 0.0 and -0.0 are not.
@@ -27,7 +27,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
 
 
-def _differences(reference: RunResult, other: RunResult) -> Iterator[str]:
+def _differences(reference: Numbers, other: Numbers) -> Iterator[str]:
     if len(reference.losses) != len(other.losses):
         yield f"number of steps: {len(reference.losses)} against {len(other.losses)}"
     norms = zip(reference.grad_norms, other.grad_norms, strict=False)

@@ -1,7 +1,7 @@
-"""What the demo found out: both runs, and whether swapping kept its promises.
+"""What the demo found out: its runs, and whether swapping kept its promises.
 
-promises: not one bit differs; the swapped peak stays within the HBM budget
-passed = both hold
+promises: not one bit differs, from the run without swapping and from plain PyTorch; the swapped peak is within the HBM budget
+passed = all hold
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from chameleon_mm.demo.notes import KindFigures, StepNote, by_kind
-from chameleon_mm.demo.train import RunResult, TrainConfig
+from chameleon_mm.demo.program import Numbers, TrainConfig
+from chameleon_mm.demo.train import RunResult
 from chameleon_mm.device.protocols import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Both runs of one demo and what comparing them gave."""
+    """All runs of one demo and what comparing them gave."""
 
     config: TrainConfig
     device: Device
     unswapped: RunResult
     swapped: RunResult
+    plain: Numbers
+    """The same training in plain PyTorch, with nothing of the library around it."""
     report: Mapping[str, Any]
     """`SwapReport.to_dict()` of the swapped run."""
     notes: tuple[StepNote, ...]
     """What swapping made of each of its steps."""
     hbm_budget_bytes: int
     difference: str | None
-    """The first difference between the runs; None if there is none."""
+    """The first difference between the runs without swapping and with; None if there is none."""
     reproducible: bool | None
     """Whether a second unswapped run gave the first one's bits; None where nothing differed, so nothing needed asking."""
+    plain_difference: str | None
+    """The first difference between plain PyTorch and the swapped run; None if there is none."""
+    plain_reproducible: bool | None
+    """Whether a second run in plain PyTorch gave the first one's bits; None where nothing needed asking."""
     remarks: tuple[str, ...] = ()
     """What the library warned of in the swapped run: for which steps there is no plan, and what budget one would take."""
 
@@ -41,7 +48,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        return self.difference is None and self.budget_held
+        return self.difference is None and self.plain_difference is None and self.budget_held
 
     def by_kind(self) -> list[KindFigures]:
         """Planned against measured, and without swapping, for each kind of step."""
@@ -51,15 +58,19 @@ class Outcome:
         """Everything as plain data. `environment` comes first: device, simulated, commit, versions."""
         return {
             **environment,
-            "schema": "chameleon_mm.demo/2",
+            "schema": "chameleon_mm.demo/3",
             "config": asdict(self.config),
             "hbm_budget_bytes": self.hbm_budget_bytes,
             "budget_held": self.budget_held,
             "bit_identical": self.difference is None,
             "first_difference": self.difference,
             "unswapped_reproduces_itself": self.reproducible,
+            "bit_identical_to_plain": self.plain_difference is None,
+            "first_difference_to_plain": self.plain_difference,
+            "plain_reproduces_itself": self.plain_reproducible,
             "passed": self.passed,
             "remarks": list(self.remarks),
+            "plain": _values(self.plain),
             "unswapped": _figures(self.unswapped),
             "swapped": _figures(self.swapped),
             "kinds": [{**asdict(figures), "kind": figures.kind.name} for figures in self.by_kind()],
@@ -74,6 +85,9 @@ def _figures(run: RunResult) -> dict[str, Any]:
         "peak_bytes": run.peak_bytes,
         "step_us": list(run.step_us),
         "step_peak_bytes": list(run.step_peak_bytes),
-        "losses": run.losses.tolist(),
-        "grad_norms": run.grad_norms.tolist(),
+        **_values(run),
     }
+
+
+def _values(run: Numbers) -> dict[str, Any]:
+    return {"losses": run.losses.tolist(), "grad_norms": run.grad_norms.tolist()}

@@ -61,14 +61,24 @@ def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """What the figures mean, one line each; the first is always about the bits."""
+    """What the figures mean, one line each; those about the bits come first."""
+    lines = []
     if outcome.difference is None:
-        lines = ["bit-identical: yes (every loss and gradient norm, final weights, random state)"]
+        lines.append("bit-identical: yes (every loss and gradient norm, final weights, random state)")
     else:
-        lines = [f"bit-identical: no - {outcome.difference}"]
+        lines.append(f"bit-identical: no - {outcome.difference}")
     if outcome.reproducible is False:
         lines.append(
             "the unswapped run does not reproduce itself on this device, so this comparison says nothing about swapping"
+        )
+    if outcome.plain_difference is None:
+        where = outcome.device.torch_device.type
+        lines.append(f"bit-identical to plain PyTorch: yes (same training on {where}, no chameleon_mm)")
+    else:
+        lines.append(f"bit-identical to plain PyTorch: no - {outcome.plain_difference}")
+    if outcome.plain_reproducible is False:
+        lines.append(
+            "plain PyTorch does not reproduce itself on this device, so this comparison says nothing about chameleon_mm"
         )
     lines.extend(outcome.remarks)
     if not outcome.budget_held:

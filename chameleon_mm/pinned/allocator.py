@@ -1,7 +1,7 @@
 """What an allocator of pinned blocks is, and what is put around one.
 
     class Counting(AllocatorWrapper):
-        def allocate(self, nbytes, stream=None):
+        def allocate(self, nbytes, stream=None):               # bytes, or text: `block_nbytes(nbytes)` is a number
             block = super().allocate(nbytes, stream)       # a block of ours over a block of the inner one's
             self.count += 1
             return block
@@ -24,6 +24,7 @@ from typing import Any, Protocol, Self
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
+from chameleon_mm.units import parse_size
 
 
 class Stats(Protocol):
@@ -40,8 +41,8 @@ class Allocator(Protocol):
     @property
     def device(self) -> Device: ...
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
-        """A block of `nbytes`. `stream` waits for the bytes' earlier users; the host does not.
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
+        """A block of `nbytes` (an int, or text such as "1MiB"). `stream` waits for the bytes' earlier users; the host does not.
 
         Raises `HostMemoryExhausted` (a `MemoryError`) where that much cannot be had.
         """
@@ -52,12 +53,9 @@ class Allocator(Protocol):
         ...
 
 
-def check_nbytes(nbytes: int) -> None:
-    """Raise `TypeError` or `ValueError` for a request that is no number of bytes."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int):
-        raise TypeError(f"allocate: expected an int of bytes, got {nbytes!r} ({type(nbytes).__name__})")
-    if nbytes < 0:
-        raise ValueError(f"allocate: expected 0 bytes or more, got {nbytes}")
+def block_nbytes(nbytes: int | str) -> int:
+    """Bytes of a request, which may be text. Raises `TypeError` or `ValueError` for one that is no number of bytes."""
+    return parse_size(nbytes, what="allocate")
 
 
 class AllocatorWrapper:
@@ -80,7 +78,7 @@ class AllocatorWrapper:
     def device(self) -> Device:
         return self._inner.device
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """As `Allocator.allocate`."""
         return self._lend(self._inner.allocate(nbytes, stream))
 

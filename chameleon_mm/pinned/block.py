@@ -28,7 +28,7 @@ from torch import Tensor
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
 from chameleon_mm.pinned.late_event import recorded
-from chameleon_mm.pinned.tensors import BlockView, array_nbytes, as_array, as_tensor, plain_dtype, tensor_nbytes
+from chameleon_mm.pinned.tensors import BlockView, array_nbytes, as_array, as_tensor, plain_dtype, plain_shape, tensor_nbytes
 
 _DLPACK_CPU = (1, 0)
 """kDLCPU, its only device. Page-locked memory has a type of its own, kDLCUDAHost, which fewer consumers take: to a reader of
@@ -102,19 +102,21 @@ class PinnedBlock:
 
     # --- views
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def tensor(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """The memory as a contiguous CPU tensor, for the host to read and write. No copy; the content is what was there.
 
         The tensor, and all that shares its storage, holds the block. The host waits for what earlier owners left pending.
         Device work of the caller's own is the caller's to wait for before the last view goes, or to name in `release`. Raises
-        `ValueError` for a shape that needs more than `nbytes`, `BlockReleasedError` after the release.
+        `ValueError` for a shape that needs more than `nbytes`, `TypeError` for what is no shape or no dtype,
+        `BlockReleasedError` after the release.
         """
-        return as_tensor(self._view(tensor_nbytes(shape, dtype, self._nbytes), "tensor"), shape, dtype)
+        sizes = plain_shape("tensor", shape)
+        return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self._nbytes), "tensor"), sizes, dtype)
 
-    def numpy(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """As `tensor`, as an array. Raises `ValueError` for a dtype of Python objects too."""
-        kind = plain_dtype(dtype)
-        return as_array(self._view(array_nbytes(shape, kind, self._nbytes), "numpy"), shape, kind)
+        sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
+        return as_array(self._view(array_nbytes(sizes, kind, self._nbytes), "numpy"), sizes, kind)
 
     def as_memoryview(self) -> memoryview:
         """As `tensor`: all `nbytes`, flat and writable. From Python 3.12 on, `memoryview(block)` is the same."""

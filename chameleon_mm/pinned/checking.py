@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import BlockCorruptedError, BlockReleasedError, HostMemoryExhausted
-from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, Stats, check_nbytes
+from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, Stats, block_nbytes
 from chameleon_mm.pinned.block import LentBlock, PinnedBlock, Ticket
 
 ZONE_BYTES = 4096
@@ -111,9 +111,9 @@ class CheckingAllocator(AllocatorWrapper):
         self._returned: deque[_Guarded] = deque()
         self._waiting: list[_Guarded] = []
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """As `Allocator.allocate`. Raises `BlockCorruptedError`, once, for what was found since the last call."""
-        check_nbytes(nbytes)
+        nbytes = block_nbytes(nbytes)
         self._settle(wait=False)
         padded = nbytes + 2 * ZONE_BYTES
         try:

@@ -14,7 +14,7 @@ from collections import deque
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, check_nbytes
+from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.units import format_size, parse_size
 
@@ -43,9 +43,9 @@ class LimitedAllocator(AllocatorWrapper):
             self._drain()
             return self._live_bytes
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """As `Allocator.allocate`. Raises `HostMemoryExhausted`, and asks `inner` for nothing, past the limit."""
-        check_nbytes(nbytes)
+        nbytes = block_nbytes(nbytes)
         with self._lock:
             self._drain()
             if self._live_bytes + nbytes > self._limit:

@@ -25,7 +25,7 @@ class LockedAllocator(AllocatorWrapper):
         self._lock = threading.Lock()
         self._returned: deque[PinnedBlock] = deque()
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         with self._lock:
             self._drain()
             return super().allocate(nbytes, stream)

@@ -31,7 +31,7 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.device.pinning import REGISTRATION_LIMIT_BYTES
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned.allocator import check_nbytes
+from chameleon_mm.pinned.allocator import block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.pinned.growth import Growth
@@ -116,8 +116,8 @@ class PinnedPool:
 
     # --- blocks
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
-        """A block of `nbytes`. Zero bytes are a block too, which takes nothing.
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
+        """A block of `nbytes` (int bytes or "1MiB"). Zero bytes are a block too, which takes nothing.
 
         `stream`, the one that will touch the block first, waits for the earlier users of its bytes; without one their events
         are left in `block.pending_events`. The host waits for the device in one case only: instead of failing, where the limit
@@ -126,7 +126,7 @@ class PinnedPool:
         pool stays usable, and the same request may succeed later.
         """
         if type(nbytes) is not int or nbytes < 0:
-            check_nbytes(nbytes)
+            nbytes = block_nbytes(nbytes)
         ledger = self._ledger
         with ledger.lock:
             if ledger.closed:
@@ -143,14 +143,14 @@ class PinnedPool:
                 block.wait_on(stream)
         return block
 
-    def allocate_pageable(self, nbytes: int, stream: Stream | None = None) -> PageableBlock:
+    def allocate_pageable(self, nbytes: int | str, stream: Stream | None = None) -> PageableBlock:
         """A block of `nbytes` of ordinary memory, whatever `on_full` says: outside of `max_bytes`, bounded by what the machine
         and the process's control groups leave.
 
         `stream` is there for the likeness to `allocate`: the memory has no earlier user to wait for. It is kept until the event
         that the block is released with is complete. Raises `HostMemoryExhausted`.
         """
-        check_nbytes(nbytes)
+        nbytes = block_nbytes(nbytes)
         memory = self._pageable_source.allocate(nbytes)
         ledger = self._ledger
         with ledger.lock:
@@ -160,8 +160,11 @@ class PinnedPool:
             ledger.pageable.add(serial, memory)
             return PageableBlock(self, (serial, None), memory, 0, nbytes, ())
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor in a block of its own, which returns when the tensor and its views are gone. Raises as `allocate` does."""
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor in a block of its own, which returns when the tensor and its views are gone.
+
+        Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
+        """
         from chameleon_mm.pinned.tensors import empty_tensor
 
         return empty_tensor(self, shape, dtype)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import PoolStateError
-from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper
+from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 
 LOG_FORMAT = "chameleon_mm.allocations.v1"
@@ -58,10 +58,11 @@ class RecordingAllocator(AllocatorWrapper):
         self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - open as long as the recording is, which is a context
         self._file.write(_line({"log": LOG_FORMAT}))
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """As `Allocator.allocate`. Raises `PoolStateError` once closed."""
         if self._file.closed:
             raise PoolStateError("allocate: expected an open recording, got one that was closed; use its inner allocator")
+        nbytes = block_nbytes(nbytes)
         name = None if stream is None else stream.name
         try:
             inner = self._inner.allocate(nbytes, stream)

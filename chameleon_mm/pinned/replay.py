@@ -24,7 +24,7 @@ from typing import Self
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
-from chameleon_mm.pinned.allocator import Allocator
+from chameleon_mm.pinned.allocator import Allocator, block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.pending import PendingRanges
 from chameleon_mm.pinned.plan_offsets import OffsetPlan
@@ -108,12 +108,14 @@ class ReplayPool:
             self._skipped.clear()
             self._since_match = 0
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """As `PinnedPool.allocate`, at the planned offset where the plan foresaw this request, else from the pool.
 
         `stream` waits for the earlier users of the bytes; the host does not. Raises what the pool's `allocate` raises, and
         `PoolStateError` once closed.
         """
+        if type(nbytes) is not int:
+            nbytes = block_nbytes(nbytes)
         with self._lock:
             if self._closed:
                 raise PoolStateError(

@@ -52,13 +52,14 @@ class StatisticsAllocator(AllocatorWrapper):
         self._peak_num_live = self._peak_live_bytes = 0
         self._sizes: dict[int, int] = {}
 
-    def allocate(self, nbytes: int, stream: Stream | None = None) -> PinnedBlock:
+    def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         try:
             block = super().allocate(nbytes, stream)
         except Exception:
             with self._lock:
                 self._refusals += 1
             raise
+        nbytes = block.nbytes
         with self._lock:
             self._drain()
             self._allocations += 1

@@ -45,27 +45,29 @@ class BlockView:
         }
 
 
-def as_tensor(view: BlockView, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def as_tensor(view: BlockView, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """`view` as a contiguous tensor, which holds it."""
     flat = np.asarray(view)
     with torch.inference_mode(mode=False):  # or the view could not be written or saved for backward outside of that mode
-        return torch.from_numpy(flat).view(dtype).view(tuple(shape))
+        return torch.from_numpy(flat).view(dtype).view(shape)
 
 
-def as_array(view: BlockView, shape: Sequence[int], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """`view` as a contiguous array, which holds it."""
-    return np.ndarray(tuple(shape), dtype, buffer=np.asarray(view))
+    return np.ndarray(shape, dtype, buffer=np.asarray(view))
 
 
-def empty_tensor(allocator: Allocator, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_tensor(allocator: Allocator, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised, contiguous CPU tensor in a block of its own, which returns when the last view of the tensor goes.
 
     Copies to and from the device on the stream that is current when the bytes are used again are waited for then, as they would
     be for torch's own pinned tensors. For work on another stream keep the tensor until it is done, or take the block:
-    `allocate`, then `release(after=event)`. Raises `ValueError` for sizes below 0, and what `allocate` raises.
+    `allocate`, then `release(after=event)`. Raises `ValueError` for sizes below 0, `TypeError` for what is no shape or no
+    dtype, and what `allocate` raises.
     """
-    block = allocator.allocate(tensor_nbytes(shape, dtype))
-    return block.lend(_Dropped(block, allocator.device)).tensor(shape, dtype)
+    sizes = plain_shape("empty", shape)
+    block = allocator.allocate(tensor_nbytes("empty", sizes, dtype))
+    return block.lend(_Dropped(block, allocator.device)).tensor(sizes, dtype)
 
 
 class _Dropped:
@@ -85,34 +87,57 @@ class _Dropped:
         return (self._device.current_stream().record(),)
 
 
-def tensor_nbytes(shape: Sequence[int], dtype: torch.dtype, limit: int | None = None) -> int:
-    """Bytes of a tensor. Raises `ValueError` for a shape that is none or takes more than `limit`, `TypeError` for no dtype."""
+def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes of `shape`, where a number alone is one of one dimension. `what` names the function in the error.
+
+    Raises `TypeError` for what is no shape, `ValueError` for sizes below 0.
+    """
+    given: Any = shape  # arrays are shapes, too
+    try:
+        sizes = tuple(map(index, given)) if hasattr(given, "__iter__") else (index(given),)
+    except TypeError:
+        raise TypeError(
+            f"{what}: expected a shape, an int or several such as (3, 4), got {shape!r} ({type(shape).__name__})"
+        ) from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{what}: expected sizes of 0 or more, got shape {sizes}")
+    return sizes
+
+
+def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: int | None = None) -> int:
+    """Bytes of a tensor. Raises `ValueError` for a shape that takes more than `limit`, `TypeError` for no dtype."""
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"tensor: expected a torch.dtype, got {dtype!r} ({type(dtype).__name__}); for NumPy's use numpy()")
-    return _nbytes("tensor", shape, dtype.itemsize, dtype, limit)
+        raise TypeError(
+            f"{what}: expected a torch.dtype such as torch.float32, got {dtype!r} ({type(dtype).__name__}); an array with a "
+            f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
+        )
+    return _nbytes(what, shape, dtype.itemsize, dtype, limit)
 
 
-def array_nbytes(shape: Sequence[int], dtype: np.dtype[Any], limit: int) -> int:
+def array_nbytes(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int) -> int:
     """As `tensor_nbytes`, of an array."""
     return _nbytes("numpy", shape, dtype.itemsize, dtype, limit)
 
 
 def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """NumPy's dtype. Raises `ValueError` for one of Python objects."""
-    kind = np.dtype(dtype)
+    """NumPy's dtype. Raises `TypeError` for what is none, `ValueError` for one of Python objects."""
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"numpy: expected a dtype of NumPy's such as np.float32, got {dtype!r} ({type(dtype).__name__}); with torch's use "
+            f"tensor(shape, dtype)"
+        ) from None
     if kind.hasobject:
         raise ValueError(f"numpy: expected a dtype of plain bytes, got {kind}; pinned memory cannot hold Python objects")
     return kind
 
 
-def _nbytes(what: str, shape: Sequence[int], itemsize: int, dtype: object, limit: int | None) -> int:
-    sizes = tuple(index(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"{what}: expected sizes of 0 or more, got shape {sizes}")
-    nbytes = math.prod(sizes) * itemsize
+def _nbytes(what: str, shape: tuple[int, ...], itemsize: int, dtype: object, limit: int | None) -> int:
+    nbytes = math.prod(shape) * itemsize
     if limit is not None and nbytes > limit:
         raise ValueError(
-            f"{what}: expected a shape of at most {limit} bytes, got {sizes} of {dtype} = {nbytes} bytes; "
+            f"{what}: expected a shape of at most {limit} bytes, got {shape} of {dtype} = {nbytes} bytes; "
             f"allocate a larger block"
         )
     return nbytes

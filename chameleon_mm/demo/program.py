@@ -1,0 +1,146 @@
+"""The training that the demo runs: plain PyTorch, the same lines whatever is around them.
+
+    seed; model; AdamW; rows to the device
+    step:     training:    forward; backward; clip the gradient; optimizer step; gradients dropped
+              evaluation:  forward
+    numbers:  every loss, every gradient norm, the final weights and the random state, on the CPU
+
+`train` runs it on a device of the library, swapped or not; `train_plain` runs it with nothing of the library around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import get_device_states
+
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.demo.schedule import StepKind, schedule
+from chameleon_mm.device.reproducible import reproducible
+
+Rows = Sequence[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One run: the model, the text is given apart. Raises `ValueError` for what cannot be run."""
+
+    model: GPTConfig
+    steps: int
+    batch: int
+    """Rows per step."""
+    seed: int = 0
+    """Of weights, dropout and rows."""
+    lr: float = 1e-3
+    max_norm: float = 1.0
+    """The gradient is scaled down to this norm where it is longer."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {value}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed: expected 0 to 2**63 - 1, got {self.seed}")
+        if not 0.0 < self.lr < float("inf"):
+            raise ValueError(f"lr: expected a finite rate above 0, got {self.lr}")
+
+    @property
+    def kinds(self) -> tuple[StepKind, ...]:
+        """Of each step, in order."""
+        return schedule(self.steps, self.model.context)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a training computed. Tensors are on the CPU."""
+
+    kinds: tuple[StepKind, ...]
+    """Of each step."""
+    losses: Tensor
+    """[steps], in the loss's own dtype."""
+    grad_norms: Tensor
+    """[training steps], before clipping."""
+    weights: dict[str, Tensor]
+    """Every parameter and buffer after the last step."""
+    random_states: tuple[Tensor, ...]
+    """State of the CPU's generator and of the device's, after the last step."""
+
+
+class Program:
+    """One training from `config.seed` on `where`, one step for each element of `rows`.
+
+    Seeds torch's default generators. Raises `ValueError` for another number of rows than of steps.
+    """
+
+    def __init__(self, config: TrainConfig, rows: Rows, where: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self._config = config
+        self.model = GPT(config.model, device=where)
+        # fused: one kernel, on a GPU and on the CPU that the simulator prices. By default torch would take a dozen small
+        # operators for every parameter there, and a simulated step of a small model would be about launching those.
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, fused=True)
+        # Before the first step, for a copy out of pageable memory makes the host wait. copy=True: the simulator's device is
+        # the CPU, and a row must become device memory there too.
+        self._batches = [
+            (kind, _to_device(ids, kind, where), _to_device(targets, kind, where))
+            for kind, (ids, targets) in zip(config.kinds, rows, strict=True)
+        ]
+        self._losses: list[Tensor] = []
+        self._grad_norms: list[Tensor] = []
+
+    def step(self, number: int) -> None:
+        """Enqueue the step of that number, from 0 on. All of them in order are the training."""
+        kind, ids, targets = self._batches[number]
+        if kind.training:
+            loss = self.model.loss(ids, targets)
+            loss.backward()
+            self._grad_norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_norm))
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        else:
+            loss = self._evaluate(ids, targets)
+        # Kept on the device: reading a loss here would make the host wait and hide what swapping costs it.
+        self._losses.append(loss.detach())
+
+    def numbers(self) -> Numbers:
+        """What the steps so far computed. The host waits for them."""
+        return Numbers(
+            kinds=self._config.kinds,
+            losses=torch.stack([_to_host(loss) for loss in self._losses]),
+            grad_norms=torch.stack([_to_host(norm) for norm in self._grad_norms]),  # the first step is always a training one
+            weights={name: _to_host(value) for name, value in self.model.state_dict().items()},
+            random_states=(torch.get_rng_state(), *get_device_states(next(self.model.parameters()))[1]),
+        )
+
+    def _evaluate(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.model.loss(ids, targets)
+        self.model.train()
+        return loss
+
+
+def train_plain(config: TrainConfig, rows: Rows, where: torch.device, *, on_step: Callable[[], None] = lambda: None) -> Numbers:
+    """The training in eager PyTorch on `where`, with nothing of the library around it: what every other run is judged by.
+
+    torch's deterministic kernels are used, as in every run of the demo. Raises what `Program` and torch raise.
+    """
+    with reproducible():
+        program = Program(config, rows, where)
+        for number in range(config.steps):
+            program.step(number)
+            on_step()
+        return program.numbers()
+
+
+def _to_device(rows: Tensor, kind: StepKind, where: torch.device) -> Tensor:
+    """As many bytes of each row as steps of this kind have."""
+    return rows[:, : kind.length].contiguous().to(where, copy=True)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

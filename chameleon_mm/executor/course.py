@@ -82,6 +82,7 @@ class Course:
         """The tick of each, and the end."""
         born = trace.tensor_born >= 0
         made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
+        made[trace.op_tick] += trace.op_inner_bytes
         self._allocated_until: list[int] = np.cumsum(made)[self._by_hook].astype(np.int64).tolist()
         """By hook, and at the end: bytes that the step allocated until then, freed ones too."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes

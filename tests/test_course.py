@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from array import array
 
+import numpy as np
 import pytest
 
 from chameleon_mm.executor.course import LATELY, MOST_PLANS, SAMPLES, WORTH_A_PLAN, Course, Variant
@@ -15,7 +16,8 @@ from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 from chameleon_mm.units import allocated_size
 from tests._traces import H200_LINK, chain, plan_of
 
-TRACE = chain(layers=2)
+_CHAIN = chain(layers=2)
+TRACE = dataclasses.replace(_CHAIN, op_inner_bytes=np.arange(len(_CHAIN.op_us)) % 3 * 512)
 FIRST = Candidates.of(TRACE)
 TENSOR = int(FIRST.tensor[0])
 
@@ -223,7 +225,7 @@ def test_what_a_step_allocates_between_its_hooks() -> None:
         for later in range(max(hook, 0), len(ticks)):
             made_bytes = sum(
                 allocated_size(TRACE.tensors[j].nbytes) for j, tick in born.items() if since < tick <= ticks[later]
-            )
+            ) + sum(op.inner_bytes for op in TRACE.ops if since < op.tick <= ticks[later])
             assert made.allocated_between(hook, later) == made_bytes
         between = made.ticks_between(hook, hook + 1)
         assert len(range(*between.indices(TRACE.num_ticks))) >= 1

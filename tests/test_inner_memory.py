@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import chameleon_mm as cm
@@ -18,7 +19,9 @@ from chameleon_mm.device import Device, MemoryReading
 from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.planning.needs import needs_of
 from chameleon_mm.policy import memory_curve, peak_memory
+from chameleon_mm.profiler.op_times import PricedTimes
 from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import StorageBook
@@ -137,8 +140,26 @@ def test_a_recorder_sees_what_operators_hold_inside(device: Device) -> None:
     ]
     peak = peak_memory(trace)
     # x, x + 1 and the softmax, and what it takes; or these three alone.
-    assert (peak.tick, peak.inner_bytes, peak.nbytes) == (1, SCORES_INSIDE, trace.start_bytes + 2 * SCORES_BYTES + SCORES_INSIDE)
+    assert (peak.tick, peak.inner_bytes, peak.nbytes) == (
+        1,
+        SCORES_INSIDE,
+        trace.start_bytes + 2 * SCORES_BYTES + SCORES_INSIDE,
+    )
     assert memory_curve(trace).tolist()[2] == trace.start_bytes + 2 * SCORES_BYTES
+
+
+def test_on_shapes_alone_it_is_that_of_the_formulas() -> None:
+    sim = cm.SimDevice()
+    with FakeTensorMode():
+        x = torch.zeros(SCORES)
+        recorder = Recorder(sim, times=PricedTimes(sim.cost.kernel_us))
+        with recorder:
+            y = aten._safe_softmax.default(x + 1, -1)
+    trace = recorder.finish()
+    assert [op.inner_bytes for op in trace.ops] == [0, SCORES_INSIDE]
+    inside = next(need for need in needs_of(trace, peak_memory(trace)) if need.name == "inside operators")
+    assert (inside.most_bytes, inside.at_peak_bytes) == (SCORES_INSIDE, SCORES_INSIDE)
+    assert y.shape == x.shape
 
 
 @pytest.mark.gpu
@@ -244,7 +265,9 @@ class Run:
     hits: int = 0
 
 
-def train(device: Device, lengths: list[int], budget: int | None = None, *, evaluates: bool = False, eager: bool = False) -> Run:
+def train(
+    device: Device, lengths: list[int], budget: int | None = None, *, evaluates: bool = False, eager: bool = False
+) -> Run:
     """`eager`: by plain PyTorch, with nothing of ours around it. Without a budget: nothing is swapped."""
     torch.manual_seed(0)
     run, chance = Run(), Random(1)

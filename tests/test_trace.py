@@ -35,7 +35,9 @@ def small() -> Trace:
 def test_records_are_what_the_builder_was_told() -> None:
     trace = small()
     assert list(trace.ops) == [
-        OpRecord(tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner)
+        OpRecord(
+            tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner
+        )
         for tick, name, content, phase, us, reads, writes, inner in (
             (0, "aten::mm", 7, StepPhase.FORWARD, 10.0, (0,), (1,), 0),
             (2, "aten::add", 8, StepPhase.FORWARD, 20.0, (1, 0), (2,), 1024),

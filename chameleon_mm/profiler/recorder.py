@@ -305,7 +305,7 @@ class Recorder(TorchDispatchMode):
         return list(given.values()), written, inner
 
     def _read(self, newcomers: Sequence[torch.UntypedStorage] = ()) -> None:
-        """What swapping or nobody's operator did is no operator's: later readings count from here."""
+        """What was allocated until now is no operator's: the next reading counts from here."""
         self._readings.take(self._book, newcomers, tick=self._builder.num_ticks)
 
     def _begin_tick(self) -> None:

@@ -128,7 +128,8 @@ def pipeline(
 
 
 def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) -> Trace:
-    """Any step: up to `max_tensors` saved storages, some saved and used more than once, some held by others or for ever."""
+    """Any step: up to `max_tensors` saved storages, some saved and used more than once, some held by others or for ever. Two of
+    three operators hold memory inside themselves."""
     untouched = random.randrange(3) * 4096
     there = [random.randrange(1, 9000) for _ in range(random.randrange(3))]
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=untouched + sum(-(-n // 512) * 512 for n in there))
@@ -140,7 +141,8 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
         reads = random.sample(known, min(len(known), random.randrange(3)))
         us = random.choice((0.0, random.random() * max_us))
         name = random.choice(("aten::mm", "aten::add", "aten::gelu"))
-        b.op(name, random.getrandbits(64), phase, us, reads=reads, writes=writes)
+        inner_bytes = b.num_ticks % 3 * 512 * random.randrange(1, 100)
+        b.op(name, random.getrandbits(64), phase, us, reads=reads, writes=writes, inner_bytes=inner_bytes)
 
     def hooked() -> None:
         if waiting and random.random() < 0.8:

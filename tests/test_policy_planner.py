@@ -191,8 +191,10 @@ def test_a_peak_that_is_not_in_activations_is_said_to_be_so() -> None:
     b.op("aten::mm_backward", 1, BACKWARD, 1.0)
     b.dies(x)
     b.tensor(1 << 20, TensorKind.OPTIMIZER)
-    b.op("aten::_fused_adamw_", 1, StepPhase.OPTIMIZER, 1.0)
-    with pytest.raises(InfeasibleBudget, match=r"1.00 MiB optimizer\. The peak is not in activations at all"):
+    b.op("aten::_fused_adamw_", 1, StepPhase.OPTIMIZER, 1.0, inner_bytes=1 << 18)
+    with pytest.raises(
+        InfeasibleBudget, match=r"1.00 MiB optimizer, 256.0 KiB inside an operator\. The peak is not in activations at all"
+    ):
         generate_plan(b.finish(), 1 << 19, None, H200_LINK)
 
 

@@ -313,6 +313,7 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
     untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
     last_use = {hook.tensor: k for k, hook in enumerate(trace.hooks) if hook.use}
     hook_of = {hook.tick: k for k, hook in enumerate(trace.hooks)}
+    inside = {op.tick: op.inner_bytes for op in trace.ops}
     host: dict[int, int] = {}
     most, most_on_host = [], 0
 
@@ -347,7 +348,7 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
             host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
             most_on_host = max(most_on_host, sum(host.values()))
             host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
-        most.append(max(moments, default=there()))
+        most.append(max(moments, default=there() + inside.get(tick, 0)))
     return most, most_on_host
 
 

@@ -22,7 +22,7 @@ def small() -> Trace:
     b.op("aten::mm", 7, StepPhase.FORWARD, 10.0, reads=(w,), writes=(x,))
     b.save(x, 70)
     y = b.tensor(2000)
-    op = b.op("aten::add", 8, StepPhase.FORWARD, 0.0, reads=(x, w), writes=(y,))
+    op = b.op("aten::add", 8, StepPhase.FORWARD, 0.0, reads=(x, w), writes=(y,), inner_bytes=1024)
     b.set_duration(op, 20.0)
     b.released(x)
     b.dies(y)
@@ -35,9 +35,14 @@ def small() -> Trace:
 def test_records_are_what_the_builder_was_told() -> None:
     trace = small()
     assert list(trace.ops) == [
-        OpRecord(tick=0, name="aten::mm", content=7, phase=StepPhase.FORWARD, duration_us=10.0, reads=(0,), writes=(1,)),
-        OpRecord(tick=2, name="aten::add", content=8, phase=StepPhase.FORWARD, duration_us=20.0, reads=(1, 0), writes=(2,)),
-        OpRecord(tick=4, name="aten::mm", content=7, phase=StepPhase.BACKWARD, duration_us=30.0, reads=(1,), writes=()),
+        OpRecord(
+            tick=tick, name=name, content=content, phase=phase, duration_us=us, reads=reads, writes=writes, inner_bytes=inner
+        )
+        for tick, name, content, phase, us, reads, writes, inner in (
+            (0, "aten::mm", 7, StepPhase.FORWARD, 10.0, (0,), (1,), 0),
+            (2, "aten::add", 8, StepPhase.FORWARD, 20.0, (1, 0), (2,), 1024),
+            (4, "aten::mm", 7, StepPhase.BACKWARD, 30.0, (1,), (), 0),
+        )
     ]
     assert list(trace.tensors) == [
         TensorRecord(nbytes=100, kind=TensorKind.PARAMETER, born=-1, released=NEVER, sendable=NEVER, dies=5),
@@ -95,6 +100,8 @@ def test_a_step_in_which_nothing_happens() -> None:
         ("read_offsets", np.array([0, 3, 1, 4]), "read_offsets to divide read_tensors"),
         ("write_tensors", np.array([1, 3], np.int32), "numbers below 3"),
         ("tensor_bytes", np.array([1, -1, 1]), "sizes of 0 bytes or more"),
+        ("op_inner_bytes", np.array([0, -1, 0]), "sizes of 0 bytes or more"),
+        ("op_inner_bytes", np.array([0, 0]), "expected 3 values in op_inner_bytes, got 2"),
         ("start_bytes", -1, "sizes of 0 bytes or more"),
         ("tensor_dies", np.array([5, -1, 2], np.int32), "born, then to die, within 5 ticks"),
         ("tensor_dies", np.array([5, 6, 2], np.int32), "within 5 ticks"),

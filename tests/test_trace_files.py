@@ -121,7 +121,7 @@ def test_the_file_of_a_small_step(tmp_path: Path) -> None:
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=512)
     w = b.tensor(100, TensorKind.PARAMETER, born=-1)
     x = b.tensor(1000, TensorKind.ACTIVATION)
-    b.op("aten::mm", 0xAB, StepPhase.FORWARD, 0.1, reads=(w,), writes=(x,))
+    b.op("aten::mm", 0xAB, StepPhase.FORWARD, 0.1, reads=(w,), writes=(x,), inner_bytes=1536)
     b.save(x, 1)
     b.sendable(x, b.save(-1, 2))
     b.released(x)
@@ -130,19 +130,28 @@ def test_the_file_of_a_small_step(tmp_path: Path) -> None:
     save_trace(b.finish(-5), tmp_path / "t.jsonl")
     header, *lines = (tmp_path / "t.jsonl").read_text().splitlines()
     assert header == (
-        '{"schema":"chameleon_mm.trace/1","device":"simulated h200","simulated":true,"start_bytes":512,"ops":1,"tensors":2,'
+        '{"schema":"chameleon_mm.trace/2","device":"simulated h200","simulated":true,"start_bytes":512,"ops":1,"tensors":2,'
         '"hooks":3,"op_names":["aten::mm"]}'
     )
     assert lines == [
         '["tensor","parameter",100,null,null,null,null]',
         '["tensor","activation",1000,0,2,1,3]',
-        '["op","aten::mm","00000000000000ab","forward",[2],[1]]',
+        '["op","aten::mm","00000000000000ab","forward",[2],[1],1536]',
         '["save",1]',
         '["save",null]',
         '["use",1]',
         '["us",0,[0.1]]',
         '["features",-5,["0000000000000001","0000000000000002","0000000000000003"]]',
     ]
+
+
+def test_a_file_of_the_schema_before_tells_nothing_of_what_operators_hold_inside(tmp_path: Path) -> None:
+    trace = random_step(Random(5))
+    assert trace.op_inner_bytes.any()
+    header, *lines = lines_of(trace, tmp_path)
+    before = [header.replace("chameleon_mm.trace/2", "chameleon_mm.trace/1")]
+    before += [json.dumps(line[:-1] if line[0] == "op" else line) for line in map(json.loads, lines)]
+    assert_equal(load_lines(before, tmp_path), replace(trace, op_inner_bytes=np.zeros_like(trace.op_inner_bytes)))
 
 
 def lines_of(trace: Trace, tmp_path: Path) -> list[str]:
@@ -212,7 +221,7 @@ def times(written: str) -> Callable[[list[str]], list[str]]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/2"}), f"line 1: expected .* the schema {SCHEMA}, got"),
+        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/3"}), f"line 1: expected .* the schema {SCHEMA}, got"),
         (edited(0, lambda h: [h]), "line 1: expected a header with the schema"),
         (edited(0, lambda h: {**h, "ops": "many"}), "line 1: expected ops of type int in the header, got 'many'"),
         (edited(0, lambda h: {**h, "device": None}), "line 1: expected device of type str"),
@@ -231,6 +240,10 @@ def times(written: str) -> Callable[[list[str]], list[str]]:
         (edited(6, put(2, "xyz")), "line 7: expected a hash of 16 hexadecimal digits, got 'xyz'"),
         (edited(6, put(3, "sideways")), "line 7: expected a phase: forward, backward, optimizer, got 'sideways'"),
         (edited(6, put(5, [99])), "numbers below"),
+        (edited(6, put(6, 0.5)), "line 7: expected a whole number, got 0.5"),
+        (edited(6, put(6, -512)), "sizes of 0 bytes or more"),
+        (edited(6, lambda line: line[:-1]), "line 7: expected a tensor, op, .* line with all its values"),
+        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/1"}), "line 7: expected a tensor, op, .* with all its values"),
         (edited(7, put(1, 1 << 40)), "hook_tensor from -1"),
         (edited(7, put(0, "load")), "line 8: expected a tensor, op, save, use, us or features line"),
         (times("NaN"), "expected finite numbers, got NaN"),
@@ -347,7 +360,7 @@ def test_sizes_kinds_phases_and_saves_that_changed() -> None:
     def step(nbytes: int, kind: TensorKind, phase: StepPhase, saved: bool) -> Trace:
         b = TraceBuilder(device="d", simulated=True, start_bytes=0)
         x = b.tensor(nbytes, kind)
-        b.op("aten::mm", 1, phase, 1.0, writes=(x,))
+        b.op("aten::mm", 1, phase, 1.0, writes=(x,), inner_bytes=nbytes // 2048)
         b.save(x if saved else -1, 5)
         return b.finish()
 
@@ -355,6 +368,7 @@ def test_sizes_kinds_phases_and_saves_that_changed() -> None:
     two = step(2 * MIB, TensorKind.ACTIVATION, StepPhase.BACKWARD, saved=False)
     assert diff_traces(one, two) == [
         "operator 0 (aten::mm): in forward, now in backward",
+        "operator 0 (aten::mm): holds 512 bytes inside itself, now 1024",
         "operator 0 (aten::mm): writes 1048576 bytes, now 2097152",
         "operator 0 (aten::mm): writes a storage of kind temporary, now activation",
         "hook calls 0 to 0: save of 1048576 bytes, now save of what stays",

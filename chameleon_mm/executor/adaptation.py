@@ -245,6 +245,7 @@ class Adaptation:
             need = course.need | seen.need
         if need is not None:
             course.plan_for(need)
+        if course.held_less(seen.spared, self._hbm_budget_bytes // SPARE_PART) or need is not None:
             self._offer(course)
 
     def _learn_times(self) -> None:

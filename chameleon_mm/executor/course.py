@@ -7,10 +7,12 @@ course.measured(variant, time)       # after a step that went by it, hook for ho
 course.slowdown                      # how much longer operators take than the trace has it: 1 where that is right, or not known
 course.learn_stalls()                # the kept one stalls more than it was to: how much earlier copies are to begin
 course.plan_for(need)                # a step like it took more memory, or those of late took less
+course.held_less(spared, 1 << 20)    # those of late held less inside operators than the recorded one
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -80,15 +82,14 @@ class Course:
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """The tick of each, and the end."""
-        born = trace.tensor_born >= 0
-        made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
-        self._allocated_until: list[int] = np.cumsum(made)[self._by_hook].astype(np.int64).tolist()
+        self._allocated_until = self._odometer()
         """By hook, and at the end: bytes that the step allocated until then, freed ones too."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         """Allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
         """How often the trace's times were."""
         self._lately: deque[Need] = deque(maxlen=LATELY)
+        self._spared: deque[Mapping[tuple[int, int], int]] = deque(maxlen=LATELY)
         self.plan_for(Need())
 
     def plan_for(self, need: Need) -> None:
@@ -192,6 +193,36 @@ class Course:
         for taken in self._lately:
             most |= taken
         return most if self.need.exceeds(most, spare_bytes) else None
+
+    def held_less(self, spared: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
+        """A step like it allocated so much less between two hooks than was recorded. An operator holds no more inside itself
+        than the most that steps of late allocated there: more was the recorded step's alone, as when kernels were tried out.
+        Returns whether that is more than `spare_bytes`; then it is forgotten, and plans that there were are, too."""
+        self._spared.append(spared)
+        if len(self._spared) < LATELY:
+            return False
+        recorded = self._recorded
+        inner_bytes = recorded.op_inner_bytes.copy()
+        for between in spared:
+            most_bytes = self.allocated_between(*between) - min(step.get(between, 0) for step in self._spared)
+            ticks = self.ticks_between(*between)
+            ops = slice(*np.searchsorted(recorded.op_tick, (ticks.start, ticks.stop)).tolist())
+            inner_bytes[ops] = np.minimum(inner_bytes[ops], most_bytes)
+        if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
+            return False
+        self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
+        self._allocated_until = self._odometer()
+        self._spared.clear()
+        self.plan_for(self.need)
+        return True
+
+    def _odometer(self) -> list[int]:
+        trace = self._recorded
+        born = trace.tensor_born >= 0
+        made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
+        made[trace.op_tick] += trace.op_inner_bytes
+        allocated_until: list[int] = np.cumsum(made)[self._by_hook].astype(np.int64).tolist()
+        return allocated_until
 
 
 def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], Mapping[int, float]]:

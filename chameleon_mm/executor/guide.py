@@ -63,6 +63,8 @@ class Seen(NamedTuple):
     """Those that a recorder saw, from the first one on."""
     need: Need
     """What it took beyond what the trace of the step that it was has, as far as it was that one."""
+    spared: dict[tuple[int, int], int]
+    """By two hooks: bytes that the known step allocated between them, and this one did not."""
     passed_plan: bool
     """Whether it took so much more that its plan was no longer trusted."""
     had_plan: bool
@@ -114,7 +116,14 @@ class Guide:
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         need = Need(extra_bytes=self._extra_bytes, spikes=self._spikes)
         seen = Seen(
-            self.light.end_step(), whole, recorded_hooks, need, self._passed_plan, self._had_plan, self._guard.trusts_plan
+            self.light.end_step(),
+            whole,
+            recorded_hooks,
+            need,
+            self._spared,
+            self._passed_plan,
+            self._had_plan,
+            self._guard.trusts_plan,
         )
         self._forget_step()
         return seen
@@ -155,6 +164,8 @@ class Guide:
         self._grown_bytes = 0
         self._spikes: dict[int, int] = {}
         """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
+        self._spared: dict[tuple[int, int], int] = {}
+        """As `Seen` has it."""
         self._passed_plan = self._had_plan = False
         self._guard.trusts_plan = self._guard.astray = False
 
@@ -270,6 +281,8 @@ class Guide:
             return
         more_bytes = grown_bytes - course.allocated_between(since, hook)
         if more_bytes <= 0:
+            if more_bytes < 0:
+                self._spared[since, hook] = -more_bytes
             return
         ticks = course.ticks_between(since, hook)
         planned_for = course.need.spikes
@@ -312,7 +325,7 @@ class Guide:
         self._matcher = None if course is None or self.followed is None else course.matcher
         self._cursor = None if self._script is None else self._script.begin_step()
         self._cast = {}
-        self._extra_bytes, self._spikes, self._passed_plan = 0, {}, False
+        self._extra_bytes, self._spikes, self._spared, self._passed_plan = 0, {}, {}, False
         behind = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = behind or _NOTHING_DUE
         untouched = all(saved.place is Place.RESIDENT for saved in self._first_saves.values())

@@ -47,6 +47,8 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[Need, ...]:
             most = int(sum_over_time(trace.num_ticks, size[which], since[which], until[which]).max(initial=0))
             at_peak = sum(peak.by_kind.get(kind, 0) for kind in kinds)
             needs.append(Need(name=name, most_bytes=most, at_peak_bytes=at_peak))
+    if trace.op_inner_bytes.any():
+        needs.append(Need(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes))
     return tuple(needs)
 
 

@@ -85,7 +85,7 @@ def assumptions(prediction: Prediction) -> list[str]:
         f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth; the host is not late",
         f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
         f"the budget is {_budget_from(prediction)}",
-        "memory is that of the tensors: CUDA's context, the allocator's gaps and library workspaces come on top",
+        "memory is that of the tensors and what a few operators hold inside; CUDA's context, gaps and workspaces come on top",
         "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
     ]
     host_us = int(np.count_nonzero(trace.op_us)) * cost.launch_us

@@ -1,6 +1,7 @@
 """A step's device memory, nothing swapped: how much is allocated at each tick, what the most of it is, what swapping can reach.
 
 curve[t] = start_bytes + what was born in the step and is there at t - what was there before the step and is gone by t
+           + what the operator of t holds inside itself
 floor[t] = curve[t] - what is idle at t        no plan's memory is below it, and the plan that moves all candidates is at it
 
 Sizes count rounded up to 512 bytes, as the caching allocator takes them.
@@ -74,6 +75,8 @@ class Peak:
     nbytes: int
     by_kind: Mapping[TensorKind, int]
     """Of `nbytes`: storages of each kind that the step knows; kinds that have none are left out."""
+    inner_bytes: int
+    """Of `nbytes`: what the operator that runs then holds inside itself."""
     untouched_bytes: int
     """Of `nbytes`: what was there before the step, and the step never touches."""
     idle_bytes: int
@@ -84,6 +87,7 @@ def memory_curve(trace: Trace) -> Int64s:
     """(ticks,) of bytes allocated at most during each tick of `trace`, nothing swapped. O(operators + storages)."""
     size = allocated_size(trace.tensor_bytes)
     change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
+    change[trace.op_tick] += trace.op_inner_bytes
     return change + _untouched_bytes(trace, size)
 
 
@@ -120,6 +124,7 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
         tick=tick,
         nbytes=int(curve[tick]) if len(curve) else untouched + int(size[there].sum()),
         by_kind={kind: int(by_kind[kind]) for kind in TensorKind if by_kind[kind]},
+        inner_bytes=int(trace.op_inner_bytes[trace.op_tick == tick].sum()),
         untouched_bytes=untouched,
         idle_bytes=0 if away else int(candidates.size[idle].sum()),
     )

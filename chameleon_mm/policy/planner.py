@@ -123,10 +123,12 @@ def _empty_plan(problem: Problem, budget: int, fingerprint: int) -> SwapPlan:
 
 def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget:
     peak, least = peak_memory(trace), problem.least_bytes
-    by_kind = ", ".join(f"{format_size(nbytes)} {kind.name.lower()}" for kind, nbytes in peak.by_kind.items())
+    parts = [f"{format_size(nbytes)} {kind.name.lower()}" for kind, nbytes in peak.by_kind.items()]
+    if peak.inner_bytes:
+        parts.append(f"{format_size(peak.inner_bytes)} inside an operator")
     text = (
         f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
-        f"peak of {format_size(peak.nbytes)} is {by_kind}"
+        f"peak of {format_size(peak.nbytes)} is {', '.join(parts)}"
     )
     if least == problem.peak_bytes:
         text += (

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.composite import GPU
+from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall, Tensors
 from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
@@ -46,6 +47,7 @@ from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
 from chameleon_mm.profiler.other_formulas import has_other_formula
+from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
 from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave
@@ -59,9 +61,6 @@ UNMOVABLE = -1
 
 NO_HOOK = -1
 """The number of a hook call that was not written down."""
-
-OPS_PER_READING = 16
-"""On a GPU, where reading the allocator's counters takes the host longer than an operator does."""
 
 _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
@@ -109,7 +108,8 @@ class Recorder(TorchDispatchMode):
         self._flaw: str | None = None
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
-        self._start_bytes = device.allocated_bytes()
+        self._readings = Readings(device)
+        self._start_bytes = self._readings.allocated_bytes
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
         self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
         self._contents = ContentHashes()
@@ -122,8 +122,6 @@ class Recorder(TorchDispatchMode):
         self._last_backward = -1, -1
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = self._stopped = False
-        self._unread_ops = 0
-        self._ops_per_reading = 1 if device.simulated else OPS_PER_READING
         for storage, kind in kinds_of(model, optimizers, self._device_type):
             self._book.expect(storage, kind)
         if model is not None:
@@ -214,8 +212,8 @@ class Recorder(TorchDispatchMode):
         with self._lock, self._forgiving(call):
             if not self._stopped:
                 self._book.settle()
-                given, made = self._number(call, newcomers)
-                self._note(call, [*read, *given], made)
+                given, made, inner = self._number(call, newcomers)
+                self._note(call, [*read, *given], made, inner)
         return out
 
     def _writes(self) -> bool:
@@ -242,7 +240,7 @@ class Recorder(TorchDispatchMode):
             self._give_up(_INTERRUPTED)
             raise
 
-    def _note(self, call: OpCall, read: list[TracedStorage], written: list[TracedStorage]) -> None:
+    def _note(self, call: OpCall, read: list[TracedStorage], written: list[TracedStorage], inner: int) -> None:
         name = call.func.name()
         op = self._builder.op(
             name,
@@ -251,6 +249,7 @@ class Recorder(TorchDispatchMode):
             0.0,
             reads=[traced.number for traced in read],
             writes=[traced.number for traced in written],
+            inner_bytes=inner,
         )
         for traced in written:
             traced.last_write = op
@@ -280,8 +279,11 @@ class Recorder(TorchDispatchMode):
             self._parameters[id(parameter)] = weakref.ref(parameter)
             self._book.expect(storage, TensorKind.PARAMETER)
 
-    def _number(self, call: OpCall, newcomers: list[torch.UntypedStorage]) -> tuple[list[TracedStorage], list[TracedStorage]]:
-        """Number what the call was given and nobody knew, and what it made: the former, and all that it wrote."""
+    def _number(
+        self, call: OpCall, newcomers: list[torch.UntypedStorage]
+    ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
+        """Number what the call was given and nobody knew, and what it made. Returns the former, all that it wrote, and how
+        many bytes it held inside itself."""
         tick, fresh = self._builder.num_ticks, call.facts.name in _FRESH
         fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
         written, unknown = self._look_up(call.written)
@@ -289,20 +291,20 @@ class Recorder(TorchDispatchMode):
         for storage in unknown:
             if id(storage) not in given_ids:
                 written.append(self._book.add(storage, born=tick, counted=not fake))
-        self._unread_ops += 1
         if fake:
-            self._fake = True
+            self._fake, inner = True, inner_bytes(call)
             for storage in newcomers:
                 self._book.add(storage, born=tick if fresh else -1, counted=False)
-        elif newcomers or self._unread_ops >= self._ops_per_reading:
-            self._read(newcomers, fresh=fresh)
+        else:
+            made_bytes = sum(traced.charged_bytes for traced in written if traced.born == tick)
+            inner = self._readings.take(self._book, newcomers, tick=tick, fresh=fresh, made_bytes=made_bytes)
         given = {id(storage): traced for storage in newcomers if (traced := self._book.find(storage)) is not None}
         written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
-        return list(given.values()), written
+        return list(given.values()), written, inner
 
-    def _read(self, newcomers: Sequence[torch.UntypedStorage] = (), *, fresh: bool = False) -> None:
-        self._unread_ops = 0
-        self._book.read(self._device.allocated_bytes(), newcomers, fresh=fresh, tick=self._builder.num_ticks)
+    def _read(self, newcomers: Sequence[torch.UntypedStorage] = ()) -> None:
+        """What was allocated until now is no operator's: the next reading counts from here."""
+        self._readings.take(self._book, newcomers, tick=self._builder.num_ticks)
 
     def _begin_tick(self) -> None:
         self._book.settle()

@@ -112,6 +112,8 @@ class StorageBook:
         self._deaths: deque[_Ref] = deque()
         self._retired: deque[TracedStorage] = deque()
         self._live_bytes = 0
+        self.freed_bytes = 0
+        """Of device memory that storages known here gave back so far."""
         self._unknown = allocated_bytes
         """What the device counts beside the storages known here, at the last reading."""
         self._lowest_unknown = allocated_bytes
@@ -271,6 +273,7 @@ class StorageBook:
     def _died(self, ref: _Ref) -> None:
         traced, ref.over = ref.traced, True
         self._live_bytes -= traced.charged_bytes
+        self.freed_bytes += traced.charged_bytes
         traced.incarnations -= 1
         if traced.saved and not traced.used and not traced.released and traced.incarnations == 0:
             self._release(traced)

@@ -31,6 +31,7 @@ class TraceBuilder:
         self._op_name, self._op_content, self._op_phase = array("i"), array("Q"), array("B")
         self._op_us, self._op_tick = array("d"), array("i")
         self._reads, self._writes = _Ragged(), _Ragged()
+        self._op_inner_bytes = array("q")
         self._bytes, self._kind = array("q"), array("B")
         self._born, self._released, self._sendable, self._dies = array("i"), array("i"), array("i"), array("i")
         self._hook_tick, self._hook_use, self._hook_tensor, self._hook_feature = array("i"), array("B"), array("i"), array("Q")
@@ -66,8 +67,9 @@ class TraceBuilder:
         *,
         reads: Sequence[int] = (),
         writes: Sequence[int] = (),
+        inner_bytes: int = 0,
     ) -> int:
-        """An operator runs. Returns its number."""
+        """An operator runs, and holds `inner_bytes` for itself meanwhile. Returns its number."""
         self._op_tick.append(self.num_ticks)
         self._op_name.append(self._names.setdefault(name, len(self._names)))
         self._op_content.append(content)
@@ -75,6 +77,7 @@ class TraceBuilder:
         self._op_us.append(duration_us)
         self._reads.append(reads)
         self._writes.append(writes)
+        self._op_inner_bytes.append(inner_bytes)
         return self.num_ops - 1
 
     def set_duration(self, op: int, duration_us: float) -> None:
@@ -122,6 +125,7 @@ class TraceBuilder:
             read_tensors=np.array(self._reads.values, np.int32),
             write_offsets=np.array(self._writes.offsets, np.int64),
             write_tensors=np.array(self._writes.values, np.int32),
+            op_inner_bytes=np.array(self._op_inner_bytes, np.int64),
             tensor_bytes=np.array(self._bytes, np.int64),
             tensor_kind=np.array(self._kind, np.uint8),
             tensor_born=np.array(self._born, np.int32),

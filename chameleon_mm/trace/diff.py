@@ -55,6 +55,8 @@ def _writes(before: Trace, after: Trace, old: OpRecord, new: OpRecord, number: i
     where = f"operator {number} ({new.name})"
     if old.phase != new.phase:
         yield f"{where}: in {old.phase.name.lower()}, now in {new.phase.name.lower()}"
+    if old.inner_bytes != new.inner_bytes:
+        yield f"{where}: holds {old.inner_bytes} bytes inside itself, now {new.inner_bytes}"
     if len(old.writes) != len(new.writes):
         yield f"{where}: writes {len(old.writes)} storages, now {len(new.writes)}"
     for a, b in zip(old.writes, new.writes, strict=False):

@@ -1,6 +1,6 @@
 """Reads a trace's file line by line, and says of a wrong one which line, what was expected there and what was got.
 
-reader = TraceReader("step.jsonl", "chameleon_mm.trace/1")
+reader = TraceReader("step.jsonl", "chameleon_mm.trace/2")       # and what the schema before it had
 for text in file: reader.line(text)
 trace = reader.finish()
 """
@@ -25,6 +25,9 @@ _KINDS = {kind.name.lower(): kind for kind in TensorKind}
 _MOST_DIGITS = 40
 """Of whole numbers, with their sign: more than any that is 64 bits wide has."""
 
+_BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
+"""The schema of files whose operators do not say what they hold inside themselves."""
+
 _CUT = "was the file cut short? Save the trace again"
 
 
@@ -36,6 +39,8 @@ class TraceReader:
         self._schema = schema
         self._number = 0
         self._header: dict[str, Any] = {}
+        self._num_inner = 1
+        """Values of an operator's line that say what it holds inside itself: none in `_BEFORE_INNER_BYTES`."""
         self._names: dict[str, int] = {}
         self._ended = False
         self._fingerprint = 0
@@ -43,6 +48,7 @@ class TraceReader:
         self._op_us, self._op_tick = array("d"), array("i")
         self._reads, self._read_offsets = array("q"), array("q", [0])
         self._writes, self._write_offsets = array("q"), array("q", [0])
+        self._inner_bytes = array("q")
         self._bytes, self._kind, self._born = array("q"), array("B"), array("q")
         self._released, self._sendable, self._dies = array("q"), array("q"), array("q")
         self._outlives: list[int] = []
@@ -66,8 +72,11 @@ class TraceReader:
         match line:
             case ["tensor", str() as kind, nbytes, born, released, sendable, dies]:
                 self._tensor(kind, nbytes, born, released, sendable, dies)
-            case ["op", str() as name, str() as content, str() as phase, list() as reads, list() as writes]:
+            case ["op", str() as name, str() as content, str() as phase, list() as reads, list() as writes, *inner] if (
+                len(inner) == self._num_inner
+            ):
                 self._op(name, content, phase, reads, writes)
+                self._inner_bytes.append(self._int(inner[0]) if inner else 0)
             case ["save" | "use" as kind, tensor]:
                 self._hook_tick.append(self._ticks)
                 self._hook_use.append(kind == "use")
@@ -112,6 +121,7 @@ class TraceReader:
                 read_tensors=_narrow(self._reads),
                 write_offsets=np.array(self._write_offsets, np.int64),
                 write_tensors=_narrow(self._writes),
+                op_inner_bytes=np.array(self._inner_bytes, np.int64),
                 tensor_bytes=np.array(self._bytes, np.int64),
                 tensor_kind=np.array(self._kind, np.uint8),
                 tensor_born=_narrow(self._born),
@@ -142,7 +152,8 @@ class TraceReader:
 
     def _read_header(self, header: Any) -> None:
         schema = header.get("schema") if isinstance(header, dict) else None
-        if schema != self._schema:
+        self._num_inner = 0 if schema == _BEFORE_INNER_BYTES else 1
+        if schema not in (self._schema, _BEFORE_INNER_BYTES):
             self.fail(f"a header with the schema {self._schema}", f"{shown(schema)}; load it with the version that saved it")
         for key, kind in (
             ("device", str), ("simulated", bool), ("start_bytes", int), ("ops", int), ("tensors", int), ("hooks", int),

@@ -54,6 +54,8 @@ class OpRecord:
     """Numbers of the storages of its tensor arguments."""
     writes: tuple[int, ...]
     """Numbers of the storages that it returned or changed."""
+    inner_bytes: int
+    """Device memory that it allocates and frees again before it ends: at most so much beside its inputs and results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ def kept_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     """`trace` with the storages of `kinds` that were made in it and outlive it there from the beginning.
 
-    Operators that made such storages and wrote nothing else take no time: they will not run again.
+    Operators that made such storages and wrote nothing else take no time and no memory: they will not run again.
     """
     kept = _kept(trace, kinds)
     if not kept.any():
@@ -36,9 +36,10 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     writes = trace.write_tensors
     makes = kept[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
     made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
-    op_us = np.where((made > 0) & (made == written), 0.0, trace.op_us)
+    over = (made > 0) & (made == written)
+    op_us, inner_bytes = np.where(over, 0.0, trace.op_us), np.where(over, 0, trace.op_inner_bytes)
     start_bytes = trace.start_bytes + kept_bytes(trace, kinds)
-    return dataclasses.replace(trace, tensor_born=born, op_us=op_us, start_bytes=start_bytes)
+    return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
 
 
 def with_extra(trace: Trace, nbytes: int) -> Trace:

@@ -55,6 +55,8 @@ class Trace:
     read_tensors: Int32s
     write_offsets: Int64s
     write_tensors: Int32s
+    op_inner_bytes: Int64s
+    """Device memory, as the allocator counts it, that each holds for itself while it runs, beside its inputs and results."""
 
     tensor_bytes: Int64s
     tensor_kind: UInt8s
@@ -108,6 +110,7 @@ class Trace:
             duration_us=float(self.op_us[i]),
             reads=tuple(self.read_tensors[self.read_offsets[i] : self.read_offsets[i + 1]].tolist()),
             writes=tuple(self.write_tensors[self.write_offsets[i] : self.write_offsets[i + 1]].tolist()),
+            inner_bytes=int(self.op_inner_bytes[i]),
         )
 
     def _tensor(self, j: int) -> TensorRecord:
@@ -159,7 +162,7 @@ class Trace:
             raise ValueError(f"trace: expected distinct op_names and op_name below {len(self.op_names)}; {cut}")
         if not (_within(self.op_phase, 0, len(StepPhase)) and _within(self.tensor_kind, 0, len(TensorKind))):
             raise ValueError("trace: expected op_phase to be of StepPhase and tensor_kind of TensorKind; record the step again")
-        if (self.tensor_bytes < 0).any() or self.start_bytes < 0:
+        if (self.tensor_bytes < 0).any() or (self.op_inner_bytes < 0).any() or self.start_bytes < 0:
             raise ValueError("trace: expected sizes of 0 bytes or more, got one below; record the step again")
         lives = _within(self.tensor_born, -1, n + k + 1) and _within(self.tensor_dies, -1, n + k + 1)
         if not lives or (self.tensor_dies < self.tensor_born).any():
@@ -182,6 +185,7 @@ _COLUMNS = (
     "read_tensors",
     "write_offsets",
     "write_tensors",
+    "op_inner_bytes",
     "tensor_bytes",
     "tensor_kind",
     "tensor_born",

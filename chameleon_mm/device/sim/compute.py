@@ -2,7 +2,7 @@
 
 reads   -> each input's bytes, checked against the copies that touch them        (before the operator runs)
 run     -> the real CPU operator: the numbers are real
-writes  -> results and mutated inputs; new storages are charged for, and may not fit
+writes  -> results and mutated inputs; new storages are charged for, and may not fit; so is what it takes for itself meanwhile
 time    -> host: launch cost; stream: max(its time, host's) + price of the kernel
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
+from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
 from chameleon_mm.device.sim.machine import Machine
@@ -67,6 +68,7 @@ class SimCompute(TorchDispatchMode):
                 for t in call.written.values():  # all of them first: whether they fit comes before whether they race
                     machine.ledger.adopt(t.untyped_storage(), stream.actor)
                 if facts.kernel:
+                    machine.ledger.lend(inner_bytes(call))
                     written_bytes = machine.access(stream, call.written.values(), write=True, label=label)
                     self._take_time(call, stream, read_bytes, written_bytes, any(hosts))
                 else:

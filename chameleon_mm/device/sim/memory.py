@@ -151,6 +151,12 @@ class Ledger:
                 f"{format_size(self.allocated_bytes)} is allocated."
             )
 
+    def lend(self, nbytes: int) -> None:
+        """An operator has `nbytes` for itself and gives them back. Raises `torch.OutOfMemoryError` when they do not fit."""
+        self.make_room(nbytes)
+        self.odometer_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
+
     def settle(self) -> None:
         """Book the deaths so far. Raises `SimRaceError` for a block handed back under an access that was not ordered."""
         error: SimRaceError | None = None

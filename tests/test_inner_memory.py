@@ -1,0 +1,335 @@
+"""Memory that operators hold inside themselves: the simulator charges it, recorders see it, and plans leave room for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device, MemoryReading
+from chameleon_mm.device.inner_memory import inner_bytes
+from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.planning.needs import needs_of
+from chameleon_mm.policy import memory_curve, peak_memory
+from chameleon_mm.profiler.op_times import PricedTimes
+from chameleon_mm.profiler.readings import Readings
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.storages import StorageBook
+from chameleon_mm.trace import Trace, TraceBuilder
+from chameleon_mm.units import KIB
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+aten = torch.ops.aten
+
+SCORES = (2, 3, 40, 40)
+"""Of attention, float32: 38,400 bytes. Inside: a bool for each element 9,600, one for each row 240, a scalar; rounded up."""
+SCORES_BYTES, SCORES_INSIDE = 38_400, 9_728 + 512 + 512
+
+
+def called(func: torch._ops.OpOverload[..., object], *args: object) -> int:
+    return inner_bytes(OpCall(OpFacts.of(func), func, args, {}, device_type="meta"))
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# --- the formulas
+
+
+def test_what_attention_without_a_fused_kernel_holds() -> None:
+    assert called(aten._safe_softmax.default, meta(*SCORES), -1) == SCORES_INSIDE
+    assert called(aten._safe_softmax.default, meta(*SCORES, dtype=torch.bfloat16), -1) == SCORES_INSIDE
+    assert called(aten._safe_softmax.default, meta(0, 4), -1) == 512
+    assert called(aten._safe_softmax.default, meta(), 0) == 3 * 512
+    assert called(aten._softmax.default, meta(*SCORES), -1, False) == 0
+
+
+def test_what_the_backward_of_fused_attention_holds() -> None:
+    def backward(dtype: torch.dtype, kv_heads: int = 8) -> int:
+        q, k = meta(2, 8, 130, 80, dtype=dtype), meta(2, kv_heads, 200, 80, dtype=dtype)
+        func = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+        return called(func, q, q, k, k, q, meta(2, 8, 130), 0.0, True)
+
+    # 130 rows become 256, of 80 numbers 96.
+    accumulated, sums = 2 * 8 * 256 * 96 * 4, 2 * 8 * 256 * 4
+    assert backward(torch.bfloat16) == accumulated + sums
+    assert backward(torch.float16, kv_heads=2) == accumulated + sums + 2 * (2 * 8 * 200 * 80 * 2)
+    assert backward(torch.float32) == 0  # another kernel
+
+
+def test_what_the_backward_of_an_embedding_holds() -> None:
+    def backward(indices: int, vocabulary: int, dtype: torch.dtype = torch.bfloat16) -> int:
+        grad, which = meta(indices, 64, dtype=dtype), meta(indices, dtype=torch.int64)
+        return called(aten.embedding_dense_backward.default, grad, which, vocabulary, -1, False)
+
+    assert backward(3072, 1000) == 0
+    # A row of float32 for every ten of 4,000 indices, and for each of 1,000 words.
+    rows, indices, words = 1400 * 64 * 4, 32_256, 8_192
+    assert backward(4000, 1000) == rows + 6 * indices + 2 * words + 11_264
+
+
+def test_what_the_norm_of_many_tensors_holds() -> None:
+    tensors = [meta(100), meta(3 * 65_536 + 1), meta(7)]
+    assert called(aten._foreach_norm.Scalar, tensors, 2) == 512
+    assert called(aten._foreach_norm.Scalar, [meta(40 * 65_536, dtype=torch.float16)] * 10, 2) == 10 * 40 * 4 + 448
+
+
+# --- the simulator
+
+
+def test_the_simulator_charges_it_while_the_operator_runs() -> None:
+    sim = cm.SimDevice()
+    with sim.compute():
+        x = torch.zeros(SCORES)
+        sim.reset_peaks()
+        before = sim.read_memory()
+        y = aten._safe_softmax.default(x, -1)
+    after = sim.read_memory()
+    assert after.allocated_bytes == before.allocated_bytes + SCORES_BYTES
+    assert after.odometer_bytes == before.odometer_bytes + SCORES_BYTES + SCORES_INSIDE
+    assert sim.peak_allocated_bytes() == after.allocated_bytes + SCORES_INSIDE
+    assert y.shape == x.shape
+
+
+def test_an_operator_that_finds_no_memory_for_itself_is_out_of_memory() -> None:
+    needed = 2 * SCORES_BYTES + SCORES_INSIDE
+    for short in (0, 512):
+        sim = cm.SimDevice(hbm_bytes=needed - short)
+        with sim.compute():
+            x = torch.zeros(SCORES)
+            if short:
+                with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 10.5 KiB"):
+                    aten._safe_softmax.default(x, -1)
+                assert sim.allocated_bytes() == SCORES_BYTES
+            else:
+                aten._safe_softmax.default(x, -1)
+
+
+# --- the recorder
+
+
+def recorded(device: Device, run: Callable[[Tensor], Tensor]) -> Trace:
+    with device.compute():
+        x = torch.zeros(SCORES, device=device.torch_device)
+        recorder = Recorder(device)
+        with recorder:
+            y = run(x)
+        trace = recorder.finish()
+        del y
+    return trace
+
+
+def test_a_recorder_sees_what_operators_hold_inside(device: Device) -> None:
+    trace = recorded(device, lambda x: aten._safe_softmax.default(x + 1, -1) * 2)
+    assert [(op.name, op.inner_bytes) for op in trace.ops] == [
+        ("aten::add.Tensor", 0),
+        ("aten::_safe_softmax", SCORES_INSIDE),
+        ("aten::mul.Tensor", 0),
+    ]
+    peak = peak_memory(trace)
+    beside_x = 2 * SCORES_BYTES  # x + 1 and the softmax; then that and its double
+    assert (peak.tick, peak.inner_bytes, peak.nbytes) == (1, SCORES_INSIDE, trace.start_bytes + beside_x + SCORES_INSIDE)
+    assert memory_curve(trace).tolist()[2] == trace.start_bytes + beside_x
+
+
+def test_on_shapes_alone_it_is_that_of_the_formulas() -> None:
+    sim = cm.SimDevice()
+    with FakeTensorMode():
+        x = torch.zeros(SCORES)
+        recorder = Recorder(sim, times=PricedTimes(sim.cost.kernel_us))
+        with recorder:
+            y = aten._safe_softmax.default(x + 1, -1)
+    trace = recorder.finish()
+    assert [op.inner_bytes for op in trace.ops] == [0, SCORES_INSIDE]
+    inside = next(need for need in needs_of(trace, peak_memory(trace)) if need.name == "inside operators")
+    assert (inside.most_bytes, inside.at_peak_bytes) == (SCORES_INSIDE, SCORES_INSIDE)
+    assert y.shape == x.shape
+
+
+@pytest.mark.gpu
+def test_what_an_operator_keeps_is_no_memory_inside_it() -> None:
+    device, kept = cm.CudaDevice(), list[Tensor]()
+
+    @torch.library.custom_op("chameleon_mm_tests::with_workspace", mutates_args=())
+    def with_workspace(x: Tensor) -> Tensor:
+        if not kept:
+            kept.append(torch.empty(64 * KIB, dtype=torch.uint8, device=x.device))
+        for _ in range(2):
+            scratch = torch.empty(16 * KIB, dtype=torch.uint8, device=x.device)
+            del scratch
+        return torch.zeros_like(x)
+
+    trace = recorded(device, lambda x: with_workspace(with_workspace(x)))
+    assert [op.inner_bytes for op in trace.ops] == [32 * KIB, 32 * KIB]
+
+
+class Counters:
+    """A device of which somebody says what it counts."""
+
+    def __init__(self) -> None:
+        self.allocated = self.odometer = 0
+
+    def read_memory(self) -> MemoryReading:
+        return MemoryReading(self.allocated, self.odometer)
+
+    def take(self, nbytes: int) -> None:
+        self.allocated += nbytes
+        self.odometer += nbytes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_allocated_and_gone_again_is_told_from_what_stays(seed: int) -> None:
+    rng, counters = Random(seed), Counters()
+    readings = Readings(counters)  # type: ignore[arg-type]  # all that it asks of a device
+    book = StorageBook(TraceBuilder(device="d", simulated=True, start_bytes=0), allocated_bytes=0)
+    storages: list[torch.UntypedStorage] = []
+    for tick in range(30):
+        for at in reversed(range(len(storages))):
+            if rng.random() < 0.3:
+                counters.allocated -= storages.pop(at).nbytes()
+        book.settle()
+        workspace = rng.choice((0, 0, 4096))
+        counters.take(workspace)
+        scratch = [512 * rng.randrange(50) for _ in range(rng.randrange(3))]
+        for nbytes in scratch:
+            counters.take(nbytes)
+        counters.allocated -= sum(scratch)
+        sizes = [512 * rng.randrange(1, 20) for _ in range(rng.randrange(3))]
+        for nbytes in sizes:
+            counters.take(nbytes)
+            storages.append(torch.UntypedStorage(nbytes))
+            book.add(storages[-1], born=tick, counted=True)
+        assert readings.take(book, tick=tick, made_bytes=sum(sizes)) == sum(scratch)
+
+
+# --- training within a budget
+
+BLOCKS, WIDTH, HEADS, VOCABULARY, ROWS, LENGTH = 6, 32, 4, 32, 4, 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        with sdpa_kernel(SDPBackend.MATH):
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
+
+
+class GPT(nn.Module):
+    """With the first two rows of attention masked out: only `_safe_softmax` gives them zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1], device=ids.device)
+        mask = (at[:, None] >= at) & (at[:, None] >= 2)
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+@dataclass
+class Run:
+    peaks: list[int] = field(default_factory=list)
+    numbers: list[tuple[object, bytes]] = field(default_factory=list)
+    """Of losses and gradients: dtype and layout, and what they are."""
+    recorded: list[bool] = field(default_factory=list)
+    """By step: whether it was recorded to its end."""
+    hits: int = 0
+
+
+def train(
+    device: Device, lengths: list[int], budget: int | None = None, *, evaluates: bool = False, eager: bool = False
+) -> Run:
+    """`eager`: by plain PyTorch, with nothing of ours around it. Without a budget: nothing is swapped."""
+    torch.manual_seed(0)
+    run, chance = Run(), Random(1)
+    with nullcontext() if eager else device.compute():
+        model = GPT().to(device.torch_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    session = None if budget is None else cm.SwapSession(budget, "64MiB", device, 4 * KIB, model=model)
+    with session or (nullcontext() if eager else device.compute()):
+        for number, length in enumerate(lengths):
+            ids = torch.randint(VOCABULARY, (ROWS, length), generator=torch.Generator().manual_seed(number))
+            before = 0 if session is None else session.report().detailed_steps
+            device.reset_peaks()
+            with nullcontext() if session is None else session.step():
+                ids = ids.to(device.torch_device)
+                if evaluates and chance.random() < 0.25:
+                    with torch.no_grad():
+                        model(ids)
+                loss = model(ids)
+                loss.backward()
+                run.numbers += [bits(t) for t in (loss, *(p.grad for p in model.parameters())) if t is not None]
+                optimizer.step()
+                optimizer.zero_grad()
+            run.peaks.append(device.peak_allocated_bytes())
+            run.recorded.append(session is not None and session.report().detailed_steps > before)
+            del loss, ids
+    run.hits = 0 if session is None else session.report().plan_cache_hits
+    return run
+
+
+def bits(t: Tensor) -> tuple[object, bytes]:
+    """Without an operator on the simulated device, whose memory would be counted."""
+    return (t.dtype, t.shape, t.stride()), t.detach().cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("share", [1 / 2, 3 / 4])
+def test_a_planned_step_keeps_its_budget_with_what_operators_hold_inside(device: Device, share: float) -> None:
+    lengths = [LENGTH] * 5
+    idle = max(train(device, lengths[:2]).peaks)
+    budget = int(idle * share)
+    got = train(device, lengths, budget)
+    assert got.recorded == [True, *[False] * 4]
+    assert got.hits == 4
+    assert max(got.peaks[1:]) <= budget < idle
+    assert got.numbers == train(device, lengths, eager=True).numbers
+
+
+def test_without_it_the_same_step_passes_its_budget(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Readings.take
+
+    def blind(self: Readings, *args: object, **kwargs: object) -> int:
+        real(self, *args, **kwargs)  # type: ignore[arg-type]  # handed through
+        return 0
+
+    monkeypatch.setattr(Readings, "take", blind)
+    budget = max(train(device, [LENGTH] * 2).peaks) // 2
+    assert max(train(device, [LENGTH] * 4, budget).peaks[1:]) > budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.5, 0.6])
+def test_a_changing_sequence_passes_no_budget_once_its_steps_are_known(device: Device, share: float) -> None:
+    rng = Random(3)
+    lengths = [rng.choice((64, 80, 96, 128)) for _ in range(60)]
+    budget = int(max(train(device, lengths, evaluates=True).peaks) * share)
+    got = train(device, lengths, budget, evaluates=True)
+    assert [number for number, peak in enumerate(got.peaks) if peak > budget and not got.recorded[number]] == []
+    assert got.hits >= 50
+    assert got.numbers == train(device, lengths, evaluates=True, eager=True).numbers

@@ -27,6 +27,9 @@ LEAVING_BYTES = 256 * MIB
 AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
 
+FREE_SHARE = 1 / 16
+"""Of the HBM that all else leaves free: what swapping may hold, until steps have shown how far allocation climbs."""
+
 
 class _Entered(threading.local):
     """How often the calling thread is inside: hooks are each thread's own."""
@@ -67,7 +70,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             self.device,
             self.pool,
             rule=rule,
-            limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES),
+            limits=Limits(leaving_bytes=LEAVING_BYTES, ahead_bytes=AHEAD_BYTES, free_share=FREE_SHARE),
             protected=ProtectedStorages(),
             thresholds=thresholds or thresholds_for(self.device),
         )

@@ -278,6 +278,8 @@ class Setting:
     pool_bytes: int
     slow_link: bool
     leaving_bytes: int
+    short: bool
+    """Whether there is no room for anything that could be on the host."""
     packs: bool
     collect: bool
 
@@ -290,6 +292,7 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
         pool_bytes=st.sampled_from([1 << 20, 1 << 20, 16 << 10]),  # 16 KiB: four blocks, and then everything stays
         slow_link=st.booleans(),
         leaving_bytes=st.sampled_from([0, 1 << 20]),
+        short=st.booleans(),
         packs=st.booleans(),
         collect=st.booleans(),
     )
@@ -309,7 +312,11 @@ class Reentered:
             device,
             pool,
             rule=DefaultRule(min_bytes=setting.min_bytes),
-            limits=Limits(hbm_budget_bytes=1 if setting.session else None, leaving_bytes=setting.leaving_bytes),
+            limits=Limits(
+                hbm_budget_bytes=1 if setting.session else None,
+                leaving_bytes=setting.leaving_bytes,
+                free_share=0.0 if setting.short and not setting.session else None,
+            ),
             protected=ProtectedStorages(),
             thresholds=Thresholds() if setting.packs else Thresholds.direct(),
         )

@@ -42,6 +42,7 @@ from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.executor.verify import Checksums, scratch_bytes
 from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SaveFacts, UseOrder
@@ -82,7 +83,8 @@ class Executor:
         self._streams = ComputeStreams(device)
         self._streams.current()
         self._transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
-        self._tools = tools = Tools(pool, self._transfer, self.meter, self._streams, verify)
+        self.checksums = checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
+        self._tools = tools = Tools(pool, self._transfer, self.meter, self._streams, checksums)
         self._order = UseOrder()
         self._live = live = LiveStorages()
         self._claims = Claims()
@@ -96,7 +98,7 @@ class Executor:
             self._order,
             self.meter,
             live=live.all,
-            sender=lambda: outs(),
+            sender=lambda: outs(),  # noqa: PLW0108 - it is there only later
             kept=self._kept,
         )
         staging = Staging(live, limit_bytes=thresholds.staging_bytes)
@@ -254,6 +256,8 @@ class Executor:
             return
         with self._entered():
             self._in_step = True
+            if self.checksums is not None:
+                self.checksums.prepare()  # before anything of the step is counted
             self._live.begin_epoch()
             if self._guide is not None:
                 self._guard.begin_step()

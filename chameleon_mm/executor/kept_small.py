@@ -22,7 +22,6 @@ from chameleon_mm.executor.handles import KeptTensor, SwappedView
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 
-
 _sequence_nr = torch._C._autograd._get_sequence_nr
 
 _PRUNE_FROM = 1024
@@ -99,7 +98,6 @@ class KeptSmall:
         saved.views += 1
         saved.to_come += 1
         view = SwappedView(claim, t)
-        del t
         if saved.place is Place.RESIDENT:
             swap_out(saved)
         handle.move(view)

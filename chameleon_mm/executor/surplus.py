@@ -1,4 +1,4 @@
-"""Device memory that swapping holds where synchronous hooks, which copy at save and at use, hold none: kept within what is free.
+"""Device memory that swapping holds and hooks that copy at save and back at use do not: kept within what is free.
 
     surplus = leaving + back before its use, or after it + waiting to be sent + small ones that stay
     look()               # surplus <= a share of what the rest leaves free?
@@ -33,7 +33,7 @@ KNOWN_SHARE = 0.9
 """Of the device's capacity: what may be allocated where the climb to come is known. The rest is for fragmentation."""
 
 CAPACITY_EVERY = 64
-"""Looks between two readings of the capacity: other processes take and give back memory, and on a GPU asking calls the driver."""
+"""Looks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
 
 
 class Sender(Protocol):

@@ -70,8 +70,8 @@ class Headroom:
 class LargestClimb:
     """The most that allocation climbed between two looks at memory in any step so far: what to leave free, where it is known.
 
-    Not of one look, as `Headroom` has it, but of all: it holds for steps that do the same in another order. It says nothing of a
-    step that saves more than was ever saved (a longer batch), from the first save on that is larger than any of that number
+    Not of one look, as `Headroom` has it, but of all: it holds for steps that do the same in another order. It says nothing of
+    a step that saves more than was ever saved (a longer batch), from the first save on that is larger than any of that number
     before; and nothing before a first step has ended.
     """
 

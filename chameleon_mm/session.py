@@ -82,7 +82,8 @@ class SwapSession:
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
     follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `verify` checksums what goes
-    out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow.
+    out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of
+    the budget, from 16 KiB to 16 MiB, for as long as the session is there.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
@@ -306,12 +307,15 @@ class SwapSession:
         named = sum(
             t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values()
         )
-        held = max(named, self.device.allocated_bytes())
+        checksums = self._executor.checksums
+        for_checksums = 0 if checksums is None else checksums.nbytes
+        held = max(named, self.device.allocated_bytes()) + for_checksums
         if self.hbm_budget_bytes <= held:
+            and_checksums = f" ({format_size(for_checksums)} of it for verify=True)" if for_checksums else ""
             raise InfeasibleBudget(
                 f"hbm_budget: expected more than the {format_size(held)} of parameters, optimizer state and other tensors that "
-                f"are on {self.device.name} already and never move, got {format_size(self.hbm_budget_bytes)}; raise the "
-                f"budget or make the model smaller"
+                f"are on {self.device.name} already and never move{and_checksums}, got "
+                f"{format_size(self.hbm_budget_bytes)}; raise the budget or make the model smaller"
             )
 
 

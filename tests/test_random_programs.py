@@ -54,6 +54,8 @@ class Setting:
     leaving_bytes: int
     room_bytes: int
     """The session's budget, beside what a program begins with."""
+    short: bool
+    """Whether there is no room for anything that could be on the host."""
     packs: bool
     collect: bool
 
@@ -66,6 +68,7 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
         slow_link=st.booleans(),
         leaving_bytes=st.sampled_from([0, 1 << 20]),
         room_bytes=st.sampled_from([1, 12 * KIB, 24 * KIB]),  # 1: always exceeded
+        short=st.booleans(),
         packs=st.booleans(),
         collect=st.booleans(),
     )
@@ -86,7 +89,11 @@ class Reentered:
             device,
             pool,
             rule=DefaultRule(min_bytes=setting.min_bytes),
-            limits=Limits(hbm_budget_bytes=budget if session else None, leaving_bytes=setting.leaving_bytes),
+            limits=Limits(
+                hbm_budget_bytes=budget if session else None,
+                leaving_bytes=setting.leaving_bytes,
+                free_share=0.0 if setting.short and not session else None,
+            ),
             protected=ProtectedStorages(),
             thresholds=Thresholds() if setting.packs else Thresholds.direct(),
             plans=session,

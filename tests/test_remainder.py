@@ -17,6 +17,7 @@ from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.executor.verify import Checksums
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
@@ -40,7 +41,9 @@ class Life:
         self.pool = cm.PinnedPool(1 << 20, device=self.device)
         self.streams = ComputeStreams(self.device)
         self.compute = self.streams.current()
-        tools = Tools(self.pool, Transfer(self.device), Meter(), self.streams, verify)
+        tools = Tools(
+            self.pool, Transfer(self.device), Meter(), self.streams, Checksums(self.device, 1 << 14) if verify else None
+        )
         with self.device.compute():
             t = torch.randn(NBYTES // 4)
         self.expected = t.clone()

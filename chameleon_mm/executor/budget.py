@@ -21,8 +21,10 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.meter import Meter
 from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.surplus import Sender, Surplus, swap_out_now
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
@@ -51,8 +53,11 @@ class BudgetGuard:
         meter: Meter,
         *,
         live: Callable[[], Iterable[SavedStorage]],
-        pack_small: Callable[[], None],
+        sender: Callable[[], Sender | None],
+        kept: KeptSmall | None = None,
     ) -> None:
+        """`sender` leads to what sends storages out, as long as it is there. `kept`: small ones that stay, and leave where
+        memory is short all the same."""
         self.reclaim = ReclaimQueue()
         """Of copies by the default rule: given back once they are complete."""
         self.planned = ReclaimQueue()
@@ -71,7 +76,11 @@ class BudgetGuard:
         self._order = order
         self._meter = meter
         self._live = live
-        self._pack_small = pack_small
+        self._sender = sender
+        self.surplus: Surplus | None = None
+        """Where there is no budget: what keeps within what the device has free."""
+        if limits.free_share is not None and kept is not None:
+            self.surplus = Surplus(device, limits.free_share, reclaim=self.reclaim, order=order, kept=kept, sender=sender)
         self._odometer: int | None = None
         """Of the last look of this step."""
         self._odometer_at_begin: int | None = None
@@ -99,6 +108,8 @@ class BudgetGuard:
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.flush(lambda: self.reclaim.pending_bytes <= allowed)
+        if self.surplus is not None:
+            self.surplus.look()
         if self._limits.hbm_budget_bytes is None:
             return 0
         growth = self._note_growth()
@@ -119,6 +130,8 @@ class BudgetGuard:
 
     def spare_bytes(self) -> int:
         """What may be taken for a moment, beside what the model will."""
+        if self.surplus is not None:
+            return self.surplus.spare_bytes()
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
@@ -126,6 +139,8 @@ class BudgetGuard:
 
     def spare_until_used_bytes(self) -> int:
         """What may be taken now and kept for a while, as far as it is known what the model will take meanwhile."""
+        if self.surplus is not None:
+            return self.surplus.spare_bytes()
         budget, need = self._limits.hbm_budget_bytes, self._need(ahead=PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
@@ -142,12 +157,16 @@ class BudgetGuard:
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
+        if self.surplus is not None:
+            self.surplus.took(rounded)
 
     def make_room(self, nbytes: int, *, keep: SavedStorage | None) -> None:
         """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`.
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
+        if self.surplus is not None:
+            self.surplus.make_room(nbytes, keep)
         self._make_room(nbytes, self._need(), keep)
 
     def _make_room(self, nbytes: int, need: int | None, keep: SavedStorage | None) -> None:
@@ -176,6 +195,16 @@ class BudgetGuard:
                     f"free host memory, or make the batch smaller"
                 )
 
+    def stays(self, saved: SavedStorage) -> None:
+        """`saved`, which could be on the host, is on the device all the same."""
+        if self.surplus is not None:
+            self.surplus.here(saved)
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether memory is to be looked at though nothing that moves is saved or used."""
+        return self.surplus is not None and self.surplus.wants_look
+
     @property
     def is_blind(self) -> bool:
         """Whether there is a budget, and no knowing how far allocation will climb until the next look."""
@@ -188,6 +217,8 @@ class BudgetGuard:
 
     def give_back_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
+        if self.surplus is not None:
+            self.surplus.give_back_all(keep)
         self._give_back(lambda: False, keep)
 
     def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
@@ -206,7 +237,7 @@ class BudgetGuard:
         # Best fit: the smallest that is large enough, else the largest.
         for saved in sorted(victims, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):
             with suppress(TransferFailed, HostMemoryExhausted):
-                self._swap_out(saved)
+                swap_out_now(saved)
                 return True
         return False
 
@@ -235,6 +266,8 @@ class BudgetGuard:
             self.headroom.end_step()
         else:
             self.headroom.forget()
+        if self.surplus is not None:
+            self.surplus.end_step(completed=completed)
         return growth
 
     def _note_growth(self) -> int:
@@ -264,7 +297,8 @@ class BudgetGuard:
                 return None
             with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                 saved.drop_restored()
-        self._pack_small()
+        if (sender := self._sender()) is not None:
+            sender.pack_small()
         self.reclaim.flush(enough)
         try:
             for saved in self._resident():
@@ -272,18 +306,9 @@ class BudgetGuard:
                     continue
                 if enough():
                     return None
-                self._swap_out(saved)
+                swap_out_now(saved)
         except TransferFailed:
             return None
         except HostMemoryExhausted as refusal:
             return str(refusal)
         return None
-
-    def _swap_out(self, saved: SavedStorage) -> None:
-        """To pinned memory, else to ordinary, and its device memory goes at once. Raises `TransferFailed`, and
-        `HostMemoryExhausted` where the host has neither."""
-        with suppress(HostMemoryExhausted):
-            saved.swap_out()
-        if saved.place is Place.RESIDENT:
-            saved.swap_out(pageable=True)
-        saved.reclaim()

@@ -65,7 +65,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="leaf")
     storage = t.untyped_storage()
     if storage in protected:
-        return SaveFacts(nbytes=0, kind="persistent")
+        return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
     covered = covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)

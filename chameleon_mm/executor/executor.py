@@ -32,6 +32,7 @@ from chameleon_mm.executor.guide import Guide
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.late_errors import LateErrors
+from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.meter import Meter, StepKind
@@ -43,6 +44,7 @@ from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.executor.verify import Checksums, scratch_bytes
 from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SaveFacts, UseOrder
@@ -83,9 +85,13 @@ class Executor:
         self._streams = ComputeStreams(device)
         self._streams.current()
         self._transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
-        self._tools = tools = Tools(pool, self._transfer, self.meter, self._streams, verify)
+        self.checksums = checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
+        self._tools = tools = Tools(pool, self._transfer, self.meter, self._streams, checksums)
         self._order = UseOrder()
         self._live = live = LiveStorages()
+        self._claims = Claims()
+        me = weakref.ref(self)
+        self._kept = None if limits.free_share is None else KeptSmall(tools, live, self._claims, partial(_claim_of, me))
         # Weak: in a cycle with its guard, dropped swap-outs would keep their pool until the collector runs.
         outs: weakref.ref[SwapOuts]
         self._guard = BudgetGuard(
@@ -94,7 +100,8 @@ class Executor:
             self._order,
             self.meter,
             live=live.all,
-            pack_small=lambda: sender.pack_small() if (sender := outs()) is not None else None,
+            sender=lambda: outs(),  # noqa: PLW0108 - it is there only later
+            kept=self._kept,
         )
         staging = Staging(live, limit_bytes=thresholds.staging_bytes)
         self._outs = SwapOuts(tools, live, self._guard, staging, rule=rule, thresholds=thresholds, codecs=codecs)
@@ -104,7 +111,6 @@ class Executor:
         self._recording = Recording()
         self.adaptation: Adaptation | None = None
         if self._guide is not None and limits.hbm_budget_bytes is not None:
-            me = weakref.ref(self)
             self.adaptation = Adaptation(
                 self._guide,
                 self.meter,
@@ -117,7 +123,6 @@ class Executor:
                 ),
                 link_cost=lambda: rates_of(meter.resolve(), link_cost or UNMEASURED_LINK),
             )
-        self._claims = Claims()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._dropped: deque[SavedStorage] = deque()
@@ -168,6 +173,8 @@ class Executor:
                 handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
                 handle = self._keep(t, reason or facts.kind)
+                if self._kept is not None and facts.nbytes:
+                    self._kept.add(handle, facts.nbytes)
             handle.saved_at = (self._live.epoch, hook)
         return handle
 
@@ -178,7 +185,11 @@ class Executor:
         if guided:
             self._pass_by(handle)
         if isinstance(handle, KeptTensor):
-            return handle.tensor
+            t = handle.tensor
+            if t is not None:
+                return t
+            assert handle.moved is not None  # memory was short
+            return self._use_view(handle.moved, guided=False)
         return handle.rebuild({name: self._use(part, guided=False) for name, part in handle.parts.items()})
 
     def _use_view(self, handle: SwappedView, *, guided: bool) -> Tensor:
@@ -256,6 +267,8 @@ class Executor:
             return
         with self._entered():
             self._in_step = True
+            if self.checksums is not None:
+                self.checksums.prepare()  # before anything of the step is counted
             self._live.begin_epoch()
             if self._guide is not None:
                 self._guard.begin_step()
@@ -397,7 +410,7 @@ class Executor:
         self._outs.pack_waiting()
         self._transfer.pump()
         self._guard.reclaim.sweep()
-        if look or reclaims:
+        if look or reclaims or self._guard.wants_look:
             grown_bytes = self._guard.look()
             if self._guide is not None:
                 self._guide.grew(grown_bytes, at_hook=look and at_hook)
@@ -425,6 +438,8 @@ class Executor:
             saved.follows(found.before.saved)
         self._live.add(saved)
         self._saved_any = True
+        if self._guard.surplus is not None:
+            self._guard.surplus.saved(saved.nbytes)
         self._outs.add(saved)
         claim = Claim(saved, self._on_claim_end)
         self._claims.add(claim)
@@ -439,3 +454,10 @@ class Executor:
             saved.to_come -= 1
         if saved.place is Place.RESTORED and saved.to_come <= 0 and not self._guard.trusts_plan:
             saved.let_go()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+
+
+def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
+    """The first claim on `saved`. It keeps the executor, as each claim does."""
+    it = executor()
+    assert it is not None  # its lock is held
+    return Claim(saved, it._on_claim_end)

@@ -47,10 +47,11 @@ class VersionProbe:
         shared.data = view
         return shared
 
-    def check(self) -> None:
-        """Raise what eager raises when a saved tensor was written to since it was saved."""
+    def check(self, origin: Origin | None = None) -> None:
+        """Raise what eager raises when a saved tensor was written to since it was saved. `origin`: of the tensor, where this
+        was made of an alias of it."""
         if self.moved:
-            raise RuntimeError(inplace_message(self._what, self._origin, self._alias._version, self.expected))
+            raise RuntimeError(inplace_message(self._what, origin or self._origin, self._alias._version, self.expected))
 
 
 NO_HOOK = -1
@@ -60,19 +61,34 @@ NO_HOOK = -1
 class KeptTensor:
     """A saved tensor that stays where it is. Leaves by reference; others detached, for their node must not keep itself."""
 
-    __slots__ = ("_expected", "_origin", "saved_at", "tensor")
+    __slots__ = ("__weakref__", "_expected", "_origin", "moved", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, *, by_reference: bool) -> None:
         self.saved_at = (-1, NO_HOOK)
         """The step, and the number of the hook in it."""
-        self.tensor = t if by_reference or t.is_leaf else t.detach()
+        self.tensor: Tensor | None = t if by_reference or t.is_leaf else t.detach()
+        self.moved: SwappedView | None = None
+        """What stands for it since memory was short; `tensor` is then None."""
         self._expected = t._version
         self._origin = Origin(t)
 
+    @property
+    def is_as_saved(self) -> bool:
+        """Whether it stays, and nobody wrote to it since it was saved."""
+        return self.tensor is not None and self.tensor._version == self._expected
+
+    def move(self, to: SwappedView) -> None:
+        """From here on `to` stands for it. In this order: another thread may be using it."""
+        to.saved_at = self.saved_at
+        self.moved, self.tensor = to, None
+
     def check_version(self) -> None:
-        if self.tensor._version != self._expected:
-            what = (self.tensor.type(), self.tensor.shape)
-            raise RuntimeError(inplace_message(what, self._origin, self.tensor._version, self._expected))
+        t = self.tensor
+        if t is None:
+            assert self.moved is not None
+            self.moved.probe.check(self._origin)
+        elif t._version != self._expected:
+            raise RuntimeError(inplace_message((t.type(), t.shape), self._origin, t._version, self._expected))
 
 
 class SwappedView:

@@ -6,12 +6,16 @@ live.begin_epoch()                # a new step: saves are numbered from 0 again
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from chameleon_mm.executor.stored import SavedStorage
 
 if TYPE_CHECKING:
     from chameleon_mm.executor.carrier import Carrier
+
+APART = -1
+"""The epoch of storages that are of no step."""
 
 
 class LiveStorages:
@@ -26,6 +30,7 @@ class LiveStorages:
         """How many storages of this step are live."""
         self.carriers: set[Carrier] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
+        self._apart = 0
 
     def __len__(self) -> int:
         return len(self._storages)
@@ -35,6 +40,13 @@ class LiveStorages:
         self._storages[saved.epoch, saved.index] = saved
         self.next_index += 1
         self.of_epoch += 1
+
+    def new_apart(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
+        """What `make` makes of an epoch and an index that are no step's: a save that became a storage of its own later."""
+        self._apart += 1
+        saved = make(APART, self._apart)
+        self._storages[saved.epoch, saved.index] = saved
+        return saved
 
     def get(self, index: int) -> SavedStorage | None:
         """The storage of that number in this step."""

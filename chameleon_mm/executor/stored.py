@@ -29,7 +29,7 @@ from chameleon_mm.executor.op_number import OperatorNumber, current_operator, ma
 from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.streams import ComputeStreams
-from chameleon_mm.executor.verify import Seal
+from chameleon_mm.executor.verify import Checksums, Seal
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
@@ -66,8 +66,8 @@ class Tools:
     transfer: Transfer
     meter: Meter
     streams: ComputeStreams
-    verify: bool = False
-    """Checksum what goes out against what comes back."""
+    checksums: Checksums | None = None
+    """Of what goes out, against what comes back; None: nobody looks."""
 
 
 class LastSave:
@@ -114,7 +114,7 @@ class SavedStorage:
         """Handles made for it; `to_come` of them have not been used in this `round` (a round begins with a swap-in)."""
         self.to_come = 0
         self.round = 0
-        self._seal = Seal(t, epoch) if tools.verify else None
+        self._seal = None if tools.checksums is None else Seal(t, epoch, tools.checksums)
         self.storage_id = id(storage)
         self._home = home
         self._tools = tools

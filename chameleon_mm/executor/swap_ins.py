@@ -74,6 +74,8 @@ class SwapIns:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         coming.swap_in(compute)
         self._guard.took(coming.arrival_bytes)
+        if self._guard.surplus is not None:
+            self._guard.surplus.ahead(coming)
         self._tools.meter.totals.prefetches += 1
 
     def _bring_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
@@ -83,14 +85,15 @@ class SwapIns:
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
         if saved.carrier is not None and saved.place is Place.ON_HOST and saved.alive_elsewhere(compute) is None:
             self._unpack(saved.carrier, saved, compute)
-        if saved.place is Place.LEAVING:
-            saved.take_back()
+        if saved.place is Place.LEAVING and saved.take_back():
+            self._guard.stays(saved)
         if saved.place is Place.ON_HOST:
             elsewhere = saved.alive_elsewhere(compute)
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
             self._allocate(saved.arrival_bytes, lambda: saved.swap_in(compute), keep=saved)
+            self._guard.stays(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1
@@ -125,5 +128,7 @@ class SwapIns:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: carrier.unpack_members(members, packed, compute), keep=carrier)
+        for member, _ in members:
+            self._guard.stays(member)
         if carrier.place is Place.RESTORED and len(members) == len(waiting):
             carrier.let_go()

@@ -72,6 +72,16 @@ class SwapOuts:
         saved.op_is_over = False
         self._fresh.append((saved, current_operator()))
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Of those that wait for more of their kind."""
+        return self._small_bytes
+
+    @property
+    def fresh_bytes(self) -> int:
+        """Of what was saved by operators that are not known to be over."""
+        return sum(saved.nbytes for saved, _, _ in self._fresh)
+
     def finished(self) -> list[SavedStorage]:
         """Saves whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its end.
 
@@ -101,6 +111,7 @@ class SwapOuts:
         if isinstance(saved, SavedPart):
             self._gather(saved)
         if saved.nbytes < self._rule.min_bytes:
+            self._guard.stays(saved)
             return
         if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
             self.send_alone(saved)
@@ -151,6 +162,7 @@ class SwapOuts:
             self._swap_out(saved)
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
+            self._guard.stays(saved)
         else:
             self._guard.reclaim.add(saved)
 

@@ -1,6 +1,7 @@
 """Verify mode: what goes out against what comes back, by checksum, on the device.
 
-    seal = Seal(t, step)             # at save: which tensor, by which operator, in which step
+    checksums = Checksums(device, scratch_bytes(budget))      # all the device memory that it ever takes
+    seal = Seal(t, step, checksums)  # at save: which tensor, by which operator, in which step
     seal.close(buffer)               # when its copy out is queued
     seal.check(buffer)               # when it is used again: SwapMismatch if one bit differs
 
@@ -9,35 +10,153 @@ Costs a pass over the bytes each way and a host sync for every check: for findin
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
+from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import SwapMismatch
+from chameleon_mm.units import KIB, MIB
 
 _WORD_BYTES = 8
-_CHUNK_WORDS = 1 << 20
 _ODD = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed odd number: neighbouring positions get unlike weights
+_ODD_OF_TAIL = 0x2545F4914F6CDD1D  # another, so that no word is weighted as the bytes behind the last whole one are
+
+_SUMS = 512
+"""Checksums that are kept on the device; those beyond are read by the host at once."""
+
+_LEAST_BYTES = 16 * KIB
+_MOST_BYTES = 16 * MIB
+
+
+def scratch_bytes(hbm_budget_bytes: int | None) -> int:
+    """Device memory that checksums take of a budget: a thousandth, within limits. Larger pieces cost fewer launches."""
+    return _MOST_BYTES if hbm_budget_bytes is None else min(_MOST_BYTES, max(_LEAST_BYTES, hbm_budget_bytes // 1024))
+
+
+class Checksums:
+    """Takes checksums of buffers in device memory of its own, which is allocated once: what a budget counts on is there.
+
+    A checksum is a 64-bit sum of words, each weighted by its position. Weights are odd, so that no change of a single word goes
+    unseen; words that trade places change the sum too. Not thread-safe.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        """`nbytes`: all that is taken; 16 KiB or more."""
+        self.nbytes = max(nbytes, _LEAST_BYTES) // _WORD_BYTES * _WORD_BYTES
+        self._device = device
+        self._piece_words = (self.nbytes // _WORD_BYTES - _SUMS - 2) // 2
+        self._scratch: Tensor | None = None
+        self._home: Stream | None = None
+        self._free = deque(range(_SUMS))
+
+    def prepare(self) -> None:
+        """Allocate now, on the current stream. Raises `torch.OutOfMemoryError`."""
+        if self._scratch is not None:
+            return
+        self._home = self._device.current_stream()
+        scratch = self._home.alloc(self.nbytes).view(torch.int64)
+        with torch.no_grad():
+            weights = scratch[: self._piece_words]
+            torch.arange(self._piece_words, out=weights)
+            weights.mul_(_signed(2 * _ODD)).add_(1)
+        self._scratch = scratch
+
+    def of(self, buffer: Tensor) -> int:
+        """Of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
+        return self._read(self._take(buffer, _SUMS))
+
+    def keep(self, buffer: Tensor) -> Kept:
+        """As `of`, without a wait as long as there is room for the sum."""
+        if not self._free:
+            return Kept(self, None, self.of(buffer))
+        place = self._free.popleft()
+        return Kept(self, self._take(buffer, place), 0)
+
+    def read(self, place: int) -> int:
+        """A kept one. The host waits for it."""
+        return self._read(place)
+
+    def release(self, place: int) -> None:
+        """Nobody asks for it any more. Any thread may say so, at any moment."""
+        self._free.append(place)
+
+    def _take(self, buffer: Tensor, place: int) -> int:
+        self.prepare()
+        assert self._scratch is not None and self._home is not None
+        current = self._device.current_stream()
+        if current is not self._home:
+            current.wait(self._home.record())  # orders this use of the scratch memory after the one before
+        most, scratch = self._piece_words, self._scratch
+        weights, products = scratch[:most], scratch[most : 2 * most]
+        sums = scratch[2 * most :]
+        total, part = sums[place : place + 1], sums[_SUMS + 1 : _SUMS + 2]
+        whole = buffer.numel() // _WORD_BYTES * _WORD_BYTES
+        with torch.no_grad():
+            total.zero_()
+            for begin in range(0, whole, most * _WORD_BYTES):
+                words = buffer[begin : min(whole, begin + most * _WORD_BYTES)].view(torch.int64)
+                weighted = products[: words.numel()]
+                torch.add(weights[: words.numel()], _signed(2 * (begin // _WORD_BYTES) * _ODD), out=weighted)
+                torch.sum(weighted.mul_(words), 0, keepdim=True, out=part)
+                total.add_(part)
+            if whole < buffer.numel():
+                tail = products[: buffer.numel() - whole]
+                tail.copy_(buffer[whole:])
+                torch.sum(tail.mul_(weights[: tail.numel()]).mul_(_ODD_OF_TAIL), 0, keepdim=True, out=part)
+                total.add_(part)
+        if current is not self._home:
+            self._home.wait(current.record())  # ... and the next one after this
+        return place
+
+    def _read(self, place: int) -> int:
+        assert self._scratch is not None and self._home is not None
+        current = self._device.current_stream()
+        if current is not self._home:
+            current.wait(self._home.record())  # orders the read after the sum
+        return int(self._scratch[2 * self._piece_words + place].item())
+
+
+class Kept:
+    """One checksum, on the device, or on the host where there was no room. Its end gives its place back."""
+
+    __slots__ = ("_checksums", "_place", "_sum")
+
+    def __init__(self, checksums: Checksums, place: int | None, known: int) -> None:
+        self._checksums = checksums
+        self._place = place
+        self._sum = known
+
+    def read(self) -> int:
+        """The host waits for it."""
+        return self._sum if self._place is None else self._checksums.read(self._place)
+
+    def __del__(self) -> None:
+        if self._place is not None:
+            self._checksums.release(self._place)
 
 
 class Seal:
     """The checksum of one saved storage, and what to call it."""
 
-    __slots__ = ("_sum", "_what")
+    __slots__ = ("_checksums", "_sum", "_what")
 
-    def __init__(self, t: Tensor, step: int) -> None:
+    def __init__(self, t: Tensor, step: int, checksums: Checksums) -> None:
         node = t.grad_fn
         operator = "an operator outside autograd" if node is None else node.name()
         self._what = f"{tuple(t.shape)} {t.dtype}, result of {operator}, saved in step {step}"
-        self._sum: Tensor | None = None
+        self._checksums = checksums
+        self._sum: Kept | None = None
 
     def close(self, buffer: Tensor) -> None:
         """Note the checksum of a flat uint8 tensor, on the current stream."""
-        self._sum = checksum(buffer)
+        self._sum = self._checksums.keep(buffer)
 
     def check(self, buffer: Tensor) -> None:
         """Compare with what went out; waits for the device. Raises `SwapMismatch`."""
         assert self._sum is not None
-        out, back = int(self._sum), int(checksum(buffer))
+        out, back = self._sum.read(), self._checksums.of(buffer)
         if out != back:
             raise SwapMismatch(
                 f"a saved tensor came back other than it went out: {self._what}; {buffer.numel()} bytes, checksum expected "
@@ -45,17 +164,6 @@ class Seal:
             )
 
 
-def checksum(buffer: Tensor) -> Tensor:
-    """A 64-bit sum of the words of a flat uint8 tensor, each weighted by its position: a 0-dim int64 on its device.
-
-    Weights are odd, so that no change of a single word goes unseen; words that trade places change the sum too.
-    """
-    whole = buffer.numel() // _WORD_BYTES * _WORD_BYTES
-    total = torch.zeros((), dtype=torch.int64, device=buffer.device)
-    with torch.no_grad():
-        for position, words in enumerate(torch.split(buffer[:whole].view(torch.int64), _CHUNK_WORDS)):
-            first = position * _CHUNK_WORDS
-            places = torch.arange(first, first + words.numel(), dtype=torch.int64, device=buffer.device)
-            total = total + (words * (2 * places * _ODD + 1)).sum()
-        tail = buffer[whole:].to(torch.int64)
-        return total + (tail * (torch.arange(tail.numel(), dtype=torch.int64, device=buffer.device) * 512 + 1)).sum() * _ODD
+def _signed(number: int) -> int:
+    """`number` modulo 2**64, as an int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -6,7 +6,7 @@ from chameleon_mm.policy.baselines import swap_everything, swap_first
 from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import EngineSpan
-from chameleon_mm.policy.learned import Headroom, UseOrder
+from chameleon_mm.policy.learned import Headroom, LargestClimb, UseOrder
 from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
 from chameleon_mm.policy.planner import candidate_plans, generate_plan
@@ -23,6 +23,7 @@ __all__ = [
     "EngineSpan",
     "Headroom",
     "Ideal",
+    "LargestClimb",
     "Limits",
     "LinkCost",
     "Peak",

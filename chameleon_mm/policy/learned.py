@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, zip_longest
 from math import ceil
 
 
@@ -65,6 +65,48 @@ class Headroom:
         """The step did not end as it began (an exception): learn nothing from it."""
         self._growing = []
         self.end_step()
+
+
+class LargestClimb:
+    """The most that allocation climbed between two looks at memory in any step so far: what to leave free, where it is known.
+
+    Not of one look, as `Headroom` has it, but of all: it holds for steps that do the same in another order. It says nothing of
+    a step that saves more than was ever saved (a longer batch), from the first save on that is larger than any of that number
+    before; and nothing before a first step has ended.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """By the number of the save in its step: the largest of all steps that ended."""
+        self._most: int | None = None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._saved: list[int] = []
+        self._most_now = 0
+        self._larger = False
+
+    def saved(self, nbytes: int) -> None:
+        """The next save of this step is of so many bytes."""
+        number = len(self._saved)
+        self._larger |= number >= len(self._sizes) or nbytes > self._sizes[number]
+        self._saved.append(nbytes)
+
+    def record(self, growth_bytes: int) -> None:
+        """Allocation grew so much between two looks."""
+        self._most_now = max(self._most_now, growth_bytes)
+
+    @property
+    def nbytes(self) -> int | None:
+        """None: not known."""
+        return None if self._larger or self._most is None else max(self._most, self._most_now)
+
+    def end_step(self, *, completed: bool) -> None:
+        """One that did not complete teaches nothing."""
+        if completed:
+            self._most = max(self._most or 0, self._most_now)
+            self._sizes = [max(pair) for pair in zip_longest(self._sizes, self._saved, fillvalue=0)]
+        self._forget_step()
 
 
 @dataclass(slots=True)

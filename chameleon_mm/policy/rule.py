@@ -95,8 +95,19 @@ class Limits:
     """HBM held by copies on their way out before compute waits for the oldest; None: the budget alone decides."""
     ahead_bytes: int | None = None
     """HBM that prefetches may hold before their first use; None: the budget alone decides."""
+    free_share: float | None = None
+    """Of the HBM that all else leaves free: what swapping may hold where it is not known how far allocation climbs. None: no
+    such limit. Not beside a budget."""
 
     def __post_init__(self) -> None:
+        if self.free_share is not None and not 0 <= self.free_share < 1:
+            raise ValueError(
+                f"free_share: expected a share from 0 to below 1, or None for no such limit, got {self.free_share}"
+            )
+        if self.free_share is not None and self.hbm_budget_bytes is not None:
+            raise ValueError(
+                "free_share: expected none beside hbm_budget_bytes, which bounds all that is allocated; leave one out"
+            )
         for knob in fields(self):
             nbytes = getattr(self, knob.name)
             if nbytes is not None and nbytes < 0:

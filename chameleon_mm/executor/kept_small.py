@@ -1,0 +1,103 @@
+"""Small saved tensors that stay on the device as long as there is room: who they are, and how they leave all the same.
+
+    kept.add(handle, nbytes)             # at save: nothing is made for it but an entry here
+    kept.spill(at_most, swap_out)        # memory is short: the oldest go to the host, until `at_most` bytes stay
+
+Moving one is dear for what it frees, so none is prepared for it: only a handle that is spilled gets a record and a host copy.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from chameleon_mm.device import Stream
+from chameleon_mm.executor.claims import Claim, Claims
+from chameleon_mm.executor.handles import KeptTensor, SwappedView
+from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+
+_sequence_nr = torch._C._autograd._get_sequence_nr
+
+_PRUNE_FROM = 1024
+"""Entries that are not worth going through."""
+
+
+class _Entry(NamedTuple):
+    handle: weakref.ref[KeptTensor]
+    nbytes: int
+    thread: int
+    number: int
+    """Of the thread's next differentiable operator, when it was saved: Note [Swap-out]."""
+    stream: Stream
+
+
+class KeptSmall:
+    """Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, tools: Tools, live: LiveStorages, claims: Claims, new_claim: Callable[[SavedStorage], Claim]) -> None:
+        self.nbytes = 0
+        """Of the storages of all that were added and not seen to be gone: at least what they hold."""
+        self._tools = tools
+        self._live = live
+        self._claims = claims
+        self._new_claim = new_claim
+        self._entries: deque[_Entry] = deque()
+        self._prune_at = _PRUNE_FROM
+        """Entries at which those that are gone are forgotten: a loop of small steps alone never runs out of memory."""
+
+    def add(self, handle: KeptTensor, nbytes: int) -> None:
+        """The calling thread saves it now, in an operator that has not ended; its storage has `nbytes`."""
+        if len(self._entries) >= self._prune_at:
+            self.forget_dead()
+            self._prune_at = 2 * len(self._entries) + _PRUNE_FROM
+        stream = self._tools.streams.current()
+        self._entries.append(_Entry(weakref.ref(handle), nbytes, threading.get_ident(), _sequence_nr(), stream))
+        self.nbytes += nbytes
+
+    def spill(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:
+        """Send them out, oldest first, until no more than `at_most` bytes stay. Raises what `swap_out` does."""
+        self.forget_dead()
+        thread, now = threading.get_ident(), _sequence_nr()
+        stay: list[_Entry] = []
+        try:
+            while self._entries and self.nbytes > at_most:
+                entry = self._entries[0]
+                handle = entry.handle()
+                if handle is not None and (entry.thread != thread or entry.number >= now):
+                    stay.append(self._entries.popleft())  # its operator may still write it
+                    continue
+                if handle is not None and handle.is_as_saved:
+                    self._move(handle, entry.stream, swap_out)
+                self._entries.popleft()
+                self.nbytes -= entry.nbytes
+        finally:
+            self._entries.extendleft(reversed(stay))
+
+    def forget_dead(self) -> None:
+        """Count anew what is still there."""
+        self._entries = deque(entry for entry in self._entries if entry.handle() is not None)
+        self.nbytes = sum(entry.nbytes for entry in self._entries)
+
+    def _move(self, handle: KeptTensor, home: Stream, swap_out: Callable[[SavedStorage], None]) -> None:
+        t = handle.tensor
+        assert t is not None
+        storage = t.untyped_storage()
+        claim = self._claims.on(storage, None, t._version)
+        if claim is None:
+            saved = self._live.new_apart(lambda epoch, index: SavedStorage(t, home, self._tools, epoch=epoch, index=index))
+            saved.op_is_over = True
+            claim = self._new_claim(saved)
+            self._claims.add(claim)
+        saved = claim.saved
+        saved.views += 1
+        saved.to_come += 1
+        view = SwappedView(claim, t)
+        if saved.place is Place.RESIDENT:
+            swap_out(saved)
+        handle.move(view)

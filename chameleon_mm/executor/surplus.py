@@ -1,0 +1,229 @@
+"""Device memory that swapping holds and hooks that copy at save and back at use do not: kept within what is free.
+
+    surplus = leaving + back before its use, or after it + waiting to be sent + small ones that stay
+    look()               # surplus <= a share of what the rest leaves free?
+        no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
+              2. drop what is back and is used last                      (its host copy is still good)
+              3. send what waits for more of its kind, and the small ones that stay, oldest first
+              4. send what had to stay, or was taken back for a use: to ordinary memory where no more can be pinned
+    room_for(nbytes)     # may a prefetch take this much now?
+
+The model's own operators allocate where no hook of ours runs. So the rule asks nothing of them: whatever they take, as long as
+the rest alone fits, the rest and this share of what it left free fit a device that is larger by that share. More than the share
+is held only where steps so far have shown how far allocation climbs at most until the next look, and this one saves no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from chameleon_mm.device import Device
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.executor.kept_small import KeptSmall
+from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.policy import LargestClimb, UseOrder
+from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.units import allocated_size
+
+KNOWN_SHARE = 0.9
+"""Of the device's capacity: what may be allocated where the climb to come is known. The rest is for fragmentation."""
+
+CAPACITY_EVERY = 64
+"""Looks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
+
+
+class Sender(Protocol):
+    """Sends saved storages out."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of those that wait for more of their kind."""
+        ...
+
+    @property
+    def fresh_bytes(self) -> int:
+        """Of what was saved by operators that are not known to be over."""
+        ...
+
+    def pack_small(self) -> None:
+        """Those that wait, wait no more."""
+        ...
+
+
+def swap_out_now(saved: SavedStorage) -> None:
+    """To pinned memory, else to ordinary, and its device memory goes at once. Raises `TransferFailed`, and
+    `HostMemoryExhausted` where the host has neither."""
+    with suppress(HostMemoryExhausted):
+        saved.swap_out()
+    if saved.place is Place.RESIDENT:
+        saved.swap_out(pageable=True)
+    saved.reclaim()
+
+
+class Surplus:
+    """Not thread-safe: the executor holds its lock."""
+
+    def __init__(
+        self,
+        device: Device,
+        share: float,
+        *,
+        reclaim: ReclaimQueue,
+        order: UseOrder,
+        kept: KeptSmall,
+        sender: Callable[[], Sender | None],
+    ) -> None:
+        """`reclaim` holds what is leaving; `sender` leads to who sends it, as long as that is there."""
+        self._tight = False
+        """Whether memory is to be looked at at every hook."""
+        self._kept_limit = -1
+        """Bytes of small ones that stay, from which on it is to be looked at again."""
+        self._device = device
+        self._share = share
+        self._reclaim = reclaim
+        self._order = order
+        self._kept = kept
+        self._sender = sender
+        self._climb = LargestClimb()
+        self._here: dict[int, SavedStorage] = {}
+        """By id: on the device, and could be on the host; may have gone another way since."""
+        self._rest_bytes = 0
+        """Allocated beside the surplus, as of the last look, and for uses since then."""
+        self._odometer: int | None = None
+        """At the last look of this step."""
+        self._taken_bytes = 0
+        """Allocated by ourselves since then."""
+        self._capacity = 0
+        self._looks = 0
+
+    # --- what is told
+
+    def saved(self, nbytes: int) -> None:
+        """A storage of so many bytes was saved that was not saved before."""
+        self._climb.saved(nbytes)
+
+    def here(self, saved: SavedStorage) -> None:
+        """`saved` stays on the device, or came back: it could be on the host."""
+        self._here[id(saved)] = saved
+
+    def ahead(self, saved: SavedStorage) -> None:
+        """`saved` comes back before its use; `took` was told of it."""
+        self.here(saved)
+        self._rest_bytes -= allocated_size(saved.nbytes)
+
+    def took(self, rounded_bytes: int) -> None:
+        """So much was allocated by ourselves, for a use."""
+        self._taken_bytes += rounded_bytes
+        self._rest_bytes += rounded_bytes
+
+    # --- what is asked
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether memory is to be looked at now, though nothing that moves is saved or used: it is short, or much was added."""
+        return self._tight or self._kept.nbytes > self._kept_limit
+
+    def look(self) -> None:
+        """Read memory; give back what is more than the rest leaves room for."""
+        if self._looks % CAPACITY_EVERY == 0:
+            self._capacity = self._device.capacity
+        self._looks += 1
+        now = self._device.read_memory()
+        if self._odometer is not None:
+            self._climb.record(max(0, now.odometer_bytes - self._odometer - self._taken_bytes))
+        self._odometer, self._taken_bytes = now.odometer_bytes, 0
+        held = self._held_bytes()
+        self._rest_bytes = now.allocated_bytes - held
+        if held > self._allowed_bytes():
+            self._kept.forget_dead()
+            held = self._held_bytes()
+            self._rest_bytes = now.allocated_bytes - held
+            if held > self._allowed_bytes():
+                self._give_back(self._allowed_bytes(), None)
+        sender = self._sender()
+        to_come = 0 if sender is None else sender.fresh_bytes
+        spare = self._allowed_bytes() - self._held_bytes() - to_come
+        self._tight = 2 * spare < self._allowed_bytes()
+        self._kept_limit = self._kept.nbytes + spare
+
+    def make_room(self, nbytes: int, keep: SavedStorage | None) -> None:
+        """Give back what is more than there is room for once a use has taken `nbytes`; never `keep`."""
+        allowed = self._allowed_bytes(nbytes)
+        if self._held_bytes() > allowed:
+            self._give_back(allowed, keep)
+
+    def spare_bytes(self) -> int:
+        """What may be taken beside what is held."""
+        return max(0, self._allowed_bytes() - self._held_bytes())
+
+    def give_back_all(self, keep: SavedStorage | None) -> None:
+        """After a failed allocation: everything that can be given back."""
+        self._give_back(0, keep)
+
+    def end_step(self, *, completed: bool) -> None:
+        """The step is over; `completed` says whether there is something to learn from it."""
+        if self._odometer is not None:
+            self._climb.record(max(0, self._device.read_memory().odometer_bytes - self._odometer - self._taken_bytes))
+        self._odometer, self._looks, self._kept_limit = None, 0, -1
+        self._climb.end_step(completed=completed)
+        self._kept.forget_dead()
+        self._held_bytes()  # forgets what went another way
+
+    # --- arithmetic
+
+    def _allowed_bytes(self, more: int = 0) -> int:
+        """How much may be held, once the rest has taken `more`."""
+        rest = self._rest_bytes + allocated_size(more)
+        allowed = int((self._capacity - rest) * self._share)
+        climb = self._climb.nbytes
+        if climb is not None:
+            allowed = max(allowed, int(self._capacity * KNOWN_SHARE) - rest - climb)
+        return max(0, allowed)
+
+    def _held_bytes(self) -> int:
+        sender = self._sender()
+        waiting = 0 if sender is None else sender.waiting_bytes
+        return self._reclaim.pending_bytes + waiting + self._kept.nbytes + self._here_bytes()
+
+    def _here_bytes(self) -> int:
+        for key in [key for key, saved in self._here.items() if saved.place not in _ON_DEVICE]:
+            del self._here[key]
+        return sum(saved.nbytes for saved in self._here.values())
+
+    def _give_back(self, allowed: int, keep: SavedStorage | None) -> None:
+        others = self._held_bytes() - self._reclaim.pending_bytes
+        self._reclaim.flush(lambda: self._reclaim.pending_bytes + others <= allowed)
+        excess = self._held_bytes() - allowed
+        back = [saved for saved in self._here.values() if saved.place is not Place.RESIDENT and saved is not keep]
+        for saved in sorted(back, key=lambda saved: self._order.rank(saved.index), reverse=True):
+            if excess <= 0:
+                return
+            with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                saved.drop_restored()
+                excess -= saved.nbytes
+        if excess <= 0:
+            return
+        if (sender := self._sender()) is not None:
+            sender.pack_small()
+        others = self._held_bytes() - self._reclaim.pending_bytes
+        self._reclaim.flush(lambda: self._reclaim.pending_bytes + others <= allowed)
+        try:
+            # Down to half: every hook adds some, and what is there is gone through each time.
+            self._kept.spill(max(0, allowed // 2 - self._here_bytes()), swap_out_now)
+            excess = self._held_bytes() - allowed
+            stay = [saved for saved in self._here.values() if saved.place is Place.RESIDENT and saved is not keep]
+            for saved in stay:
+                if excess <= 0:
+                    return
+                if saved.op_is_over and saved.worth_a_copy:
+                    swap_out_now(saved)
+                    excess -= saved.nbytes
+        except (TransferFailed, HostMemoryExhausted):
+            return  # the host takes no more: synchronous hooks would have failed here
+
+
+_ON_DEVICE = (Place.RESIDENT, Place.ARRIVING, Place.RESTORED)

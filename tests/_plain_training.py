@@ -10,11 +10,8 @@ optimizer state at the end, each with dtype, shape, strides and bytes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import chameleon_mm as cm
 from tests._plain_models import Case

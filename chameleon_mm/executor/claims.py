@@ -84,12 +84,10 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
-        on_all = self._on(storage, None)
-        if on_all is not None:
-            if on_all.saved.has(saved):
-                return Found(on_all, None, grows=False)
-            if on_all.saved.takes(saved, t, compute):
-                return Found(on_all, None, grows=True)
+        found = self.find_whole(t, saved, compute)
+        if found.claim is not None:
+            return found
+        on_all = found.before
         comes_late = on_all is not None and not whole and facts.covered_bytes is not None
         if not comes_late and not rule.gathers(facts, views=0, view_bytes=0):
             return Found(None, None, before=on_all)
@@ -97,13 +95,24 @@ class Claims:
         on_part = None if part is None else self._on(storage, part)
         if on_part is not None:
             if on_part.saved.has(saved, same_bytes=True):
-                return Found(on_part, part, grows=False)
+                return Found(on_part, part)
             if on_part.saved.takes(saved, t, compute):
                 return Found(on_part, part, grows=True)
         others = self._parts.get(id(storage), ())
         if not comes_late and not rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
             part = None
         return Found(None, part, before=on_all)
+
+    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
+        """As `find`, of claims on all of the storage alone."""
+        on_all = self._on(t.untyped_storage(), None)
+        if on_all is None:
+            return Found(None, None)
+        if on_all.saved.has(saved):
+            return Found(on_all, None)
+        if on_all.saved.takes(saved, t, compute):
+            return Found(on_all, None, grows=True)
+        return Found(None, None, before=on_all)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
         """The live claim on all of `storage`, or on `part` of it, that was made last."""

@@ -31,8 +31,8 @@ from chameleon_mm.executor.classify import ProtectedStorages, facts_of
 from chameleon_mm.executor.guide import Guide
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
-from chameleon_mm.executor.late_errors import LateErrors
 from chameleon_mm.executor.kept_small import KeptSmall
+from chameleon_mm.executor.late_errors import LateErrors
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.meter import Meter, StepKind

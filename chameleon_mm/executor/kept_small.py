@@ -8,21 +8,18 @@ Moving one is dear for what it frees, so none is prepared for it: only a handle 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.claims import Claim, Claims
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
 from chameleon_mm.executor.live import LiveStorages
+from chameleon_mm.executor.op_number import OperatorNumber, current_operator
+from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.stored import Place, SavedStorage, Tools
-
-_sequence_nr = torch._C._autograd._get_sequence_nr
 
 _PRUNE_FROM = 1024
 """Entries that are not worth going through."""
@@ -31,9 +28,8 @@ _PRUNE_FROM = 1024
 class _Entry(NamedTuple):
     handle: weakref.ref[KeptTensor]
     nbytes: int
-    thread: int
-    number: int
-    """Of the thread's next differentiable operator, when it was saved: Note [Swap-out]."""
+    operator: OperatorNumber
+    """The one that saved it: Note [Swap-out]."""
     stream: Stream
 
 
@@ -57,19 +53,19 @@ class KeptSmall:
             self.forget_dead()
             self._prune_at = 2 * len(self._entries) + _PRUNE_FROM
         stream = self._tools.streams.current()
-        self._entries.append(_Entry(weakref.ref(handle), nbytes, threading.get_ident(), _sequence_nr(), stream))
+        self._entries.append(_Entry(weakref.ref(handle), nbytes, current_operator(), stream))
         self.nbytes += nbytes
 
     def spill(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:
         """Send them out, oldest first, until no more than `at_most` bytes stay. Raises what `swap_out` does."""
         self.forget_dead()
-        thread, now = threading.get_ident(), _sequence_nr()
+        thread, now = current_operator()
         stay: list[_Entry] = []
         try:
             while self._entries and self.nbytes > at_most:
                 entry = self._entries[0]
                 handle = entry.handle()
-                if handle is not None and (entry.thread != thread or entry.number >= now):
+                if handle is not None and (entry.operator[0] != thread or entry.operator[1] >= now):
                     stay.append(self._entries.popleft())  # its operator may still write it
                     continue
                 if handle is not None and handle.is_as_saved:
@@ -87,17 +83,22 @@ class KeptSmall:
     def _move(self, handle: KeptTensor, home: Stream, swap_out: Callable[[SavedStorage], None]) -> None:
         t = handle.tensor
         assert t is not None
-        storage = t.untyped_storage()
-        claim = self._claims.on(storage, None, t._version)
+        saved_bytes = SavedBytes(t)
+        found = self._claims.find_whole(t, saved_bytes, home)
+        claim = found.claim
         if claim is None:
-            saved = self._live.new_apart(lambda epoch, index: SavedStorage(t, home, self._tools, epoch=epoch, index=index))
+            saved = self._live.new_apart(
+                lambda epoch, index: SavedStorage(t, saved_bytes, home, self._tools, epoch=epoch, index=index)
+            )
+            if found.before is not None:
+                saved.follows(found.before.saved)
             saved.op_is_over = True
             claim = self._new_claim(saved)
             self._claims.add(claim)
         saved = claim.saved
         saved.views += 1
         saved.to_come += 1
-        view = SwappedView(claim, t)
+        view = SwappedView(claim, t, saved_bytes.probe)
         if saved.place is Place.RESIDENT:
             swap_out(saved)
         handle.move(view)

@@ -80,7 +80,7 @@ class SwapOuts:
     @property
     def fresh_bytes(self) -> int:
         """Of what was saved by operators that are not known to be over."""
-        return sum(saved.nbytes for saved, _, _ in self._fresh)
+        return sum(saved.nbytes for saved in {saved for saved, _ in self._fresh})
 
     def finished(self) -> list[SavedStorage]:
         """Saves whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its end.

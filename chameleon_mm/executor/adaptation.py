@@ -154,8 +154,7 @@ class Adaptation:
         return not in_vain and any(map(self._wants_trace, self._known.entries()))
 
     def _wants_trace(self, known: KnownStep) -> bool:
-        # A step without a hook, such as an evaluation without gradients, has nothing that a plan could move.
-        return known.plan is None and known.record.num_hooks > 0 and self._flawed.count(known.fingerprint) < RECORDINGS
+        return known.plan is None and self._flawed.count(known.fingerprint) < RECORDINGS
 
     def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
         """The step is over. What it taught is kept if it `completed`. `grown_bytes`: what the model allocated since memory was
@@ -178,7 +177,7 @@ class Adaptation:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
             self._learn_need(entry.plan, seen)
-        elif recorder is not None and seen.whole and recorder.flaw is None and record.num_hooks:
+        elif recorder is not None and seen.whole and recorder.flaw is None:
             in_vain, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
@@ -219,10 +218,7 @@ class Adaptation:
                 break
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
                 if spare_bytes == 0:
-                    hooks = course.record.num_hooks
-                    _log.warning(
-                        "chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", hooks, str(refusal)
-                    )
+                    _log_refusal(course.record.num_hooks, refusal)
         self.plans += len(plans)
         course.offer(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
@@ -269,3 +265,14 @@ class Adaptation:
         if phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
+
+
+def _log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
+    """Of a plan for a step with so many hooks."""
+    if num_hooks:
+        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
+    else:
+        _log.warning(
+            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
+            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
+        )

@@ -71,7 +71,7 @@ def test_lazy_bits_forgotten_inside_of_operators(monkeypatch: pytest.MonkeyPatch
     """Not conjugated: wrong in the first digit."""
     monkeypatch.setattr(op_call, "may_have_lazy_bits", lambda tensors: False)
     with pytest.raises(
-        AssertionError, match="linalg_pinv, torch.complex128, sample 0, it: what a bare dispatch mode gives, but"
+        AssertionError, match=r"linalg_pinv, torch.complex128, sample 0, it: what a bare dispatch mode gives, but"
     ):
         swept("linalg_pinv", lambda: InCompute(cm.SimDevice), torch.complex128)
 

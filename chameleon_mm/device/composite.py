@@ -7,7 +7,7 @@
 Below autograd torch runs the first kernel that there is of: the device's own, CompositeExplicitAutogradNonFunctional,
 CompositeExplicitAutograd, CompositeImplicitAutograd. Only the last is made of operators that autograd sees, too. Above, at
 autograd's keys, it is taken if no kernel of the device and no CompositeExplicitAutograd is there, so that a dispatch mode sees
-a composite operator whole in inference mode alone, and any other one always. (c10's `OperatorEntry::computeDispatchTableEntry`.)
+a composite operator whole in inference mode alone, and any other always. (c10's `OperatorEntry::computeDispatchTableEntry`.)
 """
 
 from __future__ import annotations

@@ -12,7 +12,19 @@ from tests._plain_training import check_save_on_cpu, check_session, differences,
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
-SAMPLE = ("llama", "mixtral", "mamba", "bert", "gpt-2, micro-batches", "gpt-2, recomputed", "t5", "vit", "resnet", "u-net", "experts")
+SAMPLE = (
+    "llama",
+    "mixtral",
+    "mamba",
+    "bert",
+    "gpt-2, micro-batches",
+    "gpt-2, recomputed",
+    "t5",
+    "vit",
+    "resnet",
+    "u-net",
+    "experts",
+)
 QUICK = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
 
 

@@ -1,7 +1,7 @@
 """Recurrent layers and cells train under swapping as plain PyTorch trains them, bit for bit, in three dtypes.
 
-On a CPU they write in place to outputs of `unsafe_chunk`, which share a storage and no version counter. Which of them do depends
-on dtype and strides.
+On a CPU they write in place to outputs of `unsafe_chunk`, which share a storage and no version counter. Which of them do
+depends on dtype and strides.
 """
 
 from __future__ import annotations

@@ -51,7 +51,9 @@ def recomputed(build: Callable[[], nn.Module], *, reentrant: bool) -> Callable[[
 
     def checkpointed() -> nn.Module:
         model: Any = build()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # the older name
+        enable = getattr(model, f"{name}_checkpointing_enable")
+        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": reentrant}})
         model.config.use_cache = False
         checked: nn.Module = model
         return checked
@@ -138,8 +140,9 @@ def fixed_batch(model: nn.Module) -> Tensor:
 
 def llama(layers: int) -> Callable[[], nn.Module]:
     return hugging_face(
-        "LlamaConfig", "LlamaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, attention_dropout=0.1,
+        "LlamaConfig", "LlamaForCausalLM", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        attention_dropout=0.1,
     )  # fmt: skip
 
 

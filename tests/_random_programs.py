@@ -305,12 +305,12 @@ class Run:
             self._look(leaf.grad)
 
     def _fill(self, x: Tensor, *, way: int, again: bool) -> Tensor:
-        """The next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved parts of it."""
+        """Fills the next part of the buffer, or the latest one `again`. A full buffer is left to the graphs that saved it."""
         if self._buffer is None:
             self._buffer, self._part = torch.zeros(BUFFER_PARTS * SIDE, SIDE, device=self._device), 0
         elif not again:
             self._part += 1
-        filled: Tensor = FillsAPart.apply(x, self._buffer, self._part, way)
+        filled: Tensor = FillsAPart.apply(x, self._buffer, self._part, way)  # type: ignore[no-untyped-call]  # torch's own
         if self._part == BUFFER_PARTS - 1:
             self._buffer = None
         return filled

@@ -1,7 +1,7 @@
 """Recurrent layers and cells train under swapping as plain PyTorch trains them, bit for bit, in three dtypes.
 
-On a CPU they take in-place steps on the outputs of `unsafe_chunk`, which share a storage and no version counter; how, depends on
-dtype and strides.
+On a CPU they write in place to outputs of `unsafe_chunk`, which share a storage and no version counter. Which of them do
+depends on dtype and strides.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ ALL = [
     pytest.param(layer, dtype, contiguous, id=f"{layer}-{str(dtype)[6:]}-{'contiguous' if contiguous else 'strided'}")
     for layer, dtype, contiguous in product(LAYERS, DTYPES, (True, False))
 ]
-SAMPLE = [one for one in ALL if one.values[2] == (one.values[1] is torch.float64)]
+SAMPLE = ALL[::5]
+"""Every layer, every dtype, contiguous and not: the lists that it is the product of have no length with a factor 5."""
 
 
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)

@@ -85,8 +85,8 @@ def slices_written_through_data() -> Gradients:
 def a_storage_shared_by_set() -> Gradients:
     x = torch.randn(64, 64, requires_grad=True)
     base = x.detach() * 2
-    upper = torch.empty(0).set_(base.untyped_storage(), 0, (32, 64))
-    lower = torch.empty(0).set_(base.untyped_storage(), 32 * 64, (32, 64))
+    upper = torch.empty(0).set_(base.untyped_storage(), 0, (32, 64), (64, 1))
+    lower = torch.empty(0).set_(base.untyped_storage(), 32 * 64, (32, 64), (64, 1))
     out = (x[:32] * upper).sum()
     out = out + (x[32:] * lower.exp_()).sum()
     del base, upper, lower

@@ -27,6 +27,7 @@ from rich.text import Text
 
 from chameleon_mm.bench._environment import commit, environment, result_name, versions
 from chameleon_mm.device.protocols import Device, Stream
+from chameleon_mm.outputs import print_table
 
 __all__ = [
     "Cell", "Column", "Figure", "Results", "Waived",
@@ -179,13 +180,15 @@ class Results:
         """
         measured = [c for c in self.columns if any(isinstance(row.cells[c.key], Figure) for row in self.rows)]
         table = Table(box=box.SIMPLE_HEAVY, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        table.add_column("", no_wrap=True)  # the name is what a row is read by: figures may wrap, it may not
+        table.add_column(
+            "", no_wrap=True
+        )  # the name is what a row is read by: a figure and its spread may stand in two lines, it may not
         for column in measured:
-            table.add_column(_title(column), justify="right", overflow="fold")
+            table.add_column(_title(column), justify="right")
         for row in self.rows:
             table.add_row(Text(row.name), *(str(row.cells[column.key]) for column in measured))
         console.print(Text(f"{self.header['theme']} on {self.header['device']}", style="bold"))
-        console.print(table)
+        print_table(console, table)
         console.print()
         notes = Table.grid(padding=(0, 1))
         for line in self._footer(measured):

@@ -10,8 +10,11 @@ What a way needs before and after the step (to be made, to be read) is not in it
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -213,5 +216,26 @@ def _torch_profiler(device: Device, timed: Watch, step: Step) -> float:
     activities = [ProfilerActivity.CPU]
     if not device.simulated:
         activities.append(ProfilerActivity.CUDA)
-    with saved_tensors_hooks(_keep, _keep), profile(activities=activities, record_shapes=True, profile_memory=True):
-        return timed(step)
+    profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+    with saved_tensors_hooks(_keep, _keep):
+        with _nothing_on_stderr():
+            profiler.start()
+        try:
+            return timed(step)
+        finally:
+            with _nothing_on_stderr():
+                profiler.stop()
+
+
+@contextmanager
+def _nothing_on_stderr() -> Iterator[None]:
+    """What C++ writes there goes nowhere: torch's profiler says at each start and stop that it does, in hundreds of lines."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -102,7 +102,7 @@ class Report:
         console.print(Text("bounds", style="bold"))
         for bound in self.bounds:
             if bound.held is not None:
-                console.print(Text(str(bound), style="" if bound.held else "red"))
+                console.print(Text(str(bound), style="" if bound.held else "red"), soft_wrap=True)
         for reason, names in self._waived().items():
             console.print(Text(f"WAIVED    {reason}:"))
             for name in names:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,12 @@ examples:
   chameleon-mm plan models:tiny --gpu a100 --json tiny.json --png tiny.png
   chameleon-mm plan ./config.json --seq 8192 --optimizer adamw-fused
   chameleon-mm plan llama-7b --autocast bfloat16         float32 weights, bfloat16 products
+
+A model of your own, as module:function, looked for in the working directory, too:
+  def tiny(batch, seq):                  given --batch and --seq
+      return model, ids                  model(ids) is a scalar tensor, or has one as .loss
+      return model, ids, loss_fn         loss_fn(model(ids), ids) is that scalar: the model's output, then the batch
+A batch that is a tuple or list goes to the model as *batch, a mapping as **batch; loss_fn gets it as it was returned.
 
 A model's own torch.autocast("cuda") counts as it would on a GPU. The built-in GPT-2s save less than Hugging Face's: they have
 the fused GELU, and their loss in the dtype of the logits. What is printed as a smallest budget may be given as --hbm-budget.
@@ -152,7 +159,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         if (command, theme) == ("bench", name):
             module = importlib.import_module(path)
             module.add_arguments(parser_of_theme)
-            parser_of_theme.set_defaults(handler=module.run)
+            parser_of_theme.set_defaults(handler=partial(_run_theme, module.run))
     return parser
 
 
@@ -162,6 +169,19 @@ def _add(
     return commands.add_parser(
         name, help=about, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm.outputs import check_outputs, tell_written
+
+    given = {name: getattr(args, name, None) for name in ("json", "markdown", "svg")}
+    files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
+    check_outputs(files, make_folders=True)
+    code = run(args, console)
+    for path in files.values():
+        if path.exists():  # one that failed early wrote none
+            tell_written(console, path)
+    return code
 
 
 def _run_demo(args: argparse.Namespace, console: Console) -> int:

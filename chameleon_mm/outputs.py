@@ -1,23 +1,76 @@
-"""Files that a command is to write: one that cannot be is refused before anything started, not after all of it ran.
+"""What a command writes: files, refused before anything started where they cannot be written, and tables of numbers.
 
 check_outputs({"--json": args.json, "--png": args.png})
+...
+print_table(console, table)             # wider than the console rather than with a number in two parts
+tell_written(console, args.json)
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
-def check_outputs(files: Mapping[str, Path | None]) -> None:
-    """`files`: by the option that names each; None was not asked for. Raises `ValueError` for one that cannot be written."""
+def check_outputs(files: Mapping[str, Path | None], *, make_folders: bool = False) -> None:
+    """`files`: by the option that names each; None was not asked for. Raises `ValueError` for one that cannot be written.
+
+    `make_folders`: whoever writes the file makes the folders that are missing. That a file can be written is tried, and nothing
+    is left behind; rights alone do not tell, for a file system may be read-only, and rights do not bind an administrator.
+    """
     for option, path in files.items():
         if path is None:
             continue
-        if path.is_dir():
-            raise ValueError(f"{option}: expected a file to write, got {path}, a folder; add the name of a file in it")
-        if not path.parent.is_dir():
-            raise ValueError(f"{option}: expected a file in an existing folder, got {path}; make {path.parent} first")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ValueError(f"{option}: expected a file that may be written, got {path}; choose another, or change its rights")
+        try:
+            if path.is_dir():
+                raise ValueError(f"{option}: expected a file to write, got {path}, a folder; add the name of a file in it")
+            if not make_folders and not path.parent.is_dir():
+                raise ValueError(f"{option}: expected a file in an existing folder, got {path}; make {path.parent} first")
+            _try(path)
+        except OSError as error:
+            raise ValueError(
+                f"{option}: expected a file that may be written, got {path} ({error.strerror}); choose another, or change its "
+                f"rights"
+            ) from error
+
+
+def _try(path: Path) -> None:
+    if path.is_file():
+        with path.open("ab"):  # changes nothing
+            return
+    if path.exists():  # a device or a pipe: to open one may have consequences
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
+    folder = next(parent for parent in path.parents if parent.exists())
+    if folder == path.parent:
+        with path.open("xb"):
+            pass
+        path.unlink()
+    else:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print `table` so that lines are broken between words alone. Where that does not fit, it is wider than the console."""
+    from rich.measure import Measurement
+
+    wide = console.options.update(width=1 << 16)
+    needed = Measurement.get(console, wide, table).minimum
+    if needed > console.width:
+        table.width = needed
+    console.print(table, crop=False)
+
+
+def tell_written(console: Console, path: Path) -> None:
+    """Print the name of a file that was written."""
+    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)

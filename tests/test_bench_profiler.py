@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,13 @@ def test_the_light_profiler_sees_all_of_the_step(sim: SimDevice, monkeypatch: py
     assert records[2].features == records[3].features == record.features
     assert records[2] is not records[3]
     assert record not in records[2:]
+
+
+def test_torchs_profiler_does_not_tell_each_start_and_stop(sim: SimDevice, capfd: pytest.CaptureFixture[str]) -> None:
+    peers(sim)[TORCH](chain(sim, 3))
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 def test_without_a_recorder_it_is_waived(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:

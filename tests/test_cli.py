@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Column, Table
 
 import chameleon_mm
 from chameleon_mm.bench import THEMES
 from chameleon_mm.cli import main
 from chameleon_mm.errors import DeviceUnavailable
+from chameleon_mm.outputs import check_outputs, print_table
 
 Run = Callable[[argparse.Namespace, Console], int]
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -27,9 +30,13 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a mac
 def theme(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
     """Install a benchmark theme "fake" that runs the given function."""
 
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--number", type=int, default=1)
+        parser.add_argument("--json")
+
     def install(run: Run) -> None:
         module = types.ModuleType("fake_theme")
-        module.add_arguments = lambda parser: parser.add_argument("--number", type=int, default=1)  # type: ignore[attr-defined]  # a module made here
+        module.add_arguments = add_arguments  # type: ignore[attr-defined]  # a module made here
         module.run = run  # type: ignore[attr-defined]  # a module made here
         monkeypatch.setitem(sys.modules, "fake_theme", module)
         monkeypatch.setitem(THEMES, "fake", "fake_theme")
@@ -52,7 +59,17 @@ def raising(error: BaseException) -> Run:
         (["doctor", "--help"], ["--json"]),
         (
             ["plan", "--help"],
-            ["MODEL", "--hbm-budget", "90% of the GPU", "--autocast", "--json", "--png", "llama-7b", "fused GELU"],
+            [
+                "MODEL",
+                "--hbm-budget",
+                "90% of the GPU",
+                "--autocast",
+                "--json",
+                "--png",
+                "llama-7b",
+                "fused GELU",
+                "loss_fn(model(ids), ids)",
+            ],
         ),
         (["bench", "--help"], list(THEMES)),
         *([["bench", theme, "--help"], ["--device", "--json", "--markdown"]] for theme in THEMES),
@@ -180,6 +197,52 @@ def test_doctor_refuses_what_it_cannot_write_before_it_looks(place: str, capsys:
     captured = capsys.readouterr()
     assert "--json: expected a file" in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["plan", "gpt2"], *COMMANDS], ids=" ".join)
+@pytest.mark.parametrize("place", ["n" * 300, "a file/x.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    command: list[str], place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("as it was")
+    assert main([*command, "--json", str(tmp_path / place)]) == 2
+    captured = capsys.readouterr()
+    assert "--json: expected a file" in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_trying_whether_a_file_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    there, new, deeper = tmp_path / "there", tmp_path / "new", tmp_path / "folder" / "new"
+    there.write_text("as it was")
+    check_outputs({"--json": there, "--markdown": new, "--svg": deeper}, make_folders=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert there.read_text() == "as it was"
+    with pytest.raises(ValueError, match=r"--svg: expected a file in an existing folder, .*; make .*folder first"):
+        check_outputs({"--svg": deeper})
+
+
+def test_a_benchmark_names_the_files_that_it_wrote(
+    theme: Callable[[Run], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "figures.json"
+    theme(lambda args, console: 1)
+    main(["bench", "fake", "--json", str(target)])
+    assert capsys.readouterr().out == ""  # there is none
+    theme(lambda args, console: target.write_text("{}") and 1)
+    main(["bench", "fake", "--json", str(target)])
+    assert capsys.readouterr().out == f"written: {target}\n"
+
+
+@pytest.mark.parametrize("columns", [10, 40, 80])
+def test_no_table_has_a_number_in_two_parts(columns: int) -> None:
+    """Where it is piped there are 80 columns; then as where a terminal is narrow."""
+    numbers = [f"{n}23456.789 ({n}23451.1..{n}23459.9)" for n in range(1, 8)]
+    shown = io.StringIO()
+    table = Table("name", *(Column(f"column {n}", justify="right") for n in range(7)))
+    table.add_row("one", *numbers)
+    print_table(Console(file=shown, width=columns), table)
+    assert [word for number in numbers for word in number.split() if word not in shown.getvalue()] == []
 
 
 def test_python_dash_m_is_the_command() -> None:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chameleon_mm.demo.remarks import remarks
-from chameleon_mm.outputs import check_outputs
+from chameleon_mm.outputs import check_outputs, tell_written
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         )
     for path in (args.report, args.trace, args.json):
         if path is not None:
-            console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+            tell_written(console, path)
     return 0 if outcome.passed else 1
 
 

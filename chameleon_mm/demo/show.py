@@ -19,6 +19,7 @@ from chameleon_mm.demo.notes import KindFigures
 from chameleon_mm.demo.outcome import Outcome
 from chameleon_mm.demo.schedule import StepKind
 from chameleon_mm.demo.train import RunResult
+from chameleon_mm.outputs import print_table
 from chameleon_mm.units import format_size, format_size_up, format_us
 
 
@@ -107,8 +108,8 @@ def show(outcome: Outcome, console: Console) -> None:
     for cells in kind_rows(outcome):
         by_kind.add_row(*cells)
     _line(console, f"chameleon-mm demo on {outcome.device.name}", style="bold")
-    console.print(table)
-    console.print(by_kind)
+    print_table(console, table)
+    print_table(console, by_kind)
     _line(
         console,
         f"GPT: layers {model.layers}, width {model.width}, heads {model.heads}, context {model.context}; "

@@ -24,6 +24,7 @@ from chameleon_mm.doctor.host import host
 from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, look, render
 from chameleon_mm.doctor.software import software
 from chameleon_mm.doctor.transfer import transfer
+from chameleon_mm.outputs import tell_written
 from chameleon_mm.transfer import CalibrationCache
 from chameleon_mm.units import MIB, format_size, format_us
 
@@ -61,7 +62,7 @@ def run(json_path: Path | None, console: Console) -> int:
     console.print(render(report))
     if json_path is not None:
         json_path.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        console.print(f"written: {json_path}", markup=False, highlight=False)
+        tell_written(console, json_path)
     return 0
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
-from chameleon_mm.outputs import check_outputs
+from chameleon_mm.outputs import check_outputs, tell_written
 from chameleon_mm.planning.budgets import default_budget
 from chameleon_mm.planning.builtin import BUILT_IN
 from chameleon_mm.planning.plot import save_plot
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         help=f"built in: {', '.join(BUILT_IN)}; or module:function, which returns (model, batch) or (model, batch, loss_fn), "
-        "given --batch and --seq as batch and seq; or the file, folder or name of a Hugging Face configuration (needs "
+        "given --batch and --seq as batch and seq (below); or the file, folder or name of a Hugging Face configuration (needs "
         "transformers: pip install 'chameleon-mm[plan]')",
     )
     step = parser.add_argument_group("the step")
@@ -92,11 +92,11 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
     show(prediction, console)
     if args.png is not None:
         save_plot(prediction, args.png)
-        _written(console, args.png)
+        tell_written(console, args.png)
     if args.json is not None:
         header = environment("plan", SimDevice(prediction.spec))
         args.json.write_text(json.dumps(prediction.to_dict(header), indent=1) + "\n", encoding="utf-8")
-        _written(console, args.json)
+        tell_written(console, args.json)
     return 0 if prediction.infeasible is None else 1
 
 
@@ -125,7 +125,3 @@ def _check_png(path: Path | None) -> None:
         raise ValueError(f"--png: expected a file name that ends in .png, got {path}")
     if find_spec("matplotlib") is None:
         raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
-
-
-def _written(console: Console, path: Path) -> None:
-    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)

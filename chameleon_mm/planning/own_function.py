@@ -4,7 +4,8 @@
     def tiny(batch, seq): return model, (x, mask), loss_fn           # loss_fn(model(x, mask), (x, mask))
     own_function("package.module:tiny", batch=1, seq=None)()
 
-A tuple or a list is a batch of several arguments, a mapping one of keywords, anything else is one argument.
+A tuple or a list is a batch of several arguments, a mapping one of keywords, anything else is one argument. `loss_fn` is given
+what the model returned and the batch as the function returned it, and returns the scalar tensor to go backward from.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.outputs import print_table
 from chameleon_mm.planning.budgets import HIDDEN_WITHIN, default_budget
 from chameleon_mm.planning.prediction import Prediction, Way
 from chameleon_mm.trace import StepPhase
@@ -32,8 +33,8 @@ def show(prediction: Prediction, console: Console) -> None:
         f"{_count(step.num_parameters)} parameters, {step.dtype}, {_autocast(prediction)}optimizer {step.optimizer}; one "
         f"training step on {spec.name}, predicted: nothing ran",
     )
-    console.print(_needs(prediction))
-    console.print(_ways(prediction))
+    print_table(console, _needs(prediction))
+    print_table(console, _ways(prediction))
     for text in verdicts(prediction):
         _line(console, text, style="bold" if prediction.infeasible is None else "bold red")
     _line(console, "assumptions:")

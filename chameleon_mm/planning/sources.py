@@ -34,7 +34,17 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
         return built_in(text, batch=batch or 1, seq=seq)
     if ":" in text and not Path(text).exists():
         return own_function(text, batch=batch, seq=seq)
+    if _is_a_path(text) and not Path(text).exists():
+        raise ModelUnusable(
+            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
+            f"the path, or name a built-in model or module:function"
+        )
     likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
     if likely and not Path(text).exists():  # rather than half a minute of asking the network for it
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
     return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype)
+
+
+def _is_a_path(text: str) -> bool:
+    """Whether it cannot be a name on the hub, which is `name` or `owner/name`."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

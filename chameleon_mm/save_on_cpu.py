@@ -42,20 +42,21 @@ class _Entered(threading.local):
 class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a class used as a function
     """Within this context, tensors saved for backward are swapped to pinned host memory and back, bit for bit.
 
-    `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the
-    device decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator).
-    `min_bytes`: smaller storages stay on the device while there is room (None: 1 MiB). `pool`: a `PinnedPool` to share; None
-    makes one. `thresholds`: by which way a size travels (None: as `chameleon-mm doctor` measured and kept it for this device, else packed
+    `pin_memory` and `device_type` are torch's arguments, accepted and without effect: memory is always pinned, and the device
+    decides. `device`: a `Device`, "cuda", "cuda:1", "sim", or None (CUDA where there is one, else the simulator). `min_bytes`:
+    smaller storages stay on the device while there is room (None: 1 MiB). `pool`: a `PinnedPool` to share; None makes one.
+    `thresholds`: by which way a size travels (None: as `chameleon-mm doctor` measured and kept it for this device, else packed
     together below 128 KiB and each alone from there on).
 
-    Device memory is what torch's own hooks take, which copy at each save and back at each use, and beside it
-    (1) the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved until its
-    end; (2) for the tensors that one node of backward uses, the rest of their storages where views of them were saved, whose
-    strides and offsets come back as they were, and once more the bytes of a view that left its storage behind; (3) a sixteenth
-    (`FREE_SHARE`) of what all else leaves free, for copies on their way out and back, small storages that stay, and what waits
-    for uses of its other views. Where that is used up compute waits for copies, on the device, and small storages leave too.
-    More than (3) is held only within nine tenths of the device, and only where earlier passes, whose saves were no smaller,
-    have shown how far allocation climbs between two hooks. So it runs where torch's hooks do and (1) to (3) are left.
+    Device memory is what torch's own hooks take, which copy at each save and back at each use, and beside it (1) the storages
+    of the tensors that one operator saves, until the next hook: an operator may write what it saved until its end; (2) for the
+    tensors that one node of backward uses, the rest of their storages where views of them were saved, whose strides and
+    offsets come back as they were, and once more the bytes of a view that left its storage behind; (3) a sixteenth
+    (`FREE_SHARE`) of what all else leaves free, or 1/256 of the device where that is more, for copies on their way out and
+    back, small storages that stay, and what waits for uses of its other views. Where that is used up compute waits for copies,
+    on the device, and small storages leave too. More than (3) is held only within nine tenths of the device, and only where
+    earlier passes, whose saves were no smaller, have shown how far allocation climbs between two hooks. So it runs where
+    torch's hooks do and (1) to (3) are left.
 
     May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
     entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles

@@ -32,6 +32,9 @@ from chameleon_mm.units import allocated_size
 KNOWN_SHARE = 0.9
 """Of the device's capacity: what may be allocated where the climb to come is known. The rest is for fragmentation."""
 
+UNREAD_SHARE = 1 / 256
+"""Of the device's capacity: as long as no more is held memory is not read, which on a GPU costs a hook most."""
+
 CAPACITY_EVERY = 64
 """Looks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
 
@@ -128,10 +131,18 @@ class Surplus:
         return self._tight or self._kept.nbytes > self._kept_limit
 
     def look(self) -> None:
-        """Read memory; give back what is more than the rest leaves room for."""
+        """Read memory; give back what is more than the rest leaves room for. Where little is held nothing is read."""
+        sender = self._sender()
+        fresh = 0 if sender is None else sender.fresh_bytes
         if self._looks % CAPACITY_EVERY == 0:
             self._capacity = self._device.capacity
-        self._looks += 1
+            self._looks += 1
+        else:
+            self._looks += 1
+            spare = int(self._capacity * min(self._share, UNREAD_SHARE)) - self._held_bytes() - fresh
+            if spare >= 0:
+                self._tight, self._kept_limit = False, self._kept.nbytes + spare
+                return
         now = self._device.read_memory()
         if self._odometer is not None:
             self._climb.record(max(0, now.odometer_bytes - self._odometer - self._taken_bytes))
@@ -144,9 +155,7 @@ class Surplus:
             self._rest_bytes = now.allocated_bytes - held
             if held > self._allowed_bytes():
                 self._give_back(self._allowed_bytes(), None)
-        sender = self._sender()
-        to_come = 0 if sender is None else sender.fresh_bytes
-        spare = self._allowed_bytes() - self._held_bytes() - to_come
+        spare = self._allowed_bytes() - self._held_bytes() - fresh
         self._tight = 2 * spare < self._allowed_bytes()
         self._kept_limit = self._kept.nbytes + spare
 

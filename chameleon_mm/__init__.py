@@ -16,7 +16,7 @@ from __future__ import annotations
 
 # Before torch, which imports NumPy from C++ and ignores whatever that raises: an interrupt (Ctrl-C) at that moment would be
 # lost, and NumPy left half imported, for some later line to fail on.
-import numpy as np  # noqa: F401
+import numpy as np  # noqa: F401 - for when it is imported, not for its names
 
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (

@@ -293,33 +293,29 @@ def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
 
 def test_the_largest_climb_is_known_after_a_step_and_not_for_larger_saves() -> None:
     climb = LargestClimb()
-
-    def known_bytes() -> int | None:
-        return climb.nbytes
-
     climb.saved(10)
     climb.record(100)
-    assert not known_bytes()  # nothing ended yet
+    assert [climb.nbytes] == [None]  # nothing ended yet
     climb.end_step(completed=False)
-    assert not known_bytes()
+    assert [climb.nbytes] == [None]
     climb.saved(10)
     climb.saved(20)
     climb.record(100)
     climb.record(30)
     climb.end_step(completed=True)
-    assert known_bytes() == 100
+    assert [climb.nbytes] == [100]
     climb.saved(5)
     climb.record(120)
-    assert known_bytes() == 120
+    assert [climb.nbytes] == [120]
     climb.saved(21)  # a longer batch than any before: it may climb further
-    assert not known_bytes()
+    assert [climb.nbytes] == [None]
     climb.end_step(completed=True)
-    assert known_bytes() == 120
+    assert [climb.nbytes] == [120]
     for nbytes in (10, 21):
         climb.saved(nbytes)
-    assert known_bytes() == 120
+    assert [climb.nbytes] == [120]
     climb.saved(1)  # one more than any step before
-    assert not known_bytes()
+    assert [climb.nbytes] == [None]
 
 
 def test_a_share_of_what_is_free_is_no_budgets_company() -> None:

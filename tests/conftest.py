@@ -20,8 +20,13 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    # One: the operators tested are small, and more threads only wait for each other. They may round otherwise, though.
+    parser.addoption("--torch-threads", type=int, default=1, help="threads of torch's operators (default: 1)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)  # the operators tested are small: more threads only wait for each other
+    torch.set_num_threads(config.getoption("--torch-threads"))
     settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
     settings.load_profile("chameleon_mm")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import SavedStorage
+from chameleon_mm.executor.stored import LastSave, SavedStorage
 from chameleon_mm.policy import DefaultRule, SaveFacts
 
 
@@ -76,6 +76,7 @@ class Claims:
         self._claims: dict[Hashable, weakref.ref[Claim]] = {}
         self._parts: dict[int, list[Part]] = {}
         """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
+        self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
         """The claim that `t`, saved now as `saved`, shares, or which part of its storage a new one is to be on.
@@ -121,7 +122,14 @@ class Claims:
         return claim if claim is not None and claim.saved.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
+        """`claim` is new. When its storage was saved last, it has in common with the others on that storage."""
         saved = claim.saved
+        last = self._last_saves.get(saved.storage_id)
+        if last is not None and last.storage() is saved.first():
+            saved.last_save = last
+        else:
+            self._last_saves[saved.storage_id] = saved.last_save
+        saved.last_save.claims += 1
         self._claims[_key(saved.storage_id, saved.part)] = weakref.ref(claim)
         if saved.part is not None:
             self._parts.setdefault(saved.storage_id, []).append(saved.part)
@@ -132,6 +140,9 @@ class Claims:
         claim = self._claims.get(key)
         if claim is not None and claim() is None:
             del self._claims[key]
+        saved.last_save.claims -= 1
+        if not saved.last_save.claims and self._last_saves.get(saved.storage_id) is saved.last_save:
+            del self._last_saves[saved.storage_id]
         if saved.part is None:
             return
         parts = self._parts[saved.storage_id]

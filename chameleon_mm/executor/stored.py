@@ -71,12 +71,15 @@ class Tools:
 
 
 class LastSave:
-    """The step in which a storage was saved last, and the hook."""
+    """The step in which a storage was saved last, and the hook, whichever of its records was made or shared for that."""
 
-    __slots__ = ("epoch", "hook")
+    __slots__ = ("claims", "epoch", "hook", "storage")
 
-    def __init__(self) -> None:
+    def __init__(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        self.storage = storage
         self.epoch, self.hook = -1, 0
+        self.claims = 0
+        """Live ones on the storage."""
 
 
 class SavedStorage:
@@ -137,7 +140,7 @@ class SavedStorage:
         """Its record, where the step that saved it is written down."""
         self.role: Role | None = None
         """What the plan has for it; None: no plan knows it."""
-        self.last_save = LastSave()
+        self.last_save = LastSave(self.first)
         """Shared with other records of the storage."""
         self.followed_in = -1
         """The last step in which the profiler saw a save of it."""
@@ -450,7 +453,6 @@ class SavedStorage:
 
     def follows(self, before: SavedStorage) -> None:
         """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later."""
-        self.last_save = before.last_save
         if before.part is None and self.part is None:
             self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
 

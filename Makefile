@@ -30,7 +30,7 @@ WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP) ## Train a small GPT with and without swapping, and compare (ARGS="--steps 5")
+demo: $(STAMP) ## Train a small GPT with swapping, without, and in plain PyTorch, and compare (ARGS="--steps 5")
 	@$(BIN)/python -m chameleon_mm demo $(ARGS)
 
 test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-k pool")

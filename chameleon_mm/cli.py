@@ -32,7 +32,7 @@ Swaps the activations of eager PyTorch training to pinned host memory and back, 
 """
 _EPILOG = """\
 examples:
-  chameleon-mm demo                              train a small GPT with swapping and in plain PyTorch, and compare every bit
+  chameleon-mm demo                              train a small GPT with swapping and in plain PyTorch, compare every bit
   chameleon-mm demo --device sim:a100 --steps 5  the same on a simulated A100; needs no GPU
   chameleon-mm doctor                            what this machine offers
   chameleon-mm bench copy --json copy.json       copy rates of this machine
@@ -132,7 +132,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command, theme = (*arguments[:2], "", "")[:2]
 
     demo = _add(
-        commands, "demo", "train a small GPT with swapping and in plain PyTorch, and compare every bit", _DEMO, _DEMO_EPILOG
+        commands, "demo", "train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG
     )
     if command == "demo":
         from chameleon_mm.demo.command import add_arguments

@@ -42,17 +42,30 @@ OTHER_UNDER_A_MODE = {
 }
 """Operators of which autograd computes a gradient by another formula under any dispatch mode, even one that does nothing."""
 
+OTHER_FORWARD_UNDER_A_MODE = {
+    "__rmatmul__": "as matmul",
+    "linalg_cond": "as linalg_svdvals",
+    "linalg_eigvalsh": "of what needs no gradient: computed with the vectors, as if it did",
+    "linalg_matrix_norm": "as linalg_svdvals",
+    "linalg_svdvals": "of what needs no gradient: computed with the vectors, as if it did",
+    "matmul": "of what needs no gradient, one of the batches being one matrix: a product, instead of one for each of the batch",
+    "norm_nuc": "as linalg_svdvals",
+}
+"""Operators that torch takes apart otherwise under any dispatch mode, before the mode sees them: in a recorded step, too."""
+
 PLAIN_RUNS = 6
 """Of a sample whose outcomes differ, before eager is found to give one outcome always."""
+
+FORWARD_DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 
 SESSION_STEPS = 2
 """Of one sample in a session: one that is recorded, one that follows its plan."""
 
 
 class Way:
-    """How a sample runs. `mode`: whether a dispatch mode is on during its backward."""
+    """How a sample runs. `mode`: whether a dispatch mode is on in its backward; `records`: whether one is in its forward."""
 
-    mode = False
+    mode = records = False
 
     def __init__(self, make_device: Callable[[], Device]) -> None:
         self.device = make_device()
@@ -167,6 +180,8 @@ class SavedOnCpu(Way):
 class InSession(Way):
     """Steps of a session that has no room for what is saved: one that is recorded, then what it planned from that."""
 
+    records = True
+
     def __init__(self, make_device: Callable[[], Device]) -> None:
         super().__init__(make_device)
         budget = self.device.allocated_bytes() + 4096
@@ -260,24 +275,32 @@ def sweep(
 ) -> int:
     """Samples of one operator, each plain and in all `ways`; the first `twice` of them are differentiated twice, too.
 
-    Where torch has no gradient of it, its outputs alone. Returns how many were compared.
+    Where torch has no gradient of it in these dtypes, nothing. Returns how many were compared.
     """
-    op = OPS[name]
-    wanted = differentiable(op, device_type, dtypes)
-    with_gradients = bool(wanted)
-    wanted = wanted or [dtype for dtype in (torch.float32, torch.int64) if dtype in op.supported_dtypes(device_type)]
-    compared = 0
-    for dtype in wanted:
-        for number, sample in enumerate(samples_of(op, device_type, dtype, samples, requires_grad=with_gradients)):
-            for again in (False, True)[: 2 if with_gradients and number < twice else 1]:
-                what = f"{name}, {dtype}, sample {number}{', twice' if again else ''}"
-                plain, promised = run_plain(op, sample, twice=again)
-                assert again or not plain.error, f"{what}: {plain.error}"
-                for label, way in ways.items():
-                    for outcome in way.run(op, sample, twice=again):
-                        _compare(f"{what}, {label}", name, sample, promised(plain), promised(outcome), way, twice=again)
-                    assert way.live_blocks() == 0, f"{what}, {label}: {way.live_blocks()} blocks of host memory live on"
-                compared += 1
+    wanted = differentiable(OPS[name], device_type, dtypes)
+    return sum(_sweep_of(name, ways, device_type, dtype, samples, twice, requires_grad=True) for dtype in wanted)
+
+
+def sweep_without_gradient(name: str, ways: dict[str, Way], *, device_type: str = "cpu", samples: int) -> int:
+    """The same of outputs alone, of samples that require no gradient, in the first dtype of a few that the operator has."""
+    dtypes = [dtype for dtype in FORWARD_DTYPES if dtype in OPS[name].supported_dtypes(device_type)][:1]
+    return sum(_sweep_of(name, ways, device_type, dtype, samples, 0, requires_grad=False) for dtype in dtypes)
+
+
+def _sweep_of(
+    name: str, ways: dict[str, Way], device_type: str, dtype: torch.dtype, samples: int, twice: int, *, requires_grad: bool
+) -> int:
+    op, compared = OPS[name], 0
+    for number, sample in enumerate(samples_of(op, device_type, dtype, samples, requires_grad=requires_grad)):
+        for again in (False, True)[: 2 if number < twice else 1]:
+            what = f"{name}, {dtype}, sample {number}{', twice' if again else ''}{'' if requires_grad else ', no gradient'}"
+            plain, promised = run_plain(op, sample, twice=again)
+            assert again or not plain.error, f"{what}: {plain.error}"
+            for label, way in ways.items():
+                for outcome in way.run(op, sample, twice=again):
+                    _compare(f"{what}, {label}", name, sample, promised(plain), promised(outcome), way, twice=again)
+                assert way.live_blocks() == 0, f"{what}, {label}: {way.live_blocks()} blocks of host memory live on"
+            compared += 1
     return compared
 
 
@@ -285,17 +308,19 @@ def _compare(what: str, name: str, sample: Any, plain: Outcome, outcome: Outcome
     if outcome == plain or plain_varies(OPS[name], sample, plain, twice=twice):
         return
     bare = run(OPS[name], sample, BareMode, twice=twice)
-    assert way.mode, f"{what}: not what eager gives (a bare dispatch mode {'gives' if bare == outcome else 'does not give'} it)"
+    gives = "gives" if bare == outcome else "does not give"
+    assert way.mode or way.records, f"{what}: not what eager gives (a bare dispatch mode {gives} it)"
     assert outcome == bare, f"{what}: neither what eager gives nor what a bare dispatch mode does"
-    assert name in OTHER_UNDER_A_MODE, f"{what}: what a bare dispatch mode gives, but of an operator that is not listed"
+    listed = name in OTHER_FORWARD_UNDER_A_MODE or (way.mode and name in OTHER_UNDER_A_MODE)
+    assert listed, f"{what}: what a bare dispatch mode gives, but of an operator that is not listed"
 
 
 def differs_under_a_mode(name: str, dtypes: Sequence[torch.dtype], at_most: int) -> bool:
     """Whether some sample gives something else under a dispatch mode that does nothing, and the same again without."""
     op = OPS[name]
-    for twice in (False, True):
+    for twice, requires_grad in ((False, False), (False, True), (True, True)):
         for dtype in differentiable(op, "cpu", dtypes):
-            for sample in samples_of(op, "cpu", dtype, at_most):
+            for sample in samples_of(op, "cpu", dtype, at_most, requires_grad=requires_grad):
                 plain = run(op, sample, twice=twice)
                 if run(op, sample, BareMode, twice=twice) != plain and not plain_varies(op, sample, plain, twice=twice):
                     return True

@@ -16,12 +16,14 @@ from tests._op_samples import OPS
 from tests._op_sweep import (
     IN_SIMULATOR,
     ON_CUDA,
+    OTHER_FORWARD_UNDER_A_MODE,
     OTHER_UNDER_A_MODE,
     Way,
     differs_under_a_mode,
     opened,
     skip_without_samples,
     sweep,
+    sweep_without_gradient,
 )
 
 pytestmark = [
@@ -80,10 +82,18 @@ def frozen_gc() -> Iterator[None]:
         gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What a test leaves in cycles, its pools among them, is gone after it: a thousand would not fit into memory."""
+    yield
+    gc.collect()
+
+
 @pytest.mark.parametrize("name", COMMON)
 def test_operators_that_models_are_made_of(name: str, kind: str) -> None:
     with opened(ways_on(kind)) as ways:
         assert sweep(name, ways, device_type=kind, dtypes=(torch.float32, torch.bfloat16), samples=1, twice=1)
+        assert sweep_without_gradient(name, ways, device_type=kind, samples=1)
 
 
 @pytest.mark.slow
@@ -93,10 +103,11 @@ def test_every_operator(name: str, kind: str) -> None:
         pytest.skip(f"torch has {name} on CUDA alone")
     with opened(ways_on(kind)) as ways:
         found = [sweep(name, ways, device_type=kind, dtypes=(dtype,), samples=SAMPLES[dtype], twice=1) for dtype in DTYPES]
+        found.append(sweep_without_gradient(name, ways, device_type=kind, samples=1))
     skip_without_samples(name, sum(found))
 
 
-@pytest.mark.parametrize("name", OTHER_UNDER_A_MODE)
+@pytest.mark.parametrize("name", OTHER_UNDER_A_MODE | OTHER_FORWARD_UNDER_A_MODE)
 def test_what_is_listed_does_differ_under_a_mode_that_does_nothing(name: str) -> None:
     """In some sample: other factors are multiplied, or strides differ. No CPU rounds all of that to the same."""
     assert differs_under_a_mode(name, DTYPES, at_most=20), f"{name}: take it off the list"

@@ -463,13 +463,22 @@ class SavedStorage:
         """
         if not self.home_is(compute) or self.gathered:
             return False
-        if self.place is not Place.RESIDENT:
-            began_in = self._began_in
-            if began_in is None or began_in != current_operator() or not made_before(t, began_in):
-                return False
+        if self.place is not Place.RESIDENT and not self._was_given(saved, t):
+            return False
         self._saved_bytes = [earlier for earlier in self._saved_bytes if not earlier.probe.moved]
         self._saved_bytes.append(saved)
         return True
+
+    def _was_given(self, saved: SavedBytes, t: Tensor) -> bool:
+        """Whether the operator that saves `t` was given it, and began the copy out.
+
+        Who made `t` does not tell: operators that write in place save what they were given (`a.hypot_(b)`), and a function of
+        one's own writes between operators that it calls. So a counter that has not moved since before the copy must say so.
+        """
+        began_in = self._began_in
+        if began_in is None or began_in != current_operator() or not self.has(saved, same_bytes=True):
+            return False
+        return made_before(t, began_in)
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""

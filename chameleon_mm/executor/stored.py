@@ -108,6 +108,8 @@ class SavedStorage:
         """Saved before the copy out began, and not yet known to be among one another's: what that copy has."""
         self._began_in: OperatorNumber | None = None
         """The operator at one of whose hooks the copy out was begun."""
+        self.copies = 1
+        """Of all of the storage, this one's included: so many records of it followed one another."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         self.epoch = epoch
@@ -452,8 +454,12 @@ class SavedStorage:
         return any(earlier.vouches_for(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
 
     def follows(self, before: SavedStorage) -> None:
-        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later."""
-        if before.part is None and self.part is None:
+        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later.
+
+        It waits for the stream that saves now: what was written on another one it has only by luck.
+        """
+        self.copies = before.copies + 1
+        if before.part is None and self.part is None and before.home_is(self._home):
             self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
 
     def takes(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.executor.op_number import current_operator, made_before
 from chameleon_mm.executor.saved_bytes import SavedBytes
+from chameleon_mm.executor.stored import SavedStorage
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -104,6 +107,39 @@ def buffer_of_many_slices() -> list[Tensor]:
     return [y.sum(), x]
 
 
+def half_written_by_the_operator_that_saves_the_other() -> list[Tensor]:
+    """It saves the other, then a clone of the one, then writes the one and saves it: the first copy may begin in between."""
+    x = _leaf(ROWS, COLUMNS)
+    a, b = (x * 2).unsafe_chunk(2, 1)
+    return [a.hypot_(b).sum(), x]
+
+
+class WritesBetweenOperators(torch.autograd.Function):
+    """Saves what it wrote since an operator that it called, which is the last one that autograd has counted."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (other.detach().requires_grad_() * 2).sin()
+        a.mul_(3)
+        ctx.mark_dirty(a)
+        ctx.save_for_backward(a)
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (a,) = ctx.saved_tensors
+        return grad * a, None
+
+
+def other_half_saved_before_it_is_written() -> list[Tensor]:
+    x = _leaf(ROWS, COLUMNS)
+    a, b = (x * 2).unsafe_chunk(2, 1)
+    saved = b.sin().sum()
+    out: Tensor = WritesBetweenOperators.apply(a, torch.ones(3))  # type: ignore[no-untyped-call]  # as above
+    return [saved + out.sum(), x]
+
+
 def recurrent(make: Callable[..., nn.Module], dtype: torch.dtype, *, contiguous: bool = True) -> Program:
     def program() -> list[Tensor]:
         module = make(COLUMNS, COLUMNS, dtype=dtype)
@@ -132,6 +168,8 @@ PROGRAMS: dict[str, Program] = {
     "set_": set_over_one_storage,
     "buffer": buffer_filled_slice_by_slice,
     "large buffer": buffer_of_many_slices,
+    "in place, beside the other": half_written_by_the_operator_that_saves_the_other,
+    "saved, then written between": other_half_saved_before_it_is_written,
     "LSTMCell": recurrent(nn.LSTMCell, torch.float64),
     "LSTMCell, strided float32": recurrent(nn.LSTMCell, torch.float32, contiguous=False),
     "GRUCell": recurrent(nn.GRUCell, torch.float64),
@@ -140,11 +178,14 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-def run(program: Program, hooks: Callable[[], AbstractContextManager[Any]]) -> list[Tensor]:
-    """Loss and gradients."""
+def run(
+    program: Program, hooks: Callable[[], AbstractContextManager[Any]], copied: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """Loss and gradients. `copied` waits for copies: what is used after it comes from them, not from where they began."""
     torch.manual_seed(0)
     with hooks():
         loss, *leaves = program()
+    copied()
     loss.backward()
     return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -167,7 +208,7 @@ def test_save_on_cpu_has_eagers_bits(name: str, sim: cm.SimDevice) -> None:
     expected = run(PROGRAMS[name], nullcontext)
     with cm.PinnedPool("64MiB", device=sim) as pool:
         with sim.compute():
-            got = run(PROGRAMS[name], lambda: swapped(sim, pool))
+            got = run(PROGRAMS[name], lambda: swapped(sim, pool), sim.synchronize)
             sim.synchronize()
         assert_same_bits(got, expected)
         assert pool.stats().num_live == 0
@@ -180,7 +221,7 @@ def test_every_step_of_a_session_has_eagers_bits(name: str, plans: bool, sim: cm
     with sim.compute(), cm.SwapSession("64MiB", "64MiB", sim, 0, plans=plans) as session:
         for _ in range(4):
             with session.step():
-                got = run(PROGRAMS[name], nullcontext)
+                got = run(PROGRAMS[name], nullcontext, sim.synchronize)
             assert_same_bits(got, expected)
 
 
@@ -190,7 +231,7 @@ def _red(sim: cm.SimDevice) -> list[str]:
     for name, program in PROGRAMS.items():
         expected = run(program, nullcontext)
         with cm.PinnedPool("64MiB", device=sim) as pool, sim.compute():
-            got = run(program, lambda pool=pool: swapped(sim, pool))  # type: ignore[misc]  # mypy knows no default of a lambda
+            got = run(program, lambda pool=pool: swapped(sim, pool), sim.synchronize)  # type: ignore[misc]  # mypy knows no default of a lambda
             if not all(torch.equal(mine, eager) for mine, eager in zip(got, expected, strict=True)):
                 red.append(name)
     return red
@@ -205,6 +246,29 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
     monkeypatch.setattr(SavedBytes, "vouches_for", by_number)
     red = _red(sim)
     assert {"unsafe chunks", "set_", "buffer", "LSTMCell"} <= set(red)
+
+
+def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
+    sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who made a tensor, taken for an answer to when it was written."""
+
+    def by_maker(self: SavedStorage, saved: SavedBytes, t: Tensor) -> bool:
+        began_in = self._began_in
+        return began_in is not None and began_in == current_operator() and made_before(t, began_in)
+
+    monkeypatch.setattr(SavedStorage, "_was_given", by_maker)
+    assert {"in place, beside the other", "saved, then written between"} <= set(_red(sim))
+
+
+def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:
+    """The system's own are used again: an operator of a thread that ended would be one of its successor's."""
+    numbers: list[int] = []
+    for _ in range(20):
+        thread = Thread(target=lambda: numbers.append(current_operator()[0]))
+        thread.start()
+        thread.join()
+    assert len(set(numbers)) == 20
 
 
 def test_without_the_rule_of_bytes_it_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +335,27 @@ def test_a_part_that_comes_late_crosses_alone(sim: cm.SimDevice) -> None:
         return a.sin().exp() * b.cos()
 
     assert bytes_out(sim, late_half) == WHOLE + WHOLE // 2 + 2 * WHOLE // 2  # the product, its second half; exp's result, cos's
+
+
+def test_a_loop_over_slices_does_not_copy_the_storage_for_each(sim: cm.SimDevice) -> None:
+    """In the recorded step, too, where no part goes alone that comes late."""
+    w = nn.Parameter(torch.randn(COLUMNS, COLUMNS))
+    slices = 64
+    expected: list[Tensor] | None = None
+    with sim.compute(), cm.SwapSession("64MiB", "64MiB", sim, 0) as session:
+        for moved_at_most in (6, 2):
+            torch.manual_seed(0)
+            before = session.report().bytes_swapped_out
+            with session.step():
+                loss = torch.zeros(())
+                for part in torch.randn(slices, ROWS, COLUMNS):
+                    loss = loss + (part @ w).sin().sum()
+                loss.backward()
+            assert w.grad is not None
+            assert expected is None or torch.equal(w.grad, expected[0])
+            expected, w.grad = [w.grad], None
+            moved = session.report().bytes_swapped_out - before
+            assert moved <= moved_at_most * slices * ROWS * COLUMNS * 4
 
 
 def test_a_plan_moves_a_storage_once_that_is_saved_in_parts(sim: cm.SimDevice) -> None:

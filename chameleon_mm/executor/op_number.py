@@ -6,6 +6,7 @@ made_before(t, now)               # whether an earlier operator made `t`, so tha
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import torch
@@ -18,9 +19,21 @@ OperatorNumber = tuple[int, int]
 """A thread, and the number of its next differentiable operator while it is in the one that is meant."""
 
 
+class _Numbered(threading.local):
+    """The calling thread's own number: the system gives a thread that ended its identifier to the next one."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+_thread = _Numbered()
+
+
 def current_operator() -> OperatorNumber:
     """Of the calling thread, in a save hook of the operator."""
-    return threading.get_ident(), sequence_nr()
+    return _thread.number, sequence_nr()
 
 
 def made_before(t: Tensor, operator: OperatorNumber) -> bool:

@@ -108,6 +108,8 @@ class SavedStorage:
         """Saved before the copy out began, and not yet known to be among one another's: what that copy has."""
         self._began_in: OperatorNumber | None = None
         """The operator at one of whose hooks the copy out was begun."""
+        self.copies = 1
+        """Of all of the storage, this one's included: so many records of it followed one another."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         self.epoch = epoch
@@ -452,8 +454,12 @@ class SavedStorage:
         return any(earlier.vouches_for(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
 
     def follows(self, before: SavedStorage) -> None:
-        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later."""
-        if before.part is None and self.part is None:
+        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later.
+
+        It waits for the stream that saves now: what was written on another one it has only by luck.
+        """
+        self.copies = before.copies + 1
+        if before.part is None and self.part is None and before.home_is(self._home):
             self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
 
     def takes(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
@@ -463,13 +469,22 @@ class SavedStorage:
         """
         if not self.home_is(compute) or self.gathered:
             return False
-        if self.place is not Place.RESIDENT:
-            began_in = self._began_in
-            if began_in is None or began_in != current_operator() or not made_before(t, began_in):
-                return False
+        if self.place is not Place.RESIDENT and not self._was_given(saved, t):
+            return False
         self._saved_bytes = [earlier for earlier in self._saved_bytes if not earlier.probe.moved]
         self._saved_bytes.append(saved)
         return True
+
+    def _was_given(self, saved: SavedBytes, t: Tensor) -> bool:
+        """Whether the operator that saves `t` was given it, and began the copy out.
+
+        Who made `t` does not tell: operators that write in place save what they were given (`a.hypot_(b)`), and a function of
+        one's own writes between operators that it calls. So a counter that has not moved since before the copy must say so.
+        """
+        began_in = self._began_in
+        if began_in is None or began_in != current_operator() or not self.has(saved, same_bytes=True):
+            return False
+        return made_before(t, began_in)
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""

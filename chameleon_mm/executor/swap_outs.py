@@ -38,6 +38,10 @@ _log = logging.getLogger(__name__)
 CARRIER_BYTES = 4 * MIB
 """Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
 
+MOST_COPIES = 3
+"""Of one storage, each because more of it was saved after the one before began. From then on it waits until memory is short:
+who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for each."""
+
 
 class SwapOuts:
     """Not thread-safe: the executor holds its lock."""
@@ -110,6 +114,9 @@ class SwapOuts:
             return
         if isinstance(saved, SavedPart):
             self._gather(saved)
+        elif saved.copies > MOST_COPIES:
+            self._guard.stays(saved)
+            return
         if saved.nbytes < self._rule.min_bytes:
             self._guard.stays(saved)
             return

@@ -185,7 +185,7 @@ def test_zero_bytes_are_a_block_that_takes_nothing(pool: PinnedPool, ledgered: L
 
 @pytest.mark.parametrize("given", [3, "8GiB", PinnedPool])
 def test_what_is_no_pool_is_refused_where_one_is_shared(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"pool: expected a PinnedPool, got .*; make one with PinnedPool\(max_bytes\)"):
+    with pytest.raises(TypeError, match=r"pool: expected a PinnedPool or None, got .*; pass PinnedPool\("):
         pool_for(None, given)
 
 

@@ -445,7 +445,7 @@ def test_pageable_blocks_of_no_bytes_and_bad_sizes(scripted: Scripted) -> None:
         nothing = pool.allocate_pageable(0)
         assert (nothing.nbytes, nothing.pageable, pool.stats().num_live) == (0, True, 1)
         nothing.release()
-        wrong: Any = "4KiB"
+        wrong: Any = 4.5
         with pytest.raises(TypeError):
             pool.allocate_pageable(wrong)
         with pytest.raises(ValueError, match="0 bytes or more"):

@@ -160,12 +160,15 @@ def a_pool_has_live_blocks() -> None:
 @case()
 def a_handler_at_exit_uses_a_graph_and_reports() -> None:
     session = entered(a_session())
+    step = session.step()
+    step.__enter__()
     x = leaf()
     out = deep(x).sum()
 
     def late() -> None:
         out.backward()
         assert x.grad is not None
+        step.__exit__(None, None, None)
         session.__exit__(None, None, None)
         assert session.report().bytes_swapped_in > 0
 

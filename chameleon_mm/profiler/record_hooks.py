@@ -9,7 +9,7 @@ For a plan without a GPU, under fake tensors, and wherever there is no executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class _Teller:
         self._min_bytes = min_bytes
         self._feature = feature
         self._fresh: list[tuple[TracedStorage, int]] = []
+        self._seen: set[Hashable] = set()
+        """Views that were saved, by the number of their storage; a storage that was saved whole."""
 
     def on_save(self, t: Tensor) -> _Handle:
         self._tell_sendable()
@@ -70,8 +72,18 @@ class _Teller:
         return handle.tensor
 
     def _claim(self, t: Tensor) -> TracedStorage:
-        traced = self._recorder.claim(t.untyped_storage())
-        self._fresh.append((traced, _sequence_nr()))
+        storage = t.untyped_storage()
+        traced = self._recorder.claim(storage)
+        whole = (traced.number, None)
+        view = (
+            whole
+            if t.numel() * t.element_size() == storage.nbytes()
+            else (traced.number, (t.storage_offset(), t.stride(), t.shape))
+        )
+        # A copy out has to begin after the last bytes were saved that no save before had.
+        if whole not in self._seen and view not in self._seen:
+            self._seen.add(view)
+            self._fresh.append((traced, _sequence_nr()))
         return traced
 
     def _tell_sendable(self) -> None:

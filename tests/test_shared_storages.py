@@ -140,6 +140,26 @@ def other_half_saved_before_it_is_written() -> list[Tensor]:
     return [saved + out.sum(), x]
 
 
+class WritesUnseenBetweenOperators(WritesBetweenOperators):
+    """As above, behind autograd's back: no version tells."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, other: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (other.detach().requires_grad_() * 2).sin()
+        a.data.mul_(3)
+        ctx.save_for_backward(a)
+        return a * 1
+
+
+def half_written_unseen_by_a_function_that_runs_operators() -> list[Tensor]:
+    x = _leaf(ROWS, COLUMNS)
+    a, b = (x * 2).chunk(2, 1)
+    saved = b.sin().sum()
+    out: Tensor = WritesUnseenBetweenOperators.apply(a, torch.ones(3))  # type: ignore[no-untyped-call]  # as above
+    return [saved + out.sum(), x]
+
+
 def recurrent(make: Callable[..., nn.Module], dtype: torch.dtype, *, contiguous: bool = True) -> Program:
     def program() -> list[Tensor]:
         module = make(COLUMNS, COLUMNS, dtype=dtype)
@@ -170,6 +190,7 @@ PROGRAMS: dict[str, Program] = {
     "large buffer": buffer_of_many_slices,
     "in place, beside the other": half_written_by_the_operator_that_saves_the_other,
     "saved, then written between": other_half_saved_before_it_is_written,
+    "written unseen between operators": half_written_unseen_by_a_function_that_runs_operators,
     "LSTMCell": recurrent(nn.LSTMCell, torch.float64),
     "LSTMCell, strided float32": recurrent(nn.LSTMCell, torch.float32, contiguous=False),
     "GRUCell": recurrent(nn.GRUCell, torch.float64),
@@ -254,11 +275,19 @@ def test_without_a_counter_that_says_what_an_operator_was_given_it_goes_red(
     """Who made a tensor, taken for an answer to when it was written."""
 
     def by_maker(self: SavedStorage, saved: SavedBytes, t: Tensor) -> bool:
-        began_in = self._began_in
-        return began_in is not None and began_in == current_operator() and made_before(t, began_in)
+        if self._began_in is None:
+            return False
+        operator, _ = self._began_in
+        return operator == current_operator() and made_before(t, operator)
 
     monkeypatch.setattr(SavedStorage, "_was_given", by_maker)
     assert {"in place, beside the other", "saved, then written between"} <= set(_red(sim))
+
+
+def test_without_the_place_that_called_it_an_operator_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's number alone, which a function of one's own shares with the last operator that it ran."""
+    monkeypatch.setattr("chameleon_mm.executor.stored.call_site", lambda: None)
+    assert "written unseen between operators" in _red(sim)
 
 
 def test_a_thread_has_a_number_that_no_earlier_one_had() -> None:

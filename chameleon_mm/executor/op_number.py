@@ -1,19 +1,29 @@
 """Which operator autograd is in the middle of, told by its sequence number. Note [Swap-out].
 
 now = current_operator()          # in a save hook: equal for all saves of one operator, and for no two operators of a thread
+call_site()                       # where the Python code stands that runs it
 made_before(t, now)               # whether an earlier operator made `t`, so that this one was given it
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
 
 sequence_nr = torch._C._autograd._get_sequence_nr
 """The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
+
+_OF_HOOKS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+"""Files whose code runs between the operator and here: this package's, and what keeps dynamo from compiling the hooks."""
+
+CallSite = tuple[int, int]
+"""A Python frame that runs, and its latest instruction."""
 
 OperatorNumber = tuple[int, int]
 """A thread, and the number of its next differentiable operator while it is in the one that is meant."""
@@ -34,6 +44,18 @@ _thread = _Numbered()
 def current_operator() -> OperatorNumber:
     """Of the calling thread, in a save hook of the operator."""
     return _thread.number, sequence_nr()
+
+
+def call_site() -> CallSite | None:
+    """Where the Python code stands that runs the operator whose hook this is; None where C++ runs it.
+
+    A function of one's own may run operators, write what it saves, and save it: autograd's number is then still that of the
+    last operator that it ran, but it was called from elsewhere.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OF_HOOKS):
+        frame = frame.f_back
+    return None if frame is None else (id(frame), frame.f_lasti)
 
 
 def made_before(t: Tensor, operator: OperatorNumber) -> bool:

@@ -25,7 +25,7 @@ from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.executor.meter import Meter
-from chameleon_mm.executor.op_number import OperatorNumber, current_operator, made_before
+from chameleon_mm.executor.op_number import CallSite, OperatorNumber, call_site, current_operator, made_before
 from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.streams import ComputeStreams
@@ -106,7 +106,7 @@ class SavedStorage:
         """The device copy, whoever holds it: the saved storage itself, later what a swap-in made."""
         self._saved_bytes = [saved]
         """Saved before the copy out began, and not yet known to be among one another's: what that copy has."""
-        self._began_in: OperatorNumber | None = None
+        self._began_in: tuple[OperatorNumber, CallSite | None] | None = None
         """The operator at one of whose hooks the copy out was begun."""
         self.copies = 1
         """Of all of the storage, this one's included: so many records of it followed one another."""
@@ -221,7 +221,7 @@ class SavedStorage:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
         self._tools.meter.moved(self._out, "out", self.crossing_bytes)
-        self._began_in = current_operator()
+        self._began_in = current_operator(), call_site()
         self.place = Place.LEAVING
 
     # --- in a carrier
@@ -237,7 +237,7 @@ class SavedStorage:
         if self._seal is not None:
             self._seal.close(packed)
         self._home.free(packed)
-        self._began_in = current_operator()
+        self._began_in = current_operator(), call_site()
         self.device, self.carrier, self.place = None, carrier, Place.ON_HOST
 
     def alight(self, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -481,10 +481,12 @@ class SavedStorage:
         Who made `t` does not tell: operators that write in place save what they were given (`a.hypot_(b)`), and a function of
         one's own writes between operators that it calls. So a counter that has not moved since before the copy must say so.
         """
-        began_in = self._began_in
-        if began_in is None or began_in != current_operator() or not self.has(saved, same_bytes=True):
+        if self._began_in is None:
             return False
-        return made_before(t, began_in)
+        operator, site = self._began_in
+        if operator != current_operator() or not self.has(saved, same_bytes=True) or not made_before(t, operator):
+            return False
+        return site == call_site()
 
     def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""

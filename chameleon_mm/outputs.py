@@ -61,10 +61,15 @@ def _try(path: Path) -> None:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print `table` so that lines are broken between words alone. Where that does not fit, it is wider than the console."""
+    """Print `table` so that lines are broken between words alone, and not at all in columns that are not to wrap: rich would
+    cut them short. Where that does not fit, it is wider than the console."""
     from rich.measure import Measurement
 
     wide = console.options.update(width=1 << 16)
+    for column in table.columns:
+        if column.no_wrap:
+            cells = (column.header, *column.cells)
+            column.min_width = max(Measurement.get(console, wide, cell).maximum for cell in cells)
     needed = Measurement.get(console, wide, table).minimum
     if needed > console.width:
         table.width = needed

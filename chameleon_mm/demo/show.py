@@ -96,7 +96,7 @@ def show(outcome: Outcome, console: Console) -> None:
     """Print the table, what it was measured on, and the verdicts."""
     config, model = outcome.config, outcome.config.model
     table = Table()
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     table.add_column("no swapping", justify="right", no_wrap=True)
     table.add_column("swapping", justify="right", no_wrap=True)
     for row in rows(outcome):

@@ -1,4 +1,4 @@
-"""What a command writes: files, refused before anything started where they cannot be written, and tables of numbers.
+"""Output of commands: files, refused before anything started where they cannot be written, and tables of numbers.
 
 check_outputs({"--json": args.json, "--png": args.png})
 ...

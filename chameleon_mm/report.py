@@ -124,7 +124,7 @@ class SwapReport:
     lowered_budget_bytes: int | None
     """The tighter budget that steps are within since; None: no step was run again."""
     problems: tuple[str, ...]
-    """What is wrong with how the session is used, in words, each with what to do."""
+    """Sentences that say what is wrong with how the session is used, each with what to do."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page."""
 

@@ -30,7 +30,7 @@ AHEAD_BYTES = 256 * MIB
 """HBM that prefetches may hold before their first use."""
 
 FREE_SHARE = 1 / 16
-"""Of the HBM that all else leaves free: what swapping may hold, until steps have shown how far allocation climbs."""
+"""Share of the HBM that all else leaves free which swapping may hold, until steps have shown how far allocation climbs."""
 
 
 class _Entered(threading.local):

@@ -249,7 +249,7 @@ class _Job:
         return train(self.config, self._rows, device or self.device(), **session, on_step=stepped)
 
     def _train_plain(self, progress: Progress, what: str, device: Device) -> Numbers:
-        """Where `device` computes, and nothing but that is asked of it."""
+        """The torch device on which `device` computes; nothing else is asked of it."""
         from chameleon_mm.demo.program import train_plain
 
         task = progress.add_task(what, total=self.config.steps)

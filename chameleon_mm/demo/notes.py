@@ -21,7 +21,7 @@ class StepNote:
 
     kind: StepKind
     phase: str
-    """What it was: "recorded", "planned" or another of the report's `steps_by_phase`."""
+    """Kind of the step: "recorded", "planned" or another of the report's `steps_by_phase`."""
     recorded: bool
     """Operator by operator, to its end."""
     plan_known: bool

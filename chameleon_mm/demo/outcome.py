@@ -1,4 +1,4 @@
-"""What the demo found out: its runs, and whether swapping kept its promises.
+"""Outcome of the demo: its runs, and whether swapping kept its promises.
 
 promises: not one bit differs, from the run without swapping and from plain PyTorch; the swapped peak is within the HBM budget
 passed = all hold

@@ -26,14 +26,14 @@ Rows = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One run: the model, the text is given apart. Raises `ValueError` for what cannot be run."""
+    """Settings of one run; the text is given apart. Raises `ValueError` for what cannot be run."""
 
     model: GPTConfig
     steps: int
     batch: int
     """Rows per step."""
     seed: int = 0
-    """Of weights, dropout and rows."""
+    """Seed of weights, dropout and rows."""
     lr: float = 1e-3
     max_norm: float = 1.0
     """The gradient is scaled down to this norm where it is longer."""
@@ -50,16 +50,16 @@ class TrainConfig:
 
     @property
     def kinds(self) -> tuple[StepKind, ...]:
-        """Of each step, in order."""
+        """Kinds of the steps, in order."""
         return schedule(self.steps, self.model.context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a training computed. Tensors are on the CPU."""
+    """Numbers that a training computed. Tensors are on the CPU."""
 
     kinds: tuple[StepKind, ...]
-    """Of each step."""
+    """Kinds of the steps, in order."""
     losses: Tensor
     """[steps], in the loss's own dtype."""
     grad_norms: Tensor
@@ -71,7 +71,7 @@ class Numbers:
 
 
 class Program:
-    """One training from `config.seed` on `where`, one step for each element of `rows`.
+    """A training from `config.seed` on `where`, one step for each element of `rows`.
 
     Seeds torch's default generators. Raises `ValueError` for another number of rows than of steps.
     """
@@ -107,7 +107,7 @@ class Program:
         self._losses.append(loss.detach())
 
     def numbers(self) -> Numbers:
-        """What the steps so far computed. The host waits for them."""
+        """Numbers that the steps so far computed. The host waits for them."""
         return Numbers(
             kinds=self._config.kinds,
             losses=torch.stack([_to_host(loss) for loss in self._losses]),
@@ -138,7 +138,7 @@ def train_plain(config: TrainConfig, rows: Rows, where: torch.device, *, on_step
 
 
 def _to_device(rows: Tensor, kind: StepKind, where: torch.device) -> Tensor:
-    """As many bytes of each row as steps of this kind have."""
+    """The first bytes of each row, as many as steps of this kind have."""
     return rows[:, : kind.length].contiguous().to(where, copy=True)
 
 

@@ -62,7 +62,7 @@ def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def verdicts(outcome: Outcome) -> list[str]:
-    """What the figures mean, one line each; those about the bits come first."""
+    """Lines that say what the figures mean; those about the bits come first."""
     lines = []
     if outcome.difference is None:
         lines.append("bit-identical: yes (every loss and gradient norm, final weights, random state)")

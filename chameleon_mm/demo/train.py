@@ -1,4 +1,4 @@
-"""One run of the demo's training on a device of the library, swapped or not: nothing but the swapping can differ.
+"""A run of the demo's training on a device of the library, swapped or not: nothing but the swapping can differ.
 
 program = Program(...)                        # the training itself
 with session_of(model) as session:            # Unswapped, or a SwapSession
@@ -56,7 +56,7 @@ class Unswapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult(Numbers):
-    """What one run gave: its numbers, and what it took."""
+    """Result of one run: its numbers, its peak and its times."""
 
     step_us: tuple[float, ...]
     """Time of each step on the compute stream, by device events (simulated time on the simulator)."""

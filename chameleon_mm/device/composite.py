@@ -1,4 +1,4 @@
-"""Which operators run as the operators that they are made of: torch's own rule, asked of its table of kernels.
+"""Operators that run as the operators that they are made of: torch's own rule, asked of its table of kernels.
 
     composite_on("aten::matmul", "cpu")           no dense kernel of the CPU's own: torch runs the composite one
     composite_on("aten::silu_backward", "cpu")    has one, and a composite kernel beside it: runs as it is

@@ -22,7 +22,7 @@ _FOREACH_CHUNK = 65_536
 """Elements that a block of a `_foreach` kernel takes: kChunkSize of aten/src/ATen/native/cuda/MultiTensorApply.cuh."""
 
 _UNSORTED_INDICES = 3072
-"""As many indices, or fewer, an embedding's backward adds up without sorting them."""
+"""Number of indices up to which an embedding's backward adds up without sorting them."""
 
 _ROWS_PER_PARTIAL_SUM = 10
 """NROWS_PER_THREAD of aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu."""
@@ -90,4 +90,4 @@ _FORMULAS: dict[str, Callable[..., list[int]]] = {
     # What attention is called on a CPU; what it stands for is the GPU's.
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
 }
-"""By name: the sizes in bytes of what each allocates, called with the operator's own arguments."""
+"""Sizes in bytes of what each operator allocates inside, by its name; called with the operator's own arguments."""

@@ -57,7 +57,7 @@ _TORCHS_OWN = {"aten", "prims"}
 
 _CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-"""Where an operator that is made of others has the kernel that they are called in."""
+"""Key of the kernel in which an operator that is made of others calls them."""
 
 FlopFormula = Callable[..., int]
 

@@ -268,7 +268,7 @@ class Adaptation:
 
 
 def _log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
-    """Of a plan for a step with so many hooks."""
+    """Log that there is no plan for a step of so many hooks."""
     if num_hooks:
         _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
     else:

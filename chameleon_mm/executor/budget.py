@@ -78,7 +78,7 @@ class BudgetGuard:
         self._live = live
         self._sender = sender
         self.surplus: Surplus | None = None
-        """Where there is no budget: what keeps within what the device has free."""
+        """Limit by what the device has free, where there is no budget."""
         if limits.free_share is not None and kept is not None:
             self.surplus = Surplus(device, limits.free_share, reclaim=self.reclaim, order=order, kept=kept, sender=sender)
         self._odometer: int | None = None

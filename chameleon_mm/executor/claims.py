@@ -1,4 +1,4 @@
-"""Which claim stands for a storage: one copy of the same bytes, whatever number of views. Note [Identity].
+"""Claims on saved storages: one copy of the same bytes, whatever number of views. Note [Identity].
 
     claim, part = claims.find(t, saved, ...)      # a live claim that a copy of its bytes comes with, or what to claim for it
     claims.add(claim); claims.forget(saved)
@@ -57,12 +57,12 @@ class _End:
 
 
 class Found(NamedTuple):
-    """What a saved tensor is to be a view of."""
+    """Claim, or part of a storage, that a saved tensor is to be a view of."""
 
     claim: Claim | None
     """The live claim that it shares; None: a new one is to be made."""
     part: Part | None
-    """Of the storage, which the claim is on; None: on all of it."""
+    """Part of the storage that the claim is on; None: all of it."""
     grows: bool = False
     """Whether the claim's copy, not begun yet, has more to wait for: the operator that saves these bytes."""
     before: Claim | None = None
@@ -105,7 +105,7 @@ class Claims:
         return Found(None, part, before=on_all)
 
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """As `find`, of claims on all of the storage alone."""
+        """Does what `find` does, among claims on all of the storage alone."""
         on_all = self._on(t.untyped_storage(), None)
         if on_all is None:
             return Found(None, None)

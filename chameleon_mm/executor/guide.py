@@ -64,7 +64,7 @@ class Seen(NamedTuple):
     need: Need
     """What it took beyond what the trace of the step that it was has, as far as it was that one."""
     spared: dict[tuple[int, int], int]
-    """By two hooks: bytes that the known step allocated between them, and this one did not."""
+    """Bytes that the known step allocated between two hooks and this one did not, by the hooks."""
     passed_plan: bool
     """Whether it took so much more that its plan was no longer trusted."""
     had_plan: bool
@@ -165,7 +165,7 @@ class Guide:
         self._spikes: dict[int, int] = {}
         """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
         self._spared: dict[tuple[int, int], int] = {}
-        """As `Seen` has it."""
+        """Bytes not allocated, as in `Seen`."""
         self._passed_plan = self._had_plan = False
         self._guard.trusts_plan = self._guard.astray = False
 

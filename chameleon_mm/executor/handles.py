@@ -68,7 +68,7 @@ class KeptTensor:
         """The step, and the number of the hook in it."""
         self.tensor: Tensor | None = t if by_reference or t.is_leaf else t.detach()
         self.moved: SwappedView | None = None
-        """What stands for it since memory was short; `tensor` is then None."""
+        """Handle that stands for it since memory was short; `tensor` is then None."""
         self._expected = t._version
         self._origin = Origin(t)
 

@@ -1,4 +1,4 @@
-"""Which hooks ran, inside of steps and between them: what tells whether a session is used as it is meant.
+"""Counts of hooks, inside of steps and between them: they tell whether a session is used as it is meant.
 
 counts.saved(); counts.used()                    # at every hook of autograd's
 counts.begin_step(session's own hook); counts.end_step(completed=...)
@@ -34,7 +34,7 @@ class HookCounts:
         self.uses_between = 0
         self._saves = self._uses = 0
         self._in_step: tuple[bool, bool] | None = None
-        """Of the step that runs: whether gradients are on, and the session's hooks on top."""
+        """Whether, in the step that runs, gradients are on and the session's hooks on top."""
 
     def saved(self) -> None:
         self._saves += 1
@@ -74,7 +74,7 @@ _STEP = "`with session.step():`"
 
 
 def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
-    """What is wrong with how the session is used, in words, and what to do; None where nothing is.
+    """Sentence that says what is wrong with how the session is used, and what to do; None where nothing is.
 
     `closed`: its `with` block is over. `thread`: the name of the one that entered it.
     """

@@ -38,7 +38,7 @@ class KeptSmall:
 
     def __init__(self, tools: Tools, live: LiveStorages, claims: Claims, new_claim: Callable[[SavedStorage], Claim]) -> None:
         self.nbytes = 0
-        """Of the storages of all that were added and not seen to be gone: at least what they hold."""
+        """Bytes of the storages of all that were added and not seen to be gone: at least what they hold."""
         self._tools = tools
         self._live = live
         self._claims = claims

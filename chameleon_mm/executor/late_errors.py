@@ -61,7 +61,7 @@ def _raise(error: list[BaseException]) -> NoReturn:
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Those of `error`, and of the errors that it came from.
+    """Drop the frames of `error`, and of the errors that it came from.
 
     What else was being handled just then is the program's own, and only let go of: a finaliser may run in any `except`.
     """

@@ -42,7 +42,7 @@ class LiveStorages:
         self.of_epoch += 1
 
     def new_apart(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
-        """What `make` makes of an epoch and an index that are no step's: a save that became a storage of its own later."""
+        """Record that `make` makes with an epoch and an index of no step: for a save that had none at first."""
         self._apart += 1
         saved = make(APART, self._apart)
         self._storages[saved.epoch, saved.index] = saved

@@ -23,7 +23,7 @@ MAX_SPANS = 20_000
 
 
 class StepKind(enum.Enum):
-    """What a step was, as its end knows: each step is of one kind."""
+    """Kind of a step, known at its end: each step is of one."""
 
     RECORDED = "recorded"
     """Written down operator by operator, to its end, for a plan to be made of it."""

@@ -1,4 +1,4 @@
-"""Which operator autograd is in the middle of, told by its sequence number. Note [Swap-out].
+"""The operator that autograd is in the middle of, told by its sequence number. Note [Swap-out].
 
 now = current_operator()          # in a save hook: equal for all saves of one operator, and for no two operators of a thread
 call_site()                       # where the Python code stands that runs it
@@ -42,12 +42,12 @@ _thread = _Numbered()
 
 
 def current_operator() -> OperatorNumber:
-    """Of the calling thread, in a save hook of the operator."""
+    """Number of the operator in whose save hook the calling thread is."""
     return _thread.number, sequence_nr()
 
 
 def call_site() -> CallSite | None:
-    """Where the Python code stands that runs the operator whose hook this is; None where C++ runs it.
+    """Place in Python from which the operator was called whose hook this is; None where C++ called it.
 
     A function of one's own may run operators, write what it saves, and save it: autograd's number is then still that of the
     last operator that it ran, but it was called from elsewhere.

@@ -16,7 +16,7 @@ from chameleon_mm.device import Device
 
 
 class Peak(NamedTuple):
-    """What is known of a peak; it is known itself where both are the same."""
+    """Bounds of a peak; it is known itself where both are the same."""
 
     at_least_bytes: int
     at_most_bytes: int | None
@@ -43,7 +43,7 @@ class PeakWatch:
         self._last_bytes = now
 
     def peak(self, seen_bytes: int) -> Peak:
-        """As far as it was noted; `seen_bytes`: what was seen allocated at some moment."""
+        """Bounds of the peak, as far as it was noted; `seen_bytes`: what was seen allocated at some moment."""
         at_least = max(self._most_bytes, seen_bytes)
         if self._was_reset:
             return Peak(at_least, None)

@@ -1,4 +1,4 @@
-"""Which bytes of a storage one saved tensor covers, and which version counter says whether they were written to.
+"""Bytes of a storage that one saved tensor covers, and the version counter that says whether they were written to.
 
     saved = SavedBytes(t)                       # at save
     earlier.vouches_for(saved)                  # at a later save of the same storage: a copy of the earlier bytes has these
@@ -25,7 +25,7 @@ class SavedBytes:
 
     def __init__(self, t: Tensor) -> None:
         self.probe = VersionProbe(t)
-        """Of the tensor's counter, at the version that it had."""
+        """Probe of the tensor's version counter, at the version that it had."""
         # A view has its base's counter. Autograd's node keeps neither alive, so a reference that is gone vouches for nothing.
         self._counter = weakref.ref(_counter_of(t))
         element_bytes = t.element_size()

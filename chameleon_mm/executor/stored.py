@@ -67,7 +67,7 @@ class Tools:
     meter: Meter
     streams: ComputeStreams
     checksums: Checksums | None = None
-    """Of what goes out, against what comes back; None: nobody looks."""
+    """Checksums of what goes out, against what comes back; None: nobody looks."""
 
 
 class LastSave:
@@ -109,7 +109,7 @@ class SavedStorage:
         self._began_in: tuple[OperatorNumber, CallSite | None] | None = None
         """The operator at one of whose hooks the copy out was begun."""
         self.copies = 1
-        """Of all of the storage, this one's included: so many records of it followed one another."""
+        """Number of copies of all of the storage, this one's included: so many records of it followed one another."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         self.epoch = epoch

@@ -30,10 +30,10 @@ from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
 
 KNOWN_SHARE = 0.9
-"""Of the device's capacity: what may be allocated where the climb to come is known. The rest is for fragmentation."""
+"""Share of the device's capacity that may be allocated where the climb to come is known. The rest is for fragmentation."""
 
 UNREAD_SHARE = 1 / 256
-"""Of the device's capacity: as long as no more is held memory is not read, which on a GPU costs a hook most."""
+"""Share of the device's capacity up to which memory is not read: on a GPU a reading costs a hook most."""
 
 CAPACITY_EVERY = 64
 """Looks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
@@ -44,16 +44,16 @@ class Sender(Protocol):
 
     @property
     def waiting_bytes(self) -> int:
-        """Of those that wait for more of their kind."""
+        """Bytes of those that wait for more of their kind."""
         ...
 
     @property
     def fresh_bytes(self) -> int:
-        """Of what was saved by operators that are not known to be over."""
+        """Bytes of what was saved by operators that are not known to be over."""
         ...
 
     def pack_small(self) -> None:
-        """Those that wait, wait no more."""
+        """Sends out those that wait."""
         ...
 
 
@@ -93,7 +93,7 @@ class Surplus:
         self._sender = sender
         self._climb = LargestClimb()
         self._here: dict[int, SavedStorage] = {}
-        """By id: on the device, and could be on the host; may have gone another way since."""
+        """Storages that are on the device and could be on the host, by id; some may have gone another way since."""
         self._rest_bytes = 0
         """Allocated beside the surplus, as of the last look, and for uses since then."""
         self._odometer: int | None = None
@@ -166,7 +166,7 @@ class Surplus:
             self._give_back(allowed, keep)
 
     def spare_bytes(self) -> int:
-        """What may be taken beside what is held."""
+        """Bytes that may be taken beside what is held."""
         return max(0, self._allowed_bytes() - self._held_bytes())
 
     def give_back_all(self, keep: SavedStorage | None) -> None:

@@ -39,8 +39,8 @@ CARRIER_BYTES = 4 * MIB
 """Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
 
 MOST_COPIES = 3
-"""Of one storage, each because more of it was saved after the one before began. From then on it waits until memory is short:
-who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for each."""
+"""Most copies of one storage, each made as more of it was saved after the last began. From then on it waits until memory is
+short: who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for each."""
 
 
 class SwapOuts:
@@ -78,12 +78,12 @@ class SwapOuts:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of those that wait for more of their kind."""
+        """Bytes of those that wait for more of their kind."""
         return self._small_bytes
 
     @property
     def fresh_bytes(self) -> int:
-        """Of what was saved by operators that are not known to be over."""
+        """Bytes of what was saved by operators that are not known to be over."""
         return sum(saved.nbytes for saved in {saved for saved, _ in self._fresh})
 
     def finished(self) -> list[SavedStorage]:

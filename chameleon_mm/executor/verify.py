@@ -64,11 +64,11 @@ class Checksums:
         self._scratch = scratch
 
     def of(self, buffer: Tensor) -> int:
-        """Of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
+        """Checksum of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
         return self._read(self._take(buffer, _SUMS))
 
     def keep(self, buffer: Tensor) -> Kept:
-        """As `of`, without a wait as long as there is room for the sum."""
+        """Checksum as `of` takes it, without a wait as long as there is room for it."""
         if not self._free:
             return Kept(self, None, self.of(buffer))
         place = self._free.popleft()
@@ -119,7 +119,7 @@ class Checksums:
 
 
 class Kept:
-    """One checksum, on the device, or on the host where there was no room. Its end gives its place back."""
+    """A checksum, on the device, or on the host where there was no room. Its end gives its place back."""
 
     __slots__ = ("_checksums", "_place", "_sum")
 

@@ -77,7 +77,7 @@ class LargestClimb:
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        """By the number of the save in its step: the largest of all steps that ended."""
+        """Largest save of all steps that ended, by its number in the step."""
         self._most: int | None = None
         self._forget_step()
 
@@ -102,7 +102,7 @@ class LargestClimb:
         return None if self._larger or self._most is None else max(self._most, self._most_now)
 
     def end_step(self, *, completed: bool) -> None:
-        """One that did not complete teaches nothing."""
+        """Ends the step. One that did not complete teaches nothing."""
         if completed:
             self._most = max(self._most or 0, self._most_now)
             self._sizes = [max(pair) for pair in zip_longest(self._sizes, self._saved, fillvalue=0)]

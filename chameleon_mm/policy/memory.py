@@ -76,7 +76,7 @@ class Peak:
     by_kind: Mapping[TensorKind, int]
     """Of `nbytes`: storages of each kind that the step knows; kinds that have none are left out."""
     inner_bytes: int
-    """Of `nbytes`: what the operator that runs then holds inside itself."""
+    """Share of `nbytes` that the operator that runs then holds inside itself."""
     untouched_bytes: int
     """Of `nbytes`: what was there before the step, and the step never touches."""
     idle_bytes: int

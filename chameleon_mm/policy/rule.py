@@ -96,7 +96,7 @@ class Limits:
     ahead_bytes: int | None = None
     """HBM that prefetches may hold before their first use; None: the budget alone decides."""
     free_share: float | None = None
-    """Of the HBM that all else leaves free: what swapping may hold where it is not known how far allocation climbs. None: no
+    """Share of the HBM left free by all else that swapping may hold where it is not known how far allocation climbs. None: no
     such limit. Not beside a budget."""
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from chameleon_mm.device.op_call import OpCall
 
 _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
-"""Those whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
+"""Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
 
 _OF_ONE_INPUT = {"masked_fill": 2}
 """Name -> place of the only input whose gradient is another."""

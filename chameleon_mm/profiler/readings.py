@@ -1,4 +1,4 @@
-"""What the device counts, read after every operator of a recorded step, and how much of it an operator held inside itself.
+"""Bytes that the device counts, read after every operator of a recorded step, and how many an operator held inside itself.
 
 readings = Readings(device)
 inner_bytes = readings.take(book, newcomers, tick=..., made_bytes=...)
@@ -22,7 +22,7 @@ from chameleon_mm.profiler.storages import StorageBook
 
 
 class Readings:
-    """Of one step, which begins now. Not thread-safe.
+    """Readings of one step, which begins now. Not thread-safe.
 
     There is one after each operator: of several nobody could tell which one held what. On a GPU it takes the host 20 us, half
     of what a short operator takes and a fifth of what recording one does, and nothing cheaper tells as much: the time goes into
@@ -33,7 +33,7 @@ class Readings:
         self._device = device
         self._last = device.read_memory()
         self._freed_by_then = 0
-        """Of the book's storages, at the last reading."""
+        """Bytes of the book's storages, at the last reading."""
 
     @property
     def allocated_bytes(self) -> int:

@@ -303,7 +303,7 @@ class Recorder(TorchDispatchMode):
         return list(given.values()), written, inner
 
     def _read(self, newcomers: Sequence[torch.UntypedStorage] = ()) -> None:
-        """What was allocated until now is no operator's: the next reading counts from here."""
+        """Begins a new reading: what was allocated until now is no operator's."""
         self._readings.take(self._book, newcomers, tick=self._builder.num_ticks)
 
     def _begin_tick(self) -> None:

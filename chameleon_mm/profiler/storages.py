@@ -113,7 +113,7 @@ class StorageBook:
         self._retired: deque[TracedStorage] = deque()
         self._live_bytes = 0
         self.freed_bytes = 0
-        """Of device memory that storages known here gave back so far."""
+        """Bytes of device memory that storages known here gave back so far."""
         self._unknown = allocated_bytes
         """What the device counts beside the storages known here, at the last reading."""
         self._lowest_unknown = allocated_bytes

@@ -51,7 +51,7 @@ def share_bytes(a: Extent, b: Extent) -> bool:
 
 
 def overlap(a: Extent, b: Extent) -> tuple[int, npt.NDArray[np.bool_]]:
-    """Where the bytes that may lie in both begin, and for each byte from there on whether it lies in both."""
+    """First byte that may lie in both, and a flag for each byte from there on: whether it lies in both."""
     start, end = max(a.start, b.start), min(a.end, b.end)
     return start, _mask(a, start, end) & _mask(b, start, end)
 

@@ -18,7 +18,7 @@ from chameleon_mm.device.sim.poison import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError
 
 Bytes = npt.NDArray[np.bool_]
-"""One flag for each of some bytes that lie side by side."""
+"""Flags for bytes that lie side by side."""
 
 
 class _End:
@@ -62,7 +62,7 @@ class LateCopy:
         self._spoilt: list[tuple[int, Bytes]] = []
 
     def spoil(self, start: int, written: Bytes) -> None:
-        """Those bytes of the source, of which byte `start` is the first, were written while the copy may have been running:
+        """The source was written while the copy may have been running, from byte `start` on where `written` is set:
         what arrives of them is anything. The others arrive."""
         self._spoilt.append((start, written))
         if self.done and self._dst.ref() is not None:

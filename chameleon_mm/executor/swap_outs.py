@@ -40,7 +40,8 @@ CARRIER_BYTES = 4 * MIB
 
 MOST_COPIES = 3
 """Most copies of one storage, each made as more of it was saved after the last began. From then on it waits until memory is
-short: who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for each."""
+short: who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for
+each."""
 
 
 class SwapOuts:

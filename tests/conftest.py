@@ -15,9 +15,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.surroundings import leave
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_recorder_stays() -> Iterator[None]:
+    """A step that a test left open, or left on another thread, leaves its recorder on this one: it would see later tests, and
+    what they take for plain PyTorch would run under it."""
+    yield
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, Recorder):
+            leave(mode, None, None, None)
 
 
 @pytest.fixture

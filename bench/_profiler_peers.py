@@ -229,7 +229,7 @@ def _torch_profiler(device: Device, timed: Watch, step: Step) -> float:
 
 @contextmanager
 def _nothing_on_stderr() -> Iterator[None]:
-    """What C++ writes there goes nowhere: torch's profiler says at each start and stop that it does, in hundreds of lines."""
+    """Drop what C++ writes there: torch's profiler says at each start and stop that it does, in hundreds of lines."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

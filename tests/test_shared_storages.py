@@ -5,7 +5,7 @@ The reference is plain PyTorch: the same program on plain tensors, with none of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Thread
 from typing import Any
@@ -132,14 +132,6 @@ class WritesBetweenOperators(torch.autograd.Function):
         return grad * a, None
 
 
-def other_half_saved_before_it_is_written() -> list[Tensor]:
-    x = _leaf(ROWS, COLUMNS)
-    a, b = (x * 2).unsafe_chunk(2, 1)
-    saved = b.sin().sum()
-    out: Tensor = WritesBetweenOperators.apply(a, torch.ones(3))  # type: ignore[no-untyped-call]  # as above
-    return [saved + out.sum(), x]
-
-
 class WritesUnseenBetweenOperators(WritesBetweenOperators):
     """As above, behind autograd's back: no version tells."""
 
@@ -152,12 +144,23 @@ class WritesUnseenBetweenOperators(WritesBetweenOperators):
         return a * 1
 
 
+def _one_half_saved_the_other_given_to(
+    function: type[WritesBetweenOperators], x: Tensor, halves: Sequence[Tensor]
+) -> list[Tensor]:
+    a, b = halves
+    saved = b.sin().sum()
+    out: Tensor = function.apply(a, torch.ones(3))  # type: ignore[no-untyped-call]  # as above
+    return [saved + out.sum(), x]
+
+
+def other_half_saved_before_it_is_written() -> list[Tensor]:
+    x = _leaf(ROWS, COLUMNS)
+    return _one_half_saved_the_other_given_to(WritesBetweenOperators, x, (x * 2).unsafe_chunk(2, 1))
+
+
 def half_written_unseen_by_a_function_that_runs_operators() -> list[Tensor]:
     x = _leaf(ROWS, COLUMNS)
-    a, b = (x * 2).chunk(2, 1)
-    saved = b.sin().sum()
-    out: Tensor = WritesUnseenBetweenOperators.apply(a, torch.ones(3))  # type: ignore[no-untyped-call]  # as above
-    return [saved + out.sum(), x]
+    return _one_half_saved_the_other_given_to(WritesUnseenBetweenOperators, x, (x * 2).chunk(2, 1))
 
 
 def recurrent(make: Callable[..., nn.Module], dtype: torch.dtype, *, contiguous: bool = True) -> Program:

@@ -87,7 +87,7 @@ _FORMULAS: dict[str, Callable[..., list[int]]] = {
     "_safe_softmax": _safe_softmax,
     "_foreach_norm": _foreach_norm,
     "embedding_dense_backward": _embedding_dense_backward,
-    # What attention is called on a CPU; what it stands for is the GPU's.
+    # Attention by its name on a CPU; the sizes are the GPU's.
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_attention_backward,
 }
 """Sizes in bytes of what each operator allocates inside, by its name; called with the operator's own arguments."""

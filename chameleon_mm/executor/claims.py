@@ -94,11 +94,8 @@ class Claims:
             return Found(None, None, before=on_all)
         part = Part.of(t)
         on_part = None if part is None else self._on(storage, part)
-        if on_part is not None:
-            if on_part.saved.has(saved, same_bytes=True):
-                return Found(on_part, part)
-            if on_part.saved.takes(saved, t, compute):
-                return Found(on_part, part, grows=True)
+        if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
+            return shared
         others = self._parts.get(id(storage), ())
         if not comes_late and not rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
             part = None
@@ -107,12 +104,8 @@ class Claims:
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
         """Does what `find` does, among claims on all of the storage alone."""
         on_all = self._on(t.untyped_storage(), None)
-        if on_all is None:
-            return Found(None, None)
-        if on_all.saved.has(saved):
-            return Found(on_all, None)
-        if on_all.saved.takes(saved, t, compute):
-            return Found(on_all, None, grows=True)
+        if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
+            return shared
         return Found(None, None, before=on_all)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
@@ -149,6 +142,14 @@ class Claims:
         parts.remove(saved.part)
         if not parts:
             del self._parts[saved.storage_id]
+
+
+def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
+    """The claim, for `t` too, if its copy has these bytes or will; views of one part cover the same ones."""
+    record = claim.saved
+    if record.has(saved, same_bytes=record.part is not None):
+        return Found(claim, record.part)
+    return Found(claim, record.part, grows=True) if record.takes(saved, t, compute) else None
 
 
 def _key(storage_id: int, part: Part | None) -> Hashable:

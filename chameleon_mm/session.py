@@ -187,7 +187,9 @@ class SwapSession:
                 f"each thread's own; leave it there"
             )
         try:
-            # First: hooks must not outlive the block, whatever state it is left in. A thread that ended took them with it.
+            # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
+            self._executor.leave_recorders()
+            # Then at once: hooks must not outlive the block, whatever state it is left in. A thread that ended took its own.
             if self._thread is here:
                 self._stack.__exit__(kind, error, trace)
         finally:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.surroundings import leave
+from chameleon_mm.profiler.surroundings import remove
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,12 +50,12 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_recorder_stays() -> Iterator[None]:
-    """A step that a test left open, or left on another thread, leaves its recorder on this one: it would see later tests, and
-    what they take for plain PyTorch would run under it."""
+    """A recorder that outlives its test would see the later ones, and what they take for plain PyTorch would run under it."""
     yield
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, Recorder):
-            leave(mode, None, None, None)
+    stay = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+    for mode in stay:
+        remove(mode)
+    assert not stay, f"{len(stay)} recorders are still on this thread's stack of dispatch modes"
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import chameleon_mm as cm
 from chameleon_mm.profiler import recorder as recorder_module
@@ -33,8 +34,14 @@ def filled(x: Tensor) -> Tensor:
     return (torch.tanh(x).masked_fill(x > 0.25, torch.sin(x[0, 0])) * 3).sin()
 
 
+def filled_last(x: Tensor) -> Tensor:
+    """Nothing is saved after it: the recorder is left by the hook that hands the mask back."""
+    return torch.tanh(x).masked_fill(x > 0.25, torch.sin(x[0, 0])) / 3
+
+
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "prod": product, "cumprod": running_product, "cumprod_": running_product_in_place, "masked_fill": filled,
+    "masked_fill_last": filled_last,
 }  # fmt: skip
 
 
@@ -58,7 +65,52 @@ def test_a_step_with_such_an_operator_has_eagers_bits_and_no_plan(name: str) -> 
     assert all(torch.equal(a, b) for a, b in zip(swapped, plain, strict=True))
     report = session.report()
     assert (report.detailed_steps, report.plans) == (0, 0)
-    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_the_second_gradient_has_eagers_bits_and_no_recorder_comes_back() -> None:
+    """`matrix_exp` saves its input before it runs, and its gradient hangs on it: only hooks in the backward leave the recorder,
+    which autograd puts back with every node, and once the backward is over."""
+    x = torch.rand(8, 8, requires_grad=True)
+
+    def twice(session: cm.SwapSession | None) -> list[Tensor]:
+        with session or nullcontext(), session.step() if session else nullcontext():
+            (first,) = torch.autograd.grad(torch.matrix_exp(x).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), x)
+            (x * 2).sin()  # a save, after the backwards
+            assert not _get_current_dispatch_mode_stack()
+        return [first.detach(), second]
+
+    swapped, plain = twice(cm.SwapSession("64MiB", "16MiB", Unwatched(), 1)), twice(None)
+    assert all(torch.equal(a, b) for a, b in zip(swapped, plain, strict=True))
+
+
+@pytest.mark.parametrize("within", ["begin", "end"])
+def test_a_step_that_begins_or_ends_within_a_backward_leaves_the_modes_as_they_were(within: str) -> None:
+    """Autograd takes away what was entered within a backward, and puts back what was left there."""
+    device = cm.SimDevice()
+    x = torch.rand(64, 64, requires_grad=True)
+    session = cm.SwapSession("64MiB", "16MiB", device, 1)
+    with session:
+        outside = _get_current_dispatch_mode_stack()
+        step = session.step()
+        y = torch.tanh(x * 2)
+
+        def hook(grad: Tensor) -> None:
+            if within == "begin":
+                step.__enter__()
+            else:
+                step.__exit__(None, None, None)
+
+        y.register_hook(hook)
+        if within == "end":
+            step.__enter__()
+        y.sum().backward()
+        if within == "begin":
+            step.__exit__(None, None, None)
+        (x * 2).sin()
+        assert _get_current_dispatch_mode_stack() == outside
+    assert not _get_current_dispatch_mode_stack()
 
 
 def overflowing_product(x: Tensor) -> Tensor:

@@ -145,7 +145,9 @@ class Executor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         self.hook_counts.used()
         with self._recording.quiet():
-            return self._use(handle, guided=self._guide is not None)
+            t = self._use(handle, guided=self._guide is not None)
+        self._recording.leave_early()
+        return t
 
     def _save(self, t: Tensor, *, guided: bool) -> Handle:
         """`guided`: a hook of autograd's own; else a part of what one saves."""
@@ -296,6 +298,10 @@ class Executor:
             if self.adaptation is not None:
                 kind = self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
             self.meter.end_step(kind)
+
+    def leave_recorders(self) -> None:
+        """Leave what autograd has put back of recorders that were left within a backward."""
+        self._recording.leave_again()
 
     @property
     def peak_seen_bytes(self) -> int:

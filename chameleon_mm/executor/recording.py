@@ -2,14 +2,19 @@
 
 recording.begin(recorder)            # None: nobody writes this step down
 with recording.quiet(): ...          # what swapping does itself
-recording.leave_early()              # after a save: where a backward would round otherwise under any dispatch mode
+recording.leave_early()              # at the end of a hook: where a backward would round otherwise under any dispatch mode
 recorder = recording.end()
+
+Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
+backward is over: a recorder that is left within a backward comes back with the next node and after the last. It is left again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
 
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
@@ -21,8 +26,10 @@ class Recording:
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
         self._entered = False
+        self._left_within: list[Recorder] = []  # backwards that were not over yet
 
     def begin(self, recorder: Recorder | None) -> None:
+        self.leave_again()
         self._recorder = recorder
         self._entered = recorder is not None
         if recorder is not None:
@@ -38,8 +45,17 @@ class Recording:
         return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
 
     def leave_early(self) -> None:
+        if self._left_within:
+            self.leave_again()
         if self._entered and self._recorder is not None and self._recorder.must_leave:
             self._leave(self._recorder)
+
+    def leave_again(self) -> None:
+        """Leave the recorders that autograd has put back."""
+        for recorder in self._left_within:
+            recorder.leave_if_on()
+        if not _in_backward():
+            self._left_within.clear()
 
     def retired(self, traced: TracedStorage | None) -> None:
         """The claim on it is no more."""
@@ -56,6 +72,12 @@ class Recording:
     def _leave(self, recorder: Recorder) -> None:
         self._entered = False
         recorder.__exit__(None, None, None)
+        if _in_backward():
+            self._left_within.append(recorder)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

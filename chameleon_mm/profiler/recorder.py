@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.composite import GPU
@@ -50,7 +50,7 @@ from chameleon_mm.profiler.other_formulas import has_other_formula
 from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
-from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave
+from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave, remove
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
@@ -149,11 +149,17 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
         self._thread.entered = getattr(self._thread, "entered", 0) + 1
+        if self._thread.entered == 1:
+            self._thread.backward = torch._C._current_graph_task_id()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         entered = getattr(self._thread, "entered", 0)
         if is_on(self):
+            leave(self, kind, error, trace)
+        elif entered and self._thread.backward not in (-1, torch._C._current_graph_task_id()):
+            # It was entered within a backward, and autograd has taken it away with the end of that.
+            _push_mode(self)
             leave(self, kind, error, trace)
         elif entered:  # torch's own modes take away the innermost: one that was left before took this for itself
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
@@ -163,6 +169,11 @@ class Recorder(TorchDispatchMode):
         self._thread.entered = entered - 1
         if entered == 1 and getattr(self._thread, "paused", 0):
             self._give_up(_INTERRUPTED)
+
+    def leave_if_on(self) -> None:
+        """Take it off this thread's stack, where autograd may have put it back after it was left."""
+        if is_on(self):
+            remove(self)
 
     # --- operators
 

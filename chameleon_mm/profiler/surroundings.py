@@ -5,13 +5,14 @@ capturing  -> a graph is captured: nothing may be asked of the device
 tracing    -> a tracer runs: what comes is fake, or goes on for its graph
 compiled   -> dynamo compiled: the step took the time that compiling takes, and runs other kernels the next time
 tracer_is_on()               -> the same for whoever has no step of its own to compare with
-is_on(mode), leave(mode)     -> a mode on this thread's stack, known by identity, whoever is above it
+is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, known by identity, whoever is above it
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -75,12 +76,22 @@ def leave(
     mode: TorchDispatchMode, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
     """Leave `mode`, which is on this thread's stack, and nothing else: torch itself takes away whichever is the innermost."""
+    _with_innermost(mode, lambda: TorchDispatchMode.__exit__(mode, kind, error, trace))
+
+
+def remove(mode: TorchDispatchMode) -> None:
+    """Take `mode`, which was left before, off this thread's stack."""
+    _with_innermost(mode, _pop_mode)
+
+
+def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
+    """Call `act` while `mode`, which is on this thread's stack, is the innermost that was entered."""
     above: list[TorchDispatchMode] = []
     # A tracer's mode has a place of its own in the stack, above all that were entered: it is no innermost one.
     entered = [one for one in _get_current_dispatch_mode_stack() if not hasattr(one, "_mode_key")]
     while entered.pop() is not mode:
         above.append(_pop_mode())
-    TorchDispatchMode.__exit__(mode, kind, error, trace)
+    act()
     for one in reversed(above):
         _push_mode(one)
 

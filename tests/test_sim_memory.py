@@ -181,7 +181,7 @@ def test_a_storage_at_a_recycled_id_is_another(sim: SimDevice) -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_a_plain_storage_at_the_id_of_dropped_pinned_memory_is_plain(sim: SimDevice) -> None:
     """Nothing has told the ledger of the death when the id is used again."""
-    for _ in range(100):
+    for _ in range(10_000):
         pinned = sim.alloc_pinned(N)
         key = id(pinned.untyped_storage())
         del pinned

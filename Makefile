@@ -20,7 +20,8 @@ PYTEST_ARGS ?=
 ARGS ?=
 
 # Processes that the tests are shared among: one for each core, and no more than what 24 GiB of memory are enough for.
-CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+# (nproc tells what OMP_NUM_THREADS says where that is set, which is about the threads of one process.)
+CORES := $(shell unset OMP_NUM_THREADS; nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 
 .DEFAULT_GOAL := help

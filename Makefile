@@ -1,4 +1,5 @@
 # make demo | test | check:  .venv (made when missing, refreshed when this file or pyproject.toml changes)  ->  the command
+# make test-cuda:            .venv-cuda, with torch's CUDA build over a stand-in for its runtime (tests/cuda_stand_in/)
 # make gpu | gpu-smoke:      no .venv; this checkout and the machine's own python3, torch and cupy
 #
 # Needs make and Python 3.11 or newer, nothing else. `make` alone lists what there is.
@@ -7,6 +8,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CUDA_VENV := .venv-cuda
+CUDA_STAMP := $(CUDA_VENV)/.installed
+STAND_IN := tests/cuda_stand_in
 
 # The torch that is installed: the one place where it is pinned. A machine with a GPU takes the newest build for it.
 CUDA = $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
@@ -26,7 +30,7 @@ WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow check format gpu gpu-smoke clean distclean
+.PHONY: help demo test test-slow test-cuda check format gpu gpu-smoke clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -39,6 +43,9 @@ test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-
 
 test-slow: $(STAMP) ## Run the slow ones
 	@$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+
+test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
+	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run -n $(WORKERS) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check
@@ -60,8 +67,8 @@ clean: ## Remove what builds and tools leave behind
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find bench chameleon_mm kernels tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## ... and .venv
-	rm -rf $(VENV)
+distclean: clean ## ... and .venv and .venv-cuda
+	rm -rf $(VENV) $(CUDA_VENV)
 
 # torch first: asking for it together with the rest would let the rest choose its version.
 $(STAMP): pyproject.toml Makefile
@@ -78,4 +85,13 @@ $(STAMP): pyproject.toml Makefile
 	@"$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".$(EXTRAS)"
+	@touch $@
+
+# Made from nothing when what it is made of changes; the tests and the operators are taken from the checkout as they are.
+$(CUDA_STAMP): pyproject.toml $(STAND_IN)/versions.py $(STAND_IN)/install.py $(STAND_IN)/build.py $(wildcard $(STAND_IN)/runtime/*)
+	@command -v "$(PYTHON)" >/dev/null || { \
+	    echo "make: expected Python 3.11 or newer as '$(PYTHON)', found no such command; say where it is: make PYTHON=/path/to/python3" >&2; \
+	    exit 1; }
+	@echo "Setting up $(CUDA_VENV) with torch's CUDA build: minutes the first time, 3 GB."
+	@"$(PYTHON)" -m tests.cuda_stand_in.install $(CUDA_VENV)
 	@touch $@

@@ -1,19 +1,25 @@
 """Training as plain PyTorch does it, and the same under swapping. The oracle has nothing of ours around it.
 
-    plain = trained_plainly(case)                         # no mode, no hooks, no device of ours: torch alone
-    swapped, report = trained_in_session(case, room=0.5)  # simulated GPU with room for half of what forward leaves
+    plain = trained_plainly(case, CUDA)                   # no mode, no hooks, no device of ours: torch alone
+    swapped, report = trained_in_session(case, 0.5, CUDA)     # a budget that has room for half of what forward leaves
     assert differences(plain, swapped) == []
 
+A simulated GPU's reference is torch on the CPU. CUDA's is torch on CUDA, which draws other random numbers.
 What is compared is named: the losses and gradients of every step, the random state after it, and the weights, buffers and
 optimizer state at the end, each with dtype, shape, strides and bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 import chameleon_mm as cm
+from chameleon_mm.device import Device
 from tests._plain_models import Case
 
 Image = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bytes]
@@ -23,8 +29,31 @@ MIN_BYTES = 256
 """Small enough for nearly all that models of this size save."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Where a case is trained. `torch_type`: where its tensors lie."""
+
+    torch_type: str
+    make: Callable[[], Device]
+
+    def placed(self) -> AbstractContextManager[object]:
+        """What factories make inside is on this kind of device."""
+        return nullcontext() if self.torch_type == "cpu" else torch.device(self.torch_type)
+
+
+def _cuda() -> Device:
+    from chameleon_mm.device.cuda import CudaDevice
+
+    torch.cuda.empty_cache()
+    return CudaDevice()
+
+
+SIM = Kind("cpu", cm.SimDevice)
+CUDA = Kind("cuda", _cuda)
+
+
 def image(t: Tensor) -> Image:
-    plain = t.detach().contiguous()
+    plain = t.detach().contiguous().cpu()
     raw = (plain if plain.dim() else plain.reshape(1)).view(torch.uint8).numpy().tobytes()
     return t.dtype, tuple(t.shape), t.stride(), raw
 
@@ -38,16 +67,18 @@ def differences(expected: Outcome, got: Outcome) -> list[str]:
 class Training:
     """A model and its optimizer, trained step by step."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, kind: Kind = SIM) -> None:
         torch.manual_seed(7)
         self.seen: Outcome = {}
         self._case = case
-        self._model = case.build()
+        self._kind = kind
+        with kind.placed():
+            self._model = case.build()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=case.learning_rate)
         self._step = 0
 
     def forward(self) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._case.autocast):
+        with self._kind.placed(), torch.autocast(self._kind.torch_type, torch.bfloat16, enabled=self._case.autocast):
             return self._case.loss(self._model)
 
     def step(self) -> None:
@@ -62,6 +93,8 @@ class Training:
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._see("random state", torch.get_rng_state())
+        if self._kind.torch_type == "cuda":
+            self._see("random state of the GPU", torch.cuda.get_rng_state())
 
     def finish(self) -> Outcome:
         for name, value in self._model.state_dict(keep_vars=True).items():
@@ -75,18 +108,18 @@ class Training:
         self.seen[f"step {self._step}: {what}"] = image(t)
 
 
-def trained_plainly(case: Case) -> Outcome:
-    training = Training(case)
+def trained_plainly(case: Case, kind: Kind = SIM) -> Outcome:
+    training = Training(case, kind)
     for _ in range(case.steps):
         training.step()
     return training.finish()
 
 
-def check_session(case: Case) -> None:
+def check_session(case: Case, kind: Kind = SIM) -> None:
     """Trains `case` in sessions of ever larger budgets until one has a plan to follow: in each, the bits are the same."""
-    plain = trained_plainly(case)
+    plain = trained_plainly(case, kind)
     for room in (0.5, 1.0, 2.0):
-        swapped, report = trained_in_session(case, room)
+        swapped, report = trained_in_session(case, room, kind)
         assert differences(plain, swapped) == []
         assert report.bytes_swapped_out > 0
         assert report.detailed_steps > 0
@@ -95,12 +128,12 @@ def check_session(case: Case) -> None:
     raise AssertionError("expected a step that follows a plan, got none in any session")
 
 
-def trained_in_session(case: Case, room: float) -> tuple[Outcome, cm.SwapReport]:
+def trained_in_session(case: Case, room: float, kind: Kind = SIM) -> tuple[Outcome, cm.SwapReport]:
     """Within a budget that has room for this share of what forward leaves for backward."""
-    device = cm.SimDevice()
-    budget = budget_of(case, room)
+    budget = budget_of(case, room, kind)
+    device = kind.make()
     with device.compute():
-        training = Training(case)
+        training = Training(case, kind)
         session = cm.SwapSession(hbm_budget=budget, host_budget="64MiB", device=device, min_bytes=MIN_BYTES)
         with session:
             for _ in range(case.steps):
@@ -111,18 +144,18 @@ def trained_in_session(case: Case, room: float) -> tuple[Outcome, cm.SwapReport]
     return seen, session.report()
 
 
-def check_save_on_cpu(case: Case) -> None:
-    swapped, most_on_host_bytes = trained_with_save_on_cpu(case)
-    assert differences(trained_plainly(case), swapped) == []
+def check_save_on_cpu(case: Case, kind: Kind = SIM) -> None:
+    swapped, most_on_host_bytes = trained_with_save_on_cpu(case, kind)
+    assert differences(trained_plainly(case, kind), swapped) == []
     assert most_on_host_bytes > 0
 
 
-def trained_with_save_on_cpu(case: Case) -> tuple[Outcome, int]:
+def trained_with_save_on_cpu(case: Case, kind: Kind = SIM) -> tuple[Outcome, int]:
     """Also returns the most bytes that were on the host at once."""
-    device = cm.SimDevice()
+    device = kind.make()
     pool = cm.PinnedPool("64MiB", device=device)
     with device.compute():
-        training = Training(case)
+        training = Training(case, kind)
         with cm.save_on_cpu(device=device, pool=pool, min_bytes=MIN_BYTES):
             for _ in range(case.steps):
                 training.step()
@@ -132,11 +165,11 @@ def trained_with_save_on_cpu(case: Case) -> tuple[Outcome, int]:
     return seen, stats.peak_live_bytes
 
 
-def budget_of(case: Case, room: float) -> int:
+def budget_of(case: Case, room: float, kind: Kind = SIM) -> int:
     """A step's peak without swapping, less the share of what its forward leaves that is to have no room."""
-    device = cm.SimDevice()
+    device = kind.make()
     with device.compute():
-        training = Training(case)
+        training = Training(case, kind)
         training.step()  # the optimizer's state comes with the first one
         device.reset_peaks()
         training.step()

@@ -36,7 +36,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("build", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
     pytest.importorskip("hatchling", reason="the packaging tests need `build` and `hatchling`: pip install -e '.[dev]'")
     copy = tmp_path_factory.mktemp("checkout") / "chameleon_mm"
-    keep_out = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "__pycache__")
+    keep_out = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "build", "dist", "__pycache__")
     shutil.copytree(_ROOT, copy, symlinks=True, ignore=keep_out)
     (copy / "bench" / "results").mkdir(exist_ok=True)
     (copy / "bench" / "results" / "copy_planted_2020-01-01.json").write_text("{}")

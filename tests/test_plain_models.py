@@ -1,6 +1,7 @@
 """Well-known models train under swapping as plain PyTorch trains them, bit for bit: losses, gradients, weights, random state.
 
-The reference is torch alone: CPU tensors, no dispatch mode, no simulated device, nothing of ours around it.
+The reference is torch alone: tensors of the CPU, or of CUDA for a session there; no dispatch mode, no simulated device, nothing
+of ours around it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests._plain_models import CASES
-from tests._plain_training import check_save_on_cpu, check_session, differences, trained_plainly
+from tests._plain_training import CUDA, SIM, Kind, check_save_on_cpu, check_session, differences, trained_plainly
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -25,18 +26,21 @@ SAMPLE = (
     "u-net",
     "experts",
 )
+KINDS = [pytest.param(SIM, id="sim"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 QUICK = [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in CASES]
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_a_session_trains_as_plain_pytorch_does(name: str) -> None:
-    check_session(CASES[name])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_trains_as_plain_pytorch_does(name: str, kind: Kind) -> None:
+    check_session(CASES[name], kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_save_on_cpu_trains_as_plain_pytorch_does(name: str) -> None:
-    check_save_on_cpu(CASES[name])
+@pytest.mark.parametrize("kind", KINDS)
+def test_save_on_cpu_trains_as_plain_pytorch_does(name: str, kind: Kind) -> None:
+    check_save_on_cpu(CASES[name], kind)
 
 
 def test_the_comparison_sees_one_bit() -> None:

@@ -1,0 +1,66 @@
+"""What every pytest run in the stand-in's environment does more: fail a test for its violations, and skip by name alone.
+
+* After each test: the violations of the ordering rules that the runtime saw. One is a failure that names both sides.
+* A test that needs what the stand-in lacks is listed in `limits.py`, with the reason.
+* `--every-skip-explained` fails the run for a skip whose reason is neither there nor in `EXPLAINED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuda_stand_in import control
+from tests.cuda_stand_in.limits import LIMITS
+
+PREFIX = "the CUDA stand-in: "
+"""Reasons of skips begin with it where the stand-in is what lacks something."""
+
+EXPLAINED = ("torch has no sample of ",)
+"""How reasons may begin that hold on a GPU as well."""
+
+_unexplained: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-skip-explained", action="store_true", help="fail for a skip whose reason nobody has listed")
+
+
+def limit_of(nodeid: str) -> str | None:
+    """Why the test cannot run here: the entry for itself, or for all of its function's parameters; None: it can."""
+    return LIMITS.get(nodeid) or LIMITS.get(nodeid.partition("[")[0])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if (limit := limit_of(item.nodeid)) is not None:
+            item.add_marker(pytest.mark.skip(reason=PREFIX + limit))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    control.violations()  # those of fixtures, and of what an earlier test left queued, are not this test's
+    result = yield
+    if found := control.violations():
+        pytest.fail(f"{len(found)} violations of the order of work:\n" + "\n".join(found), pytrace=False)
+    return result
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith((PREFIX, *EXPLAINED)):
+            _unexplained.append(f"{report.nodeid}: {reason}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--every-skip-explained") and _unexplained and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--every-skip-explained"):
+        for line in _unexplained:
+            terminalreporter.write_line(f"UNEXPLAINED SKIP {line}", red=True)

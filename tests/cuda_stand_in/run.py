@@ -1,0 +1,66 @@
+"""Runs the tests marked `gpu` on the stand-in: in modes late and early all of them, with threads a chosen part.
+
+    .venv-cuda/bin/python -m tests.cuda_stand_in.run [pytest's arguments]
+
+Exits with 0 if every mode's tests passed, each skip was explained, and some ran; says so in one line for each mode.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from tests.cuda_stand_in import control
+
+WITH_THREADS = (
+    "tests/test_cuda_device.py",
+    "tests/test_compute_streams.py",
+    "tests/test_exact_training.py",
+    "tests/test_pinned_events.py",
+    "tests/test_pinned_pool.py",
+    "tests/test_threads.py",
+    "tests/test_transfer.py",
+)
+"""What is about host threads and real concurrency: the rest has nothing more to show than in the two modes that are exact."""
+
+
+def problem() -> str | None:
+    """Why nothing that ran here would be a test of the CUDA build on the stand-in; None: it would."""
+    if torch.version.cuda is None:
+        return f"expected torch's CUDA build, got {torch.__version__}; make the environment again: rm -r .venv-cuda; make test-cuda"
+    if not control.is_loaded():
+        return "expected the stand-in as torch's CUDA runtime, found another; on a machine with a GPU run `make gpu`"
+    return None
+
+
+def run_mode(mode: str, arguments: list[str]) -> int:
+    """Run pytest in one mode of the runtime. Returns its exit status: 5 where no test was found."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--every-skip-explained", "-q", *arguments]
+    return subprocess.run(command, env={**os.environ, "CUDA_STAND_IN_MODE": mode}, check=False).returncode
+
+
+def main(arguments: list[str]) -> int:
+    if (reason := problem()) is not None:
+        sys.stderr.write(f"test-cuda: {reason}\n")
+        return 1
+    chosen = any(word.startswith("tests") for word in arguments)
+    runs = [("late", arguments), ("early", arguments)]
+    if not chosen:
+        runs.append(("threads", [*arguments, *WITH_THREADS]))
+    statuses = {}
+    for mode, words in runs:
+        begin = time.monotonic()
+        statuses[mode] = run_mode(mode, words)
+        seconds = time.monotonic() - begin
+        outcome = {0: "passed", 5: "failed: no test ran"}.get(statuses[mode], f"failed (pytest's exit status {statuses[mode]})")
+        sys.stdout.write(f"test-cuda: {mode}: {outcome} in {seconds:.0f} s\n")
+        sys.stdout.flush()
+    return int(any(statuses.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

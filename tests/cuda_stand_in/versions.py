@@ -1,0 +1,22 @@
+"""The versions that the stand-in's environment is made of: the one place where they are pinned.
+
+The stand-in's runtime exports the symbols that this build of torch imports. Another torch imports others: change TORCH, run
+`make test-cuda`, and `build.py` says which symbols are new.
+"""
+
+from __future__ import annotations
+
+TORCH = "torch==2.11.0"
+"""The build for CUDA 13, which is this version's default on Linux. It is installed without the NVIDIA packages it asks for."""
+
+TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
+"""What torch asks for beside the NVIDIA packages."""
+
+CUDA_PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13x==14.2.0", "triton==3.6.0")
+"""Installed without what they ask for, which would be the NVIDIA packages again."""
+
+CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
+"""Unpacked for their headers alone: nothing of them is loaded."""
+
+NOT_NEEDED = ("build", "hatchling", "import-linter", "mypy", "ruff", "types-psutil")
+"""Of the extra `dev`: lint and packaging do not run here."""

@@ -30,7 +30,7 @@ def _fits(query: Tensor, value: Tensor, dropout_p: float) -> bool:
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    return float(query.size(-1) ** -0.5 if scale is None else scale)
 
 
 def _repeated(query: Tensor, other: Tensor) -> Tensor:
@@ -43,7 +43,8 @@ def _per_head(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient of a key or value of fewer heads."""
     if gradient.size(1) == like.size(1):
         return gradient
-    return gradient.unflatten(1, (like.size(1), -1)).sum(2)
+    grouped: Tensor = gradient.unflatten(1, (like.size(1), -1))
+    return grouped.sum(2)
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -73,7 +74,14 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, p: float, is_causal: bool, scale: float, state: tuple[int, int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float,
+    state: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, L, E), dense as (B, L, H, E), and logsumexp (B, H, L)."""
     key, value = _repeated(query, key), _repeated(query, value)
@@ -107,7 +115,16 @@ def _backward(
     every_key, every_value = _repeated(query, key), _repeated(query, value)
     if _fits(query, value, p) and not of_bias:
         of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, every_key, every_value, out, logsumexp.to(_wide(query).dtype), 0.0, is_causal, attn_mask=bias, scale=scale
+            grad,
+            query,
+            every_key,
+            every_value,
+            out,
+            logsumexp.to(_wide(query).dtype),
+            0.0,
+            is_causal,
+            attn_mask=bias,
+            scale=scale,
         )
         return of_query, _per_head(of_key, key), _per_head(of_value, value), None
     wide_grad, wide_query, wide_key = _wide(grad), _wide(query), _wide(every_key)
@@ -196,7 +213,9 @@ def efficient(
     out, logsumexp = _forward(query, key, value, bias, dropout_p, is_causal, _scale(query, scale), state)
     rows = query.size(2)
     padded = -(-rows // ROWS) * ROWS
-    logsumexp = pad(logsumexp, (0, padded - rows), value=math.inf) if compute_logsumexp else logsumexp.new_empty(*out.shape[:2], 0)
+    logsumexp = (
+        pad(logsumexp, (0, padded - rows), value=math.inf) if compute_logsumexp else logsumexp.new_empty(*out.shape[:2], 0)
+    )
     return out, logsumexp, OnHost(torch.tensor(state[0])), OnHost(torch.tensor(state[1]))
 
 
@@ -220,9 +239,7 @@ def efficient_backward(
 ) -> tuple[Tensor | None, ...]:
     state = (int(seed), int(offset)) if dropout_p else (0, 0)
     logsumexp = logsumexp[..., : query.size(2)].contiguous()
-    return _backward(
-        grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, _scale(query, scale), state, asked[3]
-    )
+    return _backward(grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, _scale(query, scale), state, asked[3])
 
 
 def table() -> dict[Any, Any]:

@@ -120,7 +120,7 @@ def record(kernel: Any, device: torch.device, stream: int, args: Sequence[Any], 
 
     number = next(_numbers)
     _calls[number] = run
-    library.capture_call(stream, _run, _drop, number, kernel.what)
+    library.capture_call(stream, _RUN, _DROP, number, kernel.what)
     return final
 
 
@@ -144,7 +144,9 @@ def copy_(dst: Tensor, src: Tensor, non_blocking: bool, by_torch: Callable[[Tens
     capture = current(torch._C._cuda_getCurrentRawStream((dst if dst.is_cuda else src).device.index))
     by_torch(dst, src, non_blocking)
     low = [t if t.is_cuda else None for t in (dst, src)]
-    to, source = (capture.view().of(t) if high is not None else _host_copy(capture, t) for high, t in zip(low, (dst, src), strict=True))
+    to, source = (
+        capture.view().of(t) if high is not None else _host_copy(capture, t) for high, t in zip(low, (dst, src), strict=True)
+    )
     to.copy_(source)
     return dst
 
@@ -154,16 +156,18 @@ def _host_copy(capture: Capture, tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-@library.CALL
 def _run(number: int) -> None:
     # The replay runs on whichever thread forces it: under no mode and no autograd of that thread.
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         _calls[number]()
 
 
-@library.CALL
 def _drop(number: int) -> None:
     _calls.pop(number, None)
+
+
+_RUN, _DROP = library.CALL(_run), library.CALL(_drop)
+"""What the runtime calls. They live as long as the process: a graph may outlive everything else."""
 
 
 def install() -> None:

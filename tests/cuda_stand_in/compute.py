@@ -30,10 +30,10 @@ HIDES_WRITES = (
 )
 
 _STAYS = {
-    "empty", "empty_strided", "_empty_affine_quantized", "resize_", "resize_as_", "set_", "_local_scalar_dense", "record_stream",
-    "is_pinned", "_pin_memory", "pin_memory", "is_set_to", "as_strided", "_record_function_enter", "_efficientzerotensor",
-    "_resize_output_", "_to_copy", "detach", "alias", "new_empty", "new_empty_strided", "empty_like",
-    "_has_compatible_shallow_copy_type", "_fused_sdp_choice",
+    "_efficientzerotensor", "_empty_affine_quantized", "_fused_sdp_choice", "_has_compatible_shallow_copy_type",
+    "_local_scalar_dense", "_pin_memory", "_record_function_enter", "_resize_output_", "_to_copy", "alias", "as_strided",
+    "detach", "empty", "empty_like", "empty_strided", "is_pinned", "is_set_to", "new_empty", "new_empty_strided", "pin_memory",
+    "record_stream", "resize_", "resize_as_", "set_",
 }  # fmt: skip
 """Operators whose CUDA kernels move no bytes, or move them by the runtime: they stay torch's own."""
 
@@ -70,10 +70,12 @@ class Kernel:
 
     def _argument_of(self, result: Any) -> int | None:
         """Position of the argument that a result is, of those that the operator writes."""
-        if result.alias_info is None:
-            return None
-        arguments = self.op._schema.arguments
-        return next((i for i in self.written if arguments[i].alias_info.before_set & result.alias_info.before_set), None)
+        if result.alias_info is not None:
+            for i in self.written:
+                alias = self.op._schema.arguments[i].alias_info
+                if alias is not None and alias.before_set & result.alias_info.before_set:
+                    return i
+        return None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
@@ -156,14 +158,14 @@ class Kernel:
         for i in self.written:
             high, low = self.given(args, kwargs, i), self.given(low_args, low_kwargs, i)
             pairs = zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),)
-            for h, l in pairs:
+            for h, low_h in pairs:
                 if not isinstance(h, Tensor) or not h.is_cuda:
                     continue
-                if l.size() != h.size():
-                    h.resize_(l.size())
-                    if l.stride() != h.stride():
-                        h.as_strided_(l.size(), l.stride())
-                    view.of(h).copy_(l)
+                if low_h.size() != h.size():
+                    h.resize_(low_h.size())
+                    if low_h.stride() != h.stride():
+                        h.as_strided_(low_h.size(), low_h.stride())
+                    view.of(h).copy_(low_h)
                 touched.append(h)
         return touched
 

@@ -1,7 +1,7 @@
 """What a test asks of the stand-in. Loads nothing: it can be imported where there is no CUDA at all.
 
-    if is_loaded():
-        count("malloc"), pending(), violations()
+if is_loaded():
+    count("malloc"), pending(), violations()
 """
 
 from __future__ import annotations

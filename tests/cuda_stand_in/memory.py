@@ -1,13 +1,14 @@
 """Device memory as the host sees it: CPU tensors on the same bytes, and which bytes a tensor covers.
 
-    view = HostView(); low = view.of(cuda_tensor)      no copy; tensors that share a storage share it here, too
-    spans(cuda_tensor)                                 [(address, bytes), ...], exact
-    on_device(cpu_result, device, stream)              a new CUDA tensor in the same layout
+view = HostView(); low = view.of(cuda_tensor)      no copy; tensors that share a storage share it here, too
+spans(cuda_tensor)                                 [(address, bytes), ...], exact
+on_device(cpu_result, device, stream)              a new CUDA tensor in the same layout
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +24,13 @@ unchecked = 0
 """How many arguments of operators were not told."""
 
 
-def in_place(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+def in_place(storage: torch.UntypedStorage) -> Any:
     """A CPU storage on the same bytes. It does not keep them."""
     size = storage.nbytes()
     address = storage.data_ptr()
     if not size or not address:
         return torch.UntypedStorage(0)
-    return torch._C._construct_storage_from_data_pointer(address, CPU, size)  # type: ignore[no-any-return]  # untyped
+    return torch._C._construct_storage_from_data_pointer(address, CPU, size)
 
 
 class HostView:
@@ -85,7 +86,8 @@ def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
     if tensor.is_contiguous():
         return [(start, count * size)]
     # From the innermost dimension out: dimensions that continue the run make it longer, the others repeat it.
-    run, repeats = 1, []
+    run = 1
+    repeats: list[tuple[int, int]] = []
     for n, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda dimension: dimension[1]):
         if n == 1 or stride == 0:
             continue

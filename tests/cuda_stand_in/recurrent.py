@@ -37,7 +37,14 @@ def lstm_cell(
 
 
 def lstm_cell_backward(
-    op: Any, draws: Draws, grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+    op: Any,
+    draws: Draws,
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    workspace: Tensor,
+    has_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if grad_hy is None and grad_cy is None:
         return None, None, None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from tests.cuda_stand_in import bindings, capture, library
+from tests.cuda_stand_in import bindings, capture, library, sparse
 from tests.cuda_stand_in.memory import CPU, HostView, on_device, report, spans
 from tests.cuda_stand_in.random_state import Draws
 
@@ -157,11 +157,12 @@ class Kernel:
         touched = []
         for i in self.written:
             high, low = self.given(args, kwargs, i), self.given(low_args, low_kwargs, i)
-            pairs = zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),)
-            for h, low_h in pairs:
+            for h, low_h in zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),):
                 if not isinstance(h, Tensor) or not h.is_cuda:
                     continue
-                if low_h.size() != h.size():
+                if h.layout is not torch.strided:
+                    sparse.write_back(h, low_h, self.what)
+                elif low_h.size() != h.size():
                     h.resize_(low_h.size())
                     if low_h.stride() != h.stride():
                         h.as_strided_(low_h.size(), low_h.stride())
@@ -289,6 +290,8 @@ def install() -> None:
                 _table.impl(op, Kernel(op), "CUDA", allow_override=True)
         for op, formula in by_formula.items():
             _table.impl(op, Kernel(op, formula), "CUDA", allow_override=True)
+        for op, key in sparse.operators():
+            _table.impl(op, Kernel(op), key, allow_override=True)
         _table.impl(_COPY, copy_, "CUDA")
     _hide_from_dynamo()
 

@@ -44,7 +44,7 @@ class HostView:
         if not tensor.is_cuda:
             return tensor
         if tensor.layout is not torch.strided:
-            return self._sparse(tensor)
+            return assembled(tensor, [self.of(part) for part in parts(tensor)])
         own = tensor.untyped_storage()
         storage = self.storages.get(own._cdata)
         if storage is None:
@@ -54,20 +54,11 @@ class HostView:
             low = low.conj()
         return torch._neg_view(low) if tensor.is_neg() else low
 
-    def _sparse(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.sparse_coo:
-            low = torch.ops.aten._sparse_coo_tensor_unsafe(self.of(tensor._indices()), self.of(tensor._values()), tensor.size())
-            return low._coalesced_(tensor.is_coalesced())  # type: ignore[no-any-return]  # an operator's result is Any
-        by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-        compressed = tensor.crow_indices() if by_row else tensor.ccol_indices()
-        plain = tensor.col_indices() if by_row else tensor.row_indices()
-        return torch.ops.aten._sparse_compressed_tensor_unsafe(  # type: ignore[no-any-return]  # as above
-            self.of(compressed), self.of(plain), self.of(tensor.values()), tensor.size(), layout=tensor.layout
-        )
-
 
 def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) -> Tensor:
     """A new tensor of the device that holds what `result` holds, in the same layout."""
+    if result.layout is not torch.strided:
+        return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
     made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
     if result.numel():
         # The block's earlier owner may be another host thread's tensor, freed behind a wait that this stream got just now.
@@ -131,3 +122,15 @@ def parts(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor]
+
+
+def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
+    """A sparse tensor of these parts, in the layout of another."""
+    made: Tensor
+    if like.layout is torch.sparse_coo:
+        made = torch.ops.aten._sparse_coo_tensor_unsafe(*of, like.size())
+        return made._coalesced_(like.is_coalesced())
+    made = torch.ops.aten._sparse_compressed_tensor_unsafe(
+        *of, like.size(), dtype=like.dtype, layout=like.layout, device=of[-1].device
+    )
+    return made

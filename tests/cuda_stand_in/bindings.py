@@ -1,10 +1,12 @@
-"""CuPy and CUDA's Python bindings carry a CUDA runtime each, linked in: here their calls are led to the substitute.
+"""Libraries beside torch: CuPy and CUDA's Python bindings carry a CUDA runtime each, linked in; Triton compiles for a GPU.
 
     cupy_backends.cuda.api.runtime   keeps its symbol table: each of its cudaXxx functions begins with a jump
     cuda.bindings                    is stripped, but its low-level module hands its functions to the others as capsules: they
                                      are replaced before the others take them
 
-Both happen when the module is imported, by a finder at the front of `sys.meta_path`.
+    triton.runtime.jit               kernels go to Triton's interpreter
+
+All happens when the module is imported, by a finder at the front of `sys.meta_path`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import importlib.machinery
 import mmap
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from tests.cuda_stand_in import triton_kernels
 from tests.cuda_stand_in.library import runtime
 
 _PAGE = 4096
@@ -105,7 +108,30 @@ class Finder(importlib.abc.MetaPathFinder):
             return spec
         if fullname == "cuda.bindings.cyruntime":
             lead_capsules()
+        if fullname == "triton.runtime.jit":
+            spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Then(spec.loader, triton_kernels.lead)
+            return spec
         return None
+
+
+class _Then(importlib.abc.Loader):
+    """A loader after which a function sees the module."""
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
+        self.loader = loader
+        self.then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        self.then(module)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.loader, name)  # `inspect` asks the loader for the source
 
 
 def install() -> None:

@@ -12,7 +12,6 @@ point: `import torch` calls it, in subprocesses, too.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +21,8 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from tests.cuda_stand_in import bindings, capture, library, sparse
-from tests.cuda_stand_in.memory import CPU, HostView, on_device, report, spans
+from tests.cuda_stand_in.memory import CPU, HostView, hide, on_device, report
 from tests.cuda_stand_in.random_state import Draws
-
-HIDES_WRITES = (
-    os.environ.get("CUDA_STAND_IN_LATE_COMPUTE", "1") == "1" and os.environ.get("CUDA_STAND_IN_MODE", "late") != "threads"
-)
 
 _STAYS = {
     "_efficientzerotensor", "_empty_affine_quantized", "_fused_sdp_choice", "_has_compatible_shallow_copy_type",
@@ -107,8 +102,7 @@ class Kernel:
             return made
 
         final = self.results(out, args, kwargs, raised)
-        if HIDES_WRITES:
-            hide(stream, touched)
+        hide(stream, touched)
         return final
 
     def report(self, stream: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -216,14 +210,6 @@ def number_tensor(number: complex, args: Sequence[Any]) -> Tensor:
     """A number as a tensor, of the dtype that it takes beside the operator's tensor."""
     other = next((a for a in args if isinstance(a, Tensor)), None)
     return torch.tensor(number, dtype=None if other is None else torch.result_type(other, number))
-
-
-def hide(stream: int, written: Iterable[Tensor]) -> None:
-    """Other streams read 0xff in these tensors until they wait for this one."""
-    for tensor in written:
-        if tensor.layout is torch.strided:
-            for address, size in spans(tensor) or ():
-                library.wrote(stream, address, size)
 
 
 _COPY = torch.ops.aten.copy_.default

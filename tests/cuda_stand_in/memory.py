@@ -7,7 +7,8 @@ on_device(cpu_result, device, stream)              a new CUDA tensor in the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ CPU = torch.device("cpu")
 
 MOST_ROWS = 64
 """Pieces in which a tensor with gaps is told to the runtime. One with more is told not at all, and counted."""
+
+HIDES_WRITES = (
+    os.environ.get("CUDA_STAND_IN_LATE_COMPUTE", "1") == "1" and os.environ.get("CUDA_STAND_IN_MODE", "late") != "threads"
+)
+"""Whether other streams read 0xff in what an operator wrote until they wait for its stream."""
 
 unchecked = 0
 """How many arguments of operators were not told."""
@@ -134,3 +140,13 @@ def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
         *of, like.size(), dtype=like.dtype, layout=like.layout, device=of[-1].device
     )
     return made
+
+
+def hide(stream: int, written: Iterable[Tensor]) -> None:
+    """What an operator of `stream` wrote comes to be read elsewhere when something orders itself after it."""
+    if not HIDES_WRITES:
+        return
+    for tensor in written:
+        for part in parts(tensor):
+            for address, size in spans(part) or ():
+                library.wrote(stream, address, size)

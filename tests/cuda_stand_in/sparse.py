@@ -40,4 +40,4 @@ def write_back(tensor: Tensor, low: Tensor, what: bytes) -> None:
         return  # its parts keep their sizes, and are written where they are
     if low._nnz() != tensor._nnz() or low._values().data_ptr() != tensor._values().data_ptr():
         stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-        tensor.copy_sparse_to_sparse_(on_device(low, tensor.device, stream, what))
+        torch.ops.aten.copy_sparse_to_sparse_(tensor, on_device(low, tensor.device, stream, what))

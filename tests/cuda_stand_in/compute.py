@@ -1,0 +1,290 @@
+"""Operators without a GPU: every ATen kernel of the CUDA key runs the CPU's kernel on the same memory.
+
+    kernel of an operator:
+        begin(stream)                   what the stream holds runs first: the operator sees what its stream may see
+        report(arguments)               the runtime checks that nothing unordered touches the same bytes
+        CPU kernel on aliases           of the arguments' memory; results move to new CUDA tensors
+        wrote(stream, results)          they read as 0xff on other streams until something orders itself after this one
+
+Allocation, views, streams, events and copies between host and device stay torch's own. `install` is a `torch.backends` entry
+point: `import torch` calls it, in subprocesses, too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+
+from tests.cuda_stand_in import bindings, capture, library, sparse
+from tests.cuda_stand_in.memory import CPU, HostView, hide, on_device, report
+from tests.cuda_stand_in.random_state import Draws
+
+_STAYS = {
+    "_efficientzerotensor", "_empty_affine_quantized", "_fused_sdp_choice", "_has_compatible_shallow_copy_type",
+    "_local_scalar_dense", "_pin_memory", "_record_function_enter", "_resize_output_", "_to_copy", "alias", "as_strided",
+    "detach", "empty", "empty_like", "empty_strided", "is_pinned", "is_set_to", "new_empty", "new_empty_strided", "pin_memory",
+    "record_stream", "resize_", "resize_as_", "set_",
+}  # fmt: skip
+"""Operators whose CUDA kernels move no bytes, or move them by the runtime: they stay torch's own."""
+
+
+class OnHost(NamedTuple):
+    """A result of a formula that stays on the CPU, as the real operator's does."""
+
+    tensor: Tensor
+
+
+Formula = Callable[..., Any]
+"""What runs in a CPU kernel's place: formula(operator, draws, *arguments), with CPU tensors."""
+
+
+class Kernel:
+    """One operator's kernel for the CUDA key."""
+
+    # No closure here calls itself: such a cycle would keep an operator's arguments alive until a collection.
+
+    def __init__(self, op: torch._ops.OpOverload, formula: Formula | None = None) -> None:
+        schema = op._schema
+        self.op = op
+        self.formula = formula
+        self.what = op.name().encode()
+        self.names = [a.name for a in schema.arguments]
+        self.written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        self.written_names = {self.names[i] for i in self.written}
+        self.sources = [self._argument_of(r) for r in schema.returns]
+        self.tensors = [i for i, a in enumerate(schema.arguments) if isinstance(a.type, torch._C.TensorType)]
+        packet = getattr(torch.ops.aten, schema.name.partition("::")[2])
+        self.scalar_form = getattr(packet, "Scalar", None) if op._overloadname == "Tensor" else None
+        self.takes_generator = formula is None and torch.Tag.nondeterministic_seeded in op.tags and "generator" in self.names
+        self.host_waits = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+
+    def _argument_of(self, result: Any) -> int | None:
+        """Position of the argument that a result is, of those that the operator writes."""
+        if result.alias_info is not None:
+            for i in self.written:
+                alias = self.op._schema.arguments[i].alias_info
+                if alias is not None and alias.before_set & result.alias_info.before_set:
+                    return i
+        return None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        device = device_of(args, kwargs)
+        current = torch._C._cuda_getDevice()
+        if current == device.index:
+            return self._on(device, args, kwargs)
+        torch._C._cuda_setDevice(device.index)  # the default stream is the current device's
+        try:
+            return self._on(device, args, kwargs)
+        finally:
+            torch._C._cuda_setDevice(current)
+
+    def _on(self, device: torch.device, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if self.host_waits:
+            library.synchronize(stream)
+        if library.capturing(stream):
+            return capture.record(self, device, stream, args, kwargs)
+        library.begin(stream)
+        self.report(stream, args, kwargs)
+        view = HostView()
+        low_args, low_kwargs = self.lowered(args, kwargs, view)
+        out = self.run(low_args, low_kwargs, Draws(device, kwargs.get("generator")))
+        touched = self.written_back(args, kwargs, low_args, low_kwargs, HostView())
+
+        def raised(result: Tensor) -> Tensor:
+            made = on_device(result, device, stream, self.what)
+            touched.append(made)
+            return made
+
+        final = self.results(out, args, kwargs, raised)
+        hide(stream, touched)
+        return final
+
+    def report(self, stream: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        for i, a in enumerate(args):
+            if isinstance(a, Tensor):
+                if a.is_cuda:
+                    report(stream, a, i in self.written, self.what)
+            elif isinstance(a, (list, tuple)):
+                for x in a:
+                    if isinstance(x, Tensor) and x.is_cuda:
+                        report(stream, x, i in self.written, self.what)
+        for name, a in kwargs.items():
+            for x in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(x, Tensor) and x.is_cuda:
+                    report(stream, x, name in self.written_names, self.what)
+
+    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any], view: HostView) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as the CPU's kernel takes them."""
+        low_kwargs = {name: lowered(a, view) for name, a in kwargs.items()}
+        if "pin_memory" in low_kwargs:
+            low_kwargs["pin_memory"] = None
+        return [lowered(a, view) for a in args], low_kwargs
+
+    def run(self, args: list[Any], kwargs: dict[str, Any], draws: Any) -> Any:
+        """Runs on CPU tensors, which it may write."""
+        if self.formula is not None:
+            return self.formula(self.op, draws, *args, **kwargs)
+        if self.takes_generator:
+            kwargs = {**kwargs, "generator": draws.generator()}
+        call = self.op
+        for i in self.tensors:  # a number that an operator took for a tensor comes as a number again
+            if i < len(args) and isinstance(args[i], (bool, int, float, complex)):
+                if self.scalar_form is not None and i:
+                    call = self.scalar_form
+                else:
+                    args = [*args[:i], number_tensor(args[i], args), *args[i + 1 :]]
+        return call(*args, **kwargs)
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any], i: int) -> Any:
+        return args[i] if i < len(args) else kwargs.get(self.names[i])
+
+    def written_back(
+        self, args: Sequence[Any], kwargs: dict[str, Any], low_args: Sequence[Any], low_kwargs: dict[str, Any], view: HostView
+    ) -> list[Tensor]:
+        """The arguments that were written; an `out=` whose size changed gets its size and its bytes here."""
+        touched = []
+        for i in self.written:
+            high, low = self.given(args, kwargs, i), self.given(low_args, low_kwargs, i)
+            for h, low_h in zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),):
+                if not isinstance(h, Tensor) or not h.is_cuda:
+                    continue
+                if h.layout is not torch.strided:
+                    sparse.write_back(h, low_h, self.what)
+                elif low_h.size() != h.size():
+                    h.resize_(low_h.size())
+                    if low_h.stride() != h.stride():
+                        h.as_strided_(low_h.size(), low_h.stride())
+                    view.of(h).copy_(low_h)
+                touched.append(h)
+        return touched
+
+    def results(self, out: Any, args: Sequence[Any], kwargs: dict[str, Any], raised: Callable[[Tensor], Tensor]) -> Any:
+        """What the operator returns: arguments that it wrote, and new tensors."""
+        if not self.sources:
+            return None
+        outs = (out,) if len(self.sources) == 1 else out
+        final = tuple(
+            on_high(o, raised) if source is None else self.given(args, kwargs, source)
+            for o, source in zip(outs, self.sources, strict=True)
+        )
+        return final[0] if len(final) == 1 else final
+
+
+def device_of(args: Iterable[Any], kwargs: dict[str, Any]) -> torch.device:
+    """The device of the first CUDA tensor, or the one that a factory was asked for."""
+    for a in (*args, *kwargs.values()):
+        for x in a if isinstance(a, (list, tuple)) else (a,):
+            if isinstance(x, Tensor) and x.is_cuda:
+                return x.device
+    asked = kwargs.get("device")
+    if asked is not None and torch.device(asked).index is not None:
+        return torch.device(asked)
+    return torch.device("cuda", torch._C._cuda_getDevice())
+
+
+def lowered(x: Any, view: HostView) -> Any:
+    if isinstance(x, Tensor):
+        return view.of(x)
+    if isinstance(x, torch.device):
+        return CPU
+    if isinstance(x, torch.Generator):
+        return None  # `Kernel.run` passes one of the CPU
+    return type(x)([lowered(y, view) for y in x]) if isinstance(x, (list, tuple)) else x
+
+
+def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(x, OnHost):
+        return x.tensor
+    if isinstance(x, Tensor):
+        return raised(x)
+    return [on_high(y, raised) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def number_tensor(number: complex, args: Sequence[Any]) -> Tensor:
+    """A number as a tensor, of the dtype that it takes beside the operator's tensor."""
+    other = next((a for a in args if isinstance(a, Tensor)), None)
+    return torch.tensor(number, dtype=None if other is None else torch.result_type(other, number))
+
+
+_COPY = torch.ops.aten.copy_.default
+_copy_on_device = Kernel(_COPY)
+
+
+def copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copies that the runtime makes are torch's own; those that a GPU makes by a kernel are an operator."""
+    by_runtime = dst.dtype == src.dtype and dst.is_conj() == src.is_conj() and dst.is_neg() == src.is_neg()
+    by_runtime = by_runtime and dst.size() == src.size() and dst.stride() == src.stride()
+    by_runtime = by_runtime and torch._prims_common.is_non_overlapping_and_dense_or_false(dst)
+    if by_runtime or dst.is_cuda != src.is_cuda:
+        if capture.active(dst if dst.is_cuda else src):
+            return capture.copy_(dst, src, non_blocking, torch_copy_)
+        return torch_copy_(dst, src, non_blocking)
+    if dst.device != src.device:  # torch would let a kernel of one device read the other's memory
+        dense = torch.empty_like(dst, device=src.device, memory_format=torch.contiguous_format).copy_(src)
+        src = torch.empty_like(dense, device=dst.device).copy_(dense)
+    return _copy_on_device(dst, src, non_blocking)  # type: ignore[no-any-return]  # a kernel returns what its schema says
+
+
+def torch_copy_(dst: Tensor, src: Tensor, non_blocking: bool) -> Tensor:
+    return _COPY._op_dk(DispatchKey.CompositeExplicitAutograd, dst, src, non_blocking)  # type: ignore[no-any-return]  # as above
+
+
+_table: torch.library.Library | None = None
+
+
+def operators() -> Iterable[torch._ops.OpOverload]:
+    """Operators with a CUDA kernel that have one of the CPU, too.
+
+    Others are left alone: a kernel of the CUDA key would cost a composite operator its autograd, and a view is none.
+    """
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if not name.startswith("aten::") or packet in _STAYS:
+            continue
+        try:
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        except AttributeError:  # registered, and not shown to Python
+            continue
+        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+        if not is_view and torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
+            yield op
+
+
+def install() -> None:
+    """Registers the kernels."""
+    global _table  # noqa: PLW0603 - registrations last as long as the table, which is as long as the process
+    if _table is not None:
+        return
+    from tests.cuda_stand_in import formulas
+
+    bindings.install()
+    capture.install()
+    _table = torch.library.Library("aten", "IMPL")
+    torch.backends.cudnn.enabled = False  # convolutions and recurrent layers go by kernels that a CPU has, too
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    by_formula = formulas.table()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its kernels are replaced
+        for op in operators():
+            if op not in by_formula:
+                _table.impl(op, Kernel(op), "CUDA", allow_override=True)
+        for op, formula in by_formula.items():
+            _table.impl(op, Kernel(op, formula), "CUDA", allow_override=True)
+        for op, key in sparse.operators():
+            _table.impl(op, Kernel(op), key, allow_override=True)
+        _table.impl(_COPY, copy_, "CUDA")
+    _hide_from_dynamo()
+
+
+def _hide_from_dynamo() -> None:
+    """Dynamo would compile whatever Python runs beneath a graph break: these kernels, too."""
+    frames = torch._C._dynamo.eval_frame  # torch.compiler.disable would import all of dynamo
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for function in (copy_, Kernel.__call__):
+        frames.set_code_exec_strategy(function.__code__, skip)

@@ -1,0 +1,152 @@
+"""Device memory as the host sees it: CPU tensors on the same bytes, and which bytes a tensor covers.
+
+view = HostView(); low = view.of(cuda_tensor)      no copy; tensors that share a storage share it here, too
+spans(cuda_tensor)                                 [(address, bytes), ...], exact
+on_device(cpu_result, device, stream)              a new CUDA tensor in the same layout
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.cuda_stand_in import library
+
+CPU = torch.device("cpu")
+
+MOST_ROWS = 64
+"""Pieces in which a tensor with gaps is told to the runtime. One with more is told not at all, and counted."""
+
+HIDES_WRITES = (
+    os.environ.get("CUDA_STAND_IN_LATE_COMPUTE", "1") == "1" and os.environ.get("CUDA_STAND_IN_MODE", "late") != "threads"
+)
+"""Whether other streams read 0xff in what an operator wrote until they wait for its stream."""
+
+unchecked = 0
+"""How many arguments of operators were not told."""
+
+
+def in_place(storage: torch.UntypedStorage) -> Any:
+    """A CPU storage on the same bytes. It does not keep them."""
+    size = storage.nbytes()
+    address = storage.data_ptr()
+    if not size or not address:
+        return torch.UntypedStorage(0)
+    return torch._C._construct_storage_from_data_pointer(address, CPU, size)
+
+
+class HostView:
+    """CPU tensors that stand for the CUDA tensors of one operator."""
+
+    def __init__(self, storage_of: Callable[[torch.UntypedStorage], torch.UntypedStorage] = in_place) -> None:
+        self.storage_of = storage_of
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        if tensor.layout is not torch.strided:
+            return assembled(tensor, [self.of(part) for part in parts(tensor)])
+        own = tensor.untyped_storage()
+        storage = self.storages.get(own._cdata)
+        if storage is None:
+            storage = self.storages[own._cdata] = self.storage_of(own)
+        low = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            low = low.conj()
+        return torch._neg_view(low) if tensor.is_neg() else low
+
+
+def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) -> Tensor:
+    """A new tensor of the device that holds what `result` holds, in the same layout."""
+    if result.layout is not torch.strided:
+        return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
+    made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
+    if result.numel():
+        # The block's earlier owner may be another host thread's tensor, freed behind a wait that this stream got just now.
+        library.begin(stream)
+        report(stream, made, True, what)
+        HostView().of(made).copy_(result)
+    return made
+
+
+def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
+    """Address and size of each run of bytes that the tensor covers; None if there are more than `MOST_ROWS`."""
+    count = tensor.numel()
+    if not count:
+        return []
+    start, size = tensor.data_ptr(), tensor.element_size()
+    if tensor.is_contiguous():
+        return [(start, count * size)]
+    # From the innermost dimension out: dimensions that continue the run make it longer, the others repeat it.
+    run = 1
+    repeats: list[tuple[int, int]] = []
+    for n, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda dimension: dimension[1]):
+        if n == 1 or stride == 0:
+            continue
+        if stride <= run and not repeats:
+            run += (n - 1) * stride
+        else:
+            repeats.append((n, stride))
+    starts = [0]
+    for n, stride in repeats:
+        if n * len(starts) > MOST_ROWS:
+            return None
+        starts = [at + i * stride for i in range(n) for at in starts]
+    return [(start + at * size, run * size) for at in starts]
+
+
+def report(stream: int, tensor: Tensor, writes: bool, what: bytes) -> None:
+    """Tells the runtime that an operator on `stream` reads or writes the tensor."""
+    global unchecked  # noqa: PLW0603 - a statistic of the process
+    if tensor.layout is not torch.strided:
+        for part in parts(tensor):
+            report(stream, part, writes, what)
+        return
+    if tensor.is_contiguous():  # nearly all are
+        if size := tensor.numel() * tensor.element_size():
+            library.access(stream, tensor.data_ptr(), size, writes, what)
+        return
+    covered = spans(tensor)
+    if covered is None:
+        unchecked += 1
+        return
+    for address, size in covered:
+        library.access(stream, address, size, writes, what)
+
+
+def parts(tensor: Tensor) -> list[Tensor]:
+    """Strided tensors that a sparse one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
+    """A sparse tensor of these parts, in the layout of another."""
+    made: Tensor
+    if like.layout is torch.sparse_coo:
+        made = torch.ops.aten._sparse_coo_tensor_unsafe(*of, like.size())
+        return made._coalesced_(like.is_coalesced())
+    made = torch.ops.aten._sparse_compressed_tensor_unsafe(
+        *of, like.size(), dtype=like.dtype, layout=like.layout, device=of[-1].device
+    )
+    return made
+
+
+def hide(stream: int, written: Iterable[Tensor]) -> None:
+    """What an operator of `stream` wrote comes to be read elsewhere when something orders itself after it."""
+    if not HIDES_WRITES:
+        return
+    for tensor in written:
+        for part in parts(tensor):
+            for address, size in spans(part) or ():
+                library.wrote(stream, address, size)

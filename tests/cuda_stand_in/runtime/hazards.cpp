@@ -1,0 +1,83 @@
+#include "hazards.h"
+
+#include <algorithm>
+
+namespace standin {
+
+void History::split(uintptr_t at) {
+  auto it = segments_.upper_bound(at);
+  if (it == segments_.begin()) return;
+  --it;
+  if (it->first == at || it->second.end <= at) return;
+  Segment rest = it->second;
+  it->second.end = at;
+  segments_.emplace_hint(std::next(it), at, std::move(rest));
+}
+
+void History::look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict) const {
+  auto it = segments_.upper_bound(begin);
+  if (it != segments_.begin()) --it;
+  for (; it != segments_.end() && it->first < end; ++it) {
+    const Segment& segment = it->second;
+    uintptr_t from = std::max(begin, it->first), to = std::min(end, segment.end);
+    if (from >= to) continue;
+    if (segment.written && !ordered_before(segment.write, clock)) conflict(segment.write, true, from, to);
+    if (!writes) continue;
+    for (const Access& read : segment.reads)
+      if (!ordered_before(read, clock)) conflict(read, false, from, to);
+  }
+}
+
+void History::note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock, const Conflict& conflict) {
+  look(begin, end, writes, clock, conflict);
+  split(begin);
+  split(end);
+  auto it = segments_.lower_bound(begin);
+  if (writes) {
+    it = segments_.erase(it, segments_.lower_bound(end));
+    segments_.emplace_hint(it, begin, Segment{end, true, access, {}});
+    return;
+  }
+  for (uintptr_t at = begin; at < end; ++it) {
+    if (it == segments_.end() || it->first > at) {  // bytes that have no history yet
+      uintptr_t until = it == segments_.end() ? end : std::min(end, it->first);
+      it = segments_.emplace_hint(it, at, Segment{until, false, {}, {}});
+    }
+    std::vector<Access>& reads = it->second.reads;
+    // A write that is ordered after this read is ordered after every read that this one is ordered after.
+    reads.erase(std::remove_if(reads.begin(), reads.end(), [&](const Access& r) { return ordered_before(r, clock); }), reads.end());
+    reads.push_back(access);
+    at = it->second.end;
+  }
+}
+
+void History::forget(uintptr_t begin, uintptr_t end) {
+  split(begin);
+  split(end);
+  segments_.erase(segments_.lower_bound(begin), segments_.lower_bound(end));
+}
+
+void History::prune(const Clock& known) {
+  for (auto it = segments_.begin(); it != segments_.end();) {
+    Segment& segment = it->second;
+    auto& reads = segment.reads;
+    if (segment.written && ordered_before(segment.write, known)) segment.written = false;
+    reads.erase(std::remove_if(reads.begin(), reads.end(), [&](const Access& r) { return ordered_before(r, known); }), reads.end());
+    if (!segment.written && reads.empty()) {
+      it = segments_.erase(it);
+      continue;
+    }
+    if (it != segments_.begin()) {
+      Segment& before = std::prev(it)->second;
+      bool same_write = before.written == segment.written && (!segment.written || before.write == segment.write);
+      if (before.end == it->first && same_write && before.reads == reads) {
+        before.end = segment.end;
+        it = segments_.erase(it);
+        continue;
+      }
+    }
+    ++it;
+  }
+}
+
+}  // namespace standin

@@ -1,7 +1,7 @@
 """Each ordering rule of the swap path, broken on purpose on torch's CUDA build: every mutant goes red.
 
-The programs are those of `test_ordering_mutants.py`. What says so is the stand-in's runtime, which names both sides of an access
-that no event orders, or the numbers, which are not eager's. A GPU would mostly be right by luck: it is not asked.
+The programs are those of `test_ordering_mutants.py`. What says so is the stand-in's runtime, which names both sides of what
+no event orders, or the numbers, which are not eager's. A GPU would mostly be right by luck: it is not asked.
 """
 
 from __future__ import annotations

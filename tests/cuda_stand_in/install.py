@@ -2,8 +2,8 @@
 
     python3 -m tests.cuda_stand_in.install .venv-cuda        # about two minutes, 3 GB; the versions are in versions.py
 
-Steps: a virtual environment; torch without the NVIDIA packages; what the tests need; our runtime in place of NVIDIA's; two entry
-points: by one `import torch` loads our operators in every process of that environment, by the other pytest loads our plugin.
+Steps: a virtual environment; torch without the NVIDIA packages; what the tests need; our runtime in place of NVIDIA's; and two
+entry points: by one `import torch` loads our operators in every process of that environment, by the other pytest our plugin.
 
 Needs the standard library alone, and is run by the machine's own Python.
 """

@@ -1,0 +1,42 @@
+"""Data parallel and sharded training of two ranks, each with a session of its own: every rank has the bits it has without."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cuda_stand_in import control
+
+RANKS = 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_each_rank_has_the_bits_that_it_has_without_swapping(way: str, tmp_path: Path) -> None:
+    """By gloo: NCCL is a library of NVIDIA's that the stand-in does not have."""
+    if not control.is_loaded() and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} GPUs")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests._ranks", str(rank), str(tmp_path / "meeting"), way],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "CUDA_STAND_IN_DEVICES": str(RANKS)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    for rank in ranks:
+        out, error = rank.communicate(timeout=250)
+        assert rank.returncode == 0, error
+        said = re.search(r"^same bits, (\d+) bytes swapped out, (\d+) violations$", out, re.MULTILINE)
+        assert said is not None, out
+        assert int(said[1]) > 0
+        assert int(said[2]) == 0

@@ -30,7 +30,12 @@ RUNTIME = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
 
 # Libraries whose symbols carry no version: known by how their functions begin.
-BY_PREFIX = {"nccl": "libnccl.so.2", "cusparseLt": "libcusparseLt.so.0", "cuFile": "libcufile.so.0", "nvshmem": "libnvshmem_host.so.3"}
+BY_PREFIX = {
+    "nccl": "libnccl.so.2",
+    "cusparseLt": "libcusparseLt.so.0",
+    "cuFile": "libcufile.so.0",
+    "nvshmem": "libnvshmem_host.so.3",
+}
 
 COMPILER = ["g++", "-O2", "-g1", "-std=c++17", "-fPIC", "-Wall", "-Werror"]
 
@@ -114,7 +119,7 @@ def wanted_symbols(torch_dir: Path) -> dict[str, set[str]]:
     if runtimes != [RUNTIME]:
         raise BuildError(f"This torch imports {', '.join(runtimes) or 'no CUDA runtime'}, and the stand-in is {RUNTIME} alone.")
     if not wanted[RUNTIME]:
-        raise BuildError(f"This torch imports no symbol of {RUNTIME}, so it is linked in a way that the stand-in does not know.")
+        raise BuildError(f"This torch imports no symbol of {RUNTIME}, so it is not linked as the stand-in expects.")
     return wanted
 
 
@@ -166,17 +171,18 @@ def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> tu
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a compiler's process
         list(pool.map(lambda source: _run(*compiler, "-fvisibility=hidden", "-c", "-o", objects[source], source), objects))
     # Each needs the other: whoever loads one has both, and finds the other by its name.
-    driver = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-Wl,-rpath,$ORIGIN", "-o", out / DRIVER]
-    _run(*driver, SOURCES / "driver.cpp")
-    linked = ["-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
-    _run("g++", "-shared", "-o", out / RUNTIME, *objects.values(), f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}", *linked,
-         f"-l:{DRIVER}", "-ldl", "-lpthread")  # fmt: skip
-    _run(*driver, SOURCES / "driver.cpp", *linked, f"-l:{RUNTIME}")
+    linked: list[str | Path] = ["-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
+    driver: list[str | Path] = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER, SOURCES / "driver.cpp"]
+    runtime: list[str | Path] = ["g++", "-shared", f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}"]
+    _run(*driver)
+    _run(*runtime, *objects.values(), *linked, f"-l:{DRIVER}", "-ldl", "-lpthread", "-o", out / RUNTIME)
+    _run(*driver, *linked, f"-l:{RUNTIME}")
     return sorted(wanted & defined), not_there
 
 
 def _error_table(headers: Path) -> str:
-    codes = dict(re.findall(r"^\s*(cuda(?:Success|Error\w+))\s*=\s*(\d+)", (headers / "driver_types.h").read_text(), flags=re.MULTILINE))
+    text = (headers / "driver_types.h").read_text()
+    codes = dict(re.findall(r"^\s*(cuda(?:Success|Error\w+))\s*=\s*(\d+)", text, flags=re.MULTILINE))
     return "".join(f'{{{code}, "{name}", "{ERROR_TEXTS.get(name, name)}"}},\n' for name, code in codes.items())
 
 
@@ -193,7 +199,9 @@ def main() -> int:
         return 1
     for library, count in built.stubs.items():
         sys.stdout.write(f"{library}: {count} symbols, stub\n")
-    sys.stdout.write(f"{RUNTIME}: {len(built.written)} symbols written, {len(built.not_there)} not there: {' '.join(built.not_there)}\n")
+    sys.stdout.write(
+        f"{RUNTIME}: {len(built.written)} symbols written, {len(built.not_there)} not there: {' '.join(built.not_there)}\n"
+    )
     return 0
 
 

@@ -15,14 +15,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import byref, c_size_t, c_void_p
 from pathlib import Path
 
 import pytest
 import torch
 
-from ._stand_in_calls import GLOBAL, RELAXED, THREAD_LOCAL, Graph, Runtime, device_count, random_program
+from ._stand_in_calls import GLOBAL, RELAXED, THREAD_LOCAL, Graph, Runtime, random_program
+from ._stand_in_programs import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 NAME = "CUDA stand-in, no GPU"
@@ -46,175 +47,9 @@ def cuda() -> Iterator[Runtime]:
     runtime.violations()
 
 
-# ------------------------------------------------------------------------------- wrong programs, and the right one beside each
-# Each takes whether it is the right one, and returns what a violation of the wrong one has to say.
-
-WIDE = 12 << 20  # bytes: more than the allocator serves from a shared segment
-
-
-def two_streams_without_an_event(cuda: Runtime, right: bool) -> list[str]:
-    a, b = cuda.stream(), cuda.stream()
-    device, host, other = cuda.malloc(64), cuda.pinned(64), cuda.pinned(64)
-    cuda.copy(device, host, 64, a)
-    if right:
-        cuda.order(a, b)
-    cuda.copy(other, device, 64, b)
-    return ["the read by copy device to host", "the write by copy host to device", "no event orders them", "bytes 0 to 63"]
-
-
-def a_write_over_what_is_being_read(cuda: Runtime, right: bool) -> list[str]:
-    a, b = cuda.stream(), cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    cuda.copy(host, device, 64, a)
-    if right:
-        cuda.order(a, b)
-    cuda.fill(device + 16, 0, 16, b)
-    return ["the write by cudaMemsetAsync", "the read by copy device to host", "bytes 16 to 31"]
-
-
-def an_operator_before_its_copy_arrived(cuda: Runtime, right: bool) -> list[str]:
-    h2d = cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    cuda.copy(device, host, 64, h2d)
-    if right:
-        cuda.order(h2d, None)
-    cuda.access(None, device, 64, writes=False, what="aten::mul.Tensor")
-    return ["the read by aten::mul.Tensor (the null stream", "the write by copy host to device (stream "]
-
-
-def a_blocking_stream(cuda: Runtime, right: bool) -> list[str]:
-    """The legacy null stream orders itself with blocking streams, and with no other."""
-    stream = cuda.stream(0 if right else 1)
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    cuda.copy(device, host, 64, stream)
-    cuda.access(None, device, 64, writes=True, what="aten::zero_")
-    return ["the write by aten::zero_", "the write by copy host to device"]
-
-
-def the_host_reads_what_is_still_arriving(cuda: Runtime, right: bool) -> list[str]:
-    stream = cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    cuda.copy(host, device, 64, stream)
-    if right:
-        event = cuda.event()
-        cuda.record(event, stream)
-        while cuda.error("cudaEventQuery", c_void_p(event)):
-            pass
-    cuda.host_access(host, 64, writes=False)
-    return ["the read by the test (the host)", "the write by copy device to host", "the host has not waited"]
-
-
-def pinned_memory_freed(cuda: Runtime, right: bool) -> list[str]:
-    stream = cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    cuda.copy(device, host, 64, stream)
-    if right:
-        cuda.synchronize(stream)
-    cuda.call("cudaFreeHost", c_void_p(host))
-    return ["freed while in use: cudaFreeHost", "the read by copy host to device", "bytes 0 to 63 of pinned allocation"]
-
-
-def registered_memory_given_back(cuda: Runtime, right: bool) -> list[str]:
-    stream, memory = cuda.stream(), ctypes.create_string_buffer(64)
-    device = cuda.malloc(64)
-    cuda.call("cudaHostRegister", memory, c_size_t(64), 0)
-    cuda.copy(ctypes.addressof(memory), device, 64, stream)
-    if right:
-        cuda.synchronize(stream)
-    cuda.call("cudaHostUnregister", memory)
-    return ["freed while in use: cudaHostUnregister", "the write by copy device to host", "registered allocation"]
-
-
-def device_memory_freed(_: Runtime, right: bool) -> list[str]:
-    """Torch's allocator gives a segment back: cudaFree waits for the device, but nobody's stream had waited for the copy."""
-    side, source = torch.cuda.Stream(), torch.empty(WIDE, dtype=torch.uint8, pin_memory=True)
-    x = torch.empty(WIDE, dtype=torch.uint8, device="cuda")
-    x.copy_(source, non_blocking=True)
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        source.copy_(x, non_blocking=True)
-    if right:
-        torch.cuda.current_stream().wait_stream(side)
-    del x
-    torch.cuda.empty_cache()
-    return ["freed while in use: cudaFree", "the read by copy device to host", "device allocation"]
-
-
-def block_handed_out(_: Runtime, right: bool) -> list[str]:
-    """A copy into it is pending on another stream, and torch's allocator gives the block to the next who asks."""
-    side, source = torch.cuda.Stream(), torch.empty(4096, dtype=torch.uint8, pin_memory=True)
-    x = torch.empty(4096, dtype=torch.uint8, device="cuda")
-    place = x.data_ptr()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.copy_(source, non_blocking=True)
-    if right:
-        x.record_stream(side)
-    del x
-    y = torch.empty(4096, dtype=torch.uint8, device="cuda")
-    assert right or y.data_ptr() == place
-    y.copy_(source, non_blocking=True)
-    return ["the write by copy host to device (the null stream", "the write by copy host to device (stream "]
-
-
-def graph_beside_a_pending_copy(cuda: Runtime, right: bool) -> list[str]:
-    a, b = cuda.stream(), cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    with Graph(cuda, a) as graph:
-        cuda.fill(device, 1, 64, a)
-    cuda.copy(host, device, 64, b)
-    if right:
-        cuda.order(b, a)
-    graph.launch(a)
-    return ["the write by cudaMemsetAsync", "the read by copy device to host"]
-
-
-def fork_within_a_graph(cuda: Runtime, right: bool) -> list[str]:
-    a, b = cuda.stream(), cuda.stream()
-    device, host = cuda.malloc(64), cuda.pinned(64)
-    with Graph(cuda, a) as graph:
-        cuda.order(a, b)
-        cuda.fill(device, 1, 64, a)
-        if right:
-            cuda.order(a, b)
-        cuda.copy(host, device, 64, b)
-        cuda.order(b, a)
-    assert graph.end_error == 0
-    return ["unordered access within a graph", "the read by copy device to host", "the write by cudaMemsetAsync"]
-
-
-PROGRAMS: list[Callable[[Runtime, bool], list[str]]] = [
-    two_streams_without_an_event,
-    a_write_over_what_is_being_read,
-    an_operator_before_its_copy_arrived,
-    a_blocking_stream,
-    the_host_reads_what_is_still_arriving,
-    pinned_memory_freed,
-    registered_memory_given_back,
-    device_memory_freed,
-    block_handed_out,
-    graph_beside_a_pending_copy,
-    fork_within_a_graph,
-]
-
-
-def run_programs() -> dict[str, list[list[str]]]:
-    """For each program: what it has to say, the wrong one's violations, the right one's."""
-    torch.cuda.init()
-    cuda, outcomes = Runtime(), {}
-    for program in PROGRAMS:
-        said = []
-        for right in (False, True):
-            wanted = program(cuda, right)
-            said.append(cuda.violations())
-            cuda.synchronize()
-        outcomes[program.__name__] = [wanted, *said]
-    return outcomes
-
-
 def in_a_process(expression: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs an expression over this module's names in a fresh process, and prints its value as JSON."""
-    script = f"import json\nfrom tests.test_stand_in_runtime import *\nprint(json.dumps({expression}))"
+    """Runs an expression over the programs' names in a fresh process, which prints its value as JSON."""
+    script = f"import json\nfrom tests._stand_in_programs import *\nprint(json.dumps({expression}))"
     everything = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=everything, capture_output=True, text=True, check=False)
 
@@ -265,7 +100,7 @@ def path_of_runtime() -> str:
 
 
 def without_torch(expression: str, mode: str) -> str:
-    """What a fresh process prints of an expression over `_stand_in_calls`'s names and `cuda`, the runtime alone: a quick one."""
+    """What a process prints that loads the runtime alone, and no torch: an expression over `calls` and `cuda`."""
     script = (
         "import importlib.util, json, sys\n"
         f"spec = importlib.util.spec_from_file_location('calls', {str(ROOT / 'tests' / '_stand_in_calls.py')!r})\n"
@@ -290,7 +125,7 @@ def test_the_same_seed_has_the_same_outcome_20_of_20(mode: str) -> None:
 
 @pytest.mark.parametrize(("mode", "bytes_read"), [("late", [5, 255]), ("early", [7, 255])])
 def test_a_missing_wait_is_a_wrong_number(mode: str, bytes_read: list[int]) -> None:
-    """Late: the copy that should have been waited for has not run. Both: what an operator wrote is hidden until it is ordered."""
+    """Late: the copy to wait for has not run. Both: what an operator wrote is hidden until something is ordered after it."""
     assert json.loads(without_torch("calls.read_too_soon(cuda)", mode)) == bytes_read
 
 
@@ -380,18 +215,6 @@ def test_a_capture_answers_with_the_errors_of_the_real_runtime(cuda: Runtime) ->
 # ------------------------------------------------------------------------------------------------------- devices and allocators
 
 
-def between_two_devices() -> list[object]:
-    a = torch.arange(10, dtype=torch.uint8).to("cuda:0")
-    b = a.to("cuda:1", non_blocking=True)
-    back = torch.empty(10, dtype=torch.uint8, device="cuda:0")
-    back.copy_(b, non_blocking=True)
-    with torch.cuda.device(1):
-        taken = torch.empty(WIDE, dtype=torch.uint8, device="cuda")
-    unused = [torch.cuda.mem_get_info(device)[0] for device in (0, 1)]
-    del taken
-    return [device_count(Runtime()), str(b.device), back.tolist(), unused[0] - unused[1] == WIDE, Runtime().violations()]
-
-
 @pytest.mark.parametrize("mode", ["late", "early"])
 def test_two_devices_have_memories_of_their_own_and_copies_between_them(mode: str) -> None:
     done = in_a_process("between_two_devices()", CUDA_STAND_IN_DEVICES="2", CUDA_STAND_IN_MODE=mode)
@@ -404,19 +227,6 @@ def test_cuda_malloc_async_is_refused_with_what_to_use_instead() -> None:
     assert done.returncode == 1
     assert "is not there: use PYTORCH_CUDA_ALLOC_CONF=backend:native" in done.stderr
     assert "operation not supported" in done.stderr
-
-
-def with_expandable_segments() -> list[object]:
-    tensors = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(30)]
-    for i, tensor in enumerate(tensors):
-        tensor.copy_(torch.full((1 << 20,), i, dtype=torch.uint8))
-    values = [int(tensor.cpu()[0]) for tensor in tensors]
-    kinds = {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
-    reserved = torch.cuda.memory_reserved()
-    del tensors, tensor
-    torch.cuda.empty_cache()
-    unused, total = torch.cuda.mem_get_info()
-    return [values == list(range(30)), list(kinds), reserved >= 30 << 20, total - unused, Runtime().violations()]
 
 
 def test_expandable_segments_grow_and_go() -> None:

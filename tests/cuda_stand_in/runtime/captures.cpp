@@ -178,8 +178,8 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStat
 
 // The graph's nodes are given out nowhere, so a capture has no dependencies to name.
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                         cudaGraph_t* graph, const cudaGraphNode_t** dependencies, const cudaGraphEdgeData** edges,
-                                         size_t* count) {
+                                         cudaGraph_t* graph, const cudaGraphNode_t** dependencies,
+                                         const cudaGraphEdgeData** edges, size_t* count) {
   if (graph) *graph = nullptr;
   if (dependencies) *dependencies = nullptr;
   if (edges) *edges = nullptr;

@@ -186,12 +186,12 @@ def _error_table(headers: Path) -> str:
     return "".join(f'{{{code}, "{name}", "{ERROR_TEXTS.get(name, name)}"}},\n' for name, code in codes.items())
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_stand_in.build", description="Builds the stand-in's libraries.")
     parser.add_argument("torch_dir", type=Path, help="the installed torch package's folder")
     parser.add_argument("headers", type=Path, help="the folder of cuda_runtime_api.h")
     parser.add_argument("out", type=Path, help="the folder to write the libraries to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         built = build(options.torch_dir, options.headers, options.out)
     except BuildError as error:

@@ -119,9 +119,7 @@ def wanted_symbols(torch_dir: Path) -> dict[str, set[str]]:
     if runtimes != [RUNTIME]:
         raise BuildError(f"This torch imports {', '.join(runtimes) or 'no CUDA runtime'}, and the stand-in is {RUNTIME} alone.")
     if not wanted[RUNTIME]:
-        raise BuildError(
-            f"This torch imports no symbol of {RUNTIME}, so it is linked in a way that the stand-in does not know."
-        )
+        raise BuildError(f"This torch imports no symbol of {RUNTIME}, so it is not linked as the stand-in expects.")
     return wanted
 
 
@@ -173,28 +171,27 @@ def _build_runtime(wanted: set[str], headers: Path, work: Path, out: Path) -> tu
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a compiler's process
         list(pool.map(lambda source: _run(*compiler, "-fvisibility=hidden", "-c", "-o", objects[source], source), objects))
     # Each needs the other: whoever loads one has both, and finds the other by its name.
-    driver = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-Wl,-rpath,$ORIGIN", "-o", out / DRIVER]
-    _run(*driver, SOURCES / "driver.cpp")
-    linked = ["-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
-    _run("g++", "-shared", "-o", out / RUNTIME, *objects.values(), f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}", *linked,
-         f"-l:{DRIVER}", "-ldl", "-lpthread")  # fmt: skip
-    _run(*driver, SOURCES / "driver.cpp", *linked, f"-l:{RUNTIME}")
+    linked: list[str | Path] = ["-Wl,--no-as-needed", f"-L{out}", "-Wl,-rpath,$ORIGIN"]
+    driver: list[str | Path] = [*compiler, "-shared", f"-Wl,-soname,{DRIVER}", "-o", out / DRIVER, SOURCES / "driver.cpp"]
+    runtime: list[str | Path] = ["g++", "-shared", f"-Wl,-soname,{RUNTIME}", f"-Wl,--version-script={versions}"]
+    _run(*driver)
+    _run(*runtime, *objects.values(), *linked, f"-l:{DRIVER}", "-ldl", "-lpthread", "-o", out / RUNTIME)
+    _run(*driver, *linked, f"-l:{RUNTIME}")
     return sorted(wanted & defined), not_there
 
 
 def _error_table(headers: Path) -> str:
-    codes = dict(
-        re.findall(r"^\s*(cuda(?:Success|Error\w+))\s*=\s*(\d+)", (headers / "driver_types.h").read_text(), flags=re.MULTILINE)
-    )
+    text = (headers / "driver_types.h").read_text()
+    codes = dict(re.findall(r"^\s*(cuda(?:Success|Error\w+))\s*=\s*(\d+)", text, flags=re.MULTILINE))
     return "".join(f'{{{code}, "{name}", "{ERROR_TEXTS.get(name, name)}"}},\n' for name, code in codes.items())
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cuda_stand_in.build", description="Builds the stand-in's libraries.")
     parser.add_argument("torch_dir", type=Path, help="the installed torch package's folder")
     parser.add_argument("headers", type=Path, help="the folder of cuda_runtime_api.h")
     parser.add_argument("out", type=Path, help="the folder to write the libraries to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         built = build(options.torch_dir, options.headers, options.out)
     except BuildError as error:

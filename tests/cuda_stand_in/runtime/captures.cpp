@@ -20,14 +20,21 @@ void join(Capture* capture, Stream* stream) {
   capture->streams.push_back(stream);
 }
 
-// Gives the stream's next node its place in the capture's order. The numbers of streams serve as lanes here.
+// A capture that the legacy null stream of the device would be ordered with.
+Capture* blocking_capture(int device) {
+  for (Capture* capture : state.captures)
+    for (Stream* captured : capture->streams)
+      if (!captured->nonblocking && captured->device == device) return capture;
+  return nullptr;
+}
+
+}  // namespace
+
 uint64_t next_position(Stream* stream) {
   uint64_t position = ++stream->capture->positions[stream->number];
   stream->capture_clock.raise(stream->number, position);
   return position;
 }
-
-}  // namespace
 
 cudaError_t unsafe_call() {
   if (state.captures.empty() || thread_mode == cudaStreamCaptureModeRelaxed) return cudaSuccess;
@@ -50,14 +57,10 @@ cudaError_t refuse_in_capture(Stream* stream) {
 cudaError_t capture_conflict(Stream* stream) {
   if (stream->capture) return stream->capture->lost ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
   if (state.captures.empty() || !is_legacy(stream)) return cudaSuccess;
-  for (Capture* capture : state.captures) {
-    for (Stream* captured : capture->streams) {
-      if (captured->nonblocking || captured->device != stream->device) continue;
-      capture->lost = true;
-      return cudaErrorStreamCaptureImplicit;
-    }
-  }
-  return cudaSuccess;
+  Capture* capture = blocking_capture(stream->device);
+  if (!capture) return cudaSuccess;
+  capture->lost = true;
+  return cudaErrorStreamCaptureImplicit;
 }
 
 void capture_operation(Stream* stream, Operation operation) {
@@ -173,13 +176,15 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStat
     *status = stream->capture->lost ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
     return answer(cudaSuccess);
   }
-  return answer(capture_conflict(stream));
+  // The legacy null stream cannot tell while a blocking stream is captured; asking does that capture no harm.
+  bool blocking = is_legacy(stream) && blocking_capture(stream->device);
+  return answer(blocking ? cudaErrorStreamCaptureImplicit : cudaSuccess);
 }
 
 // The graph's nodes are given out nowhere, so a capture has no dependencies to name.
 API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureStatus* status, unsigned long long* id,
-                                         cudaGraph_t* graph, const cudaGraphNode_t** dependencies, const cudaGraphEdgeData** edges,
-                                         size_t* count) {
+                                         cudaGraph_t* graph, const cudaGraphNode_t** dependencies,
+                                         const cudaGraphEdgeData** edges, size_t* count) {
   if (graph) *graph = nullptr;
   if (dependencies) *dependencies = nullptr;
   if (edges) *edges = nullptr;
@@ -208,6 +213,8 @@ API void standin_capture_call(cudaStream_t handle, void (*run)(void*), void (*dr
   Stream* stream = stream_of(handle);
   if (!stream->capture) {
     STANDIN_SAY(0, "%s: the stream is not being captured", what);
+    lock.unlock();
+    if (drop) drop(data);
     return;
   }
   next_position(stream);

@@ -89,11 +89,15 @@ using namespace standin;
 API cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   return copy(dst, src, bytes, stream, false);
 }
-API cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) { return copy(dst, src, bytes, nullptr, true); }
+API cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
+  return copy(dst, src, bytes, nullptr, true);
+}
 API cudaError_t cudaMemcpyPeerAsync(void* dst, int, const void* src, int, size_t bytes, cudaStream_t stream) {
   return copy(dst, src, bytes, stream, false);
 }
-API cudaError_t cudaMemcpyPeer(void* dst, int, const void* src, int, size_t bytes) { return copy(dst, src, bytes, nullptr, true); }
+API cudaError_t cudaMemcpyPeer(void* dst, int, const void* src, int, size_t bytes) {
+  return copy(dst, src, bytes, nullptr, true);
+}
 API cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* src, size_t src_pitch, size_t width, size_t height,
                                   cudaMemcpyKind, cudaStream_t stream) {
   for (size_t row = 0; row < height; row++) {

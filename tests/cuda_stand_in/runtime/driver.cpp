@@ -60,7 +60,8 @@ CUresult cuMemAddressReserve(CUdeviceptr* p, size_t bytes, size_t, CUdeviceptr, 
   return (CUresult)standin_vmm_reserve(p, bytes);
 }
 CUresult cuMemAddressFree(CUdeviceptr p, size_t bytes) { return (CUresult)standin_vmm_unreserve(p, bytes); }
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties, unsigned long long) {
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
+                     unsigned long long) {
   bool shared = properties->requestedHandleTypes != CU_MEM_HANDLE_TYPE_NONE &&
                 properties->requestedHandleTypes != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   if (shared) return CUDA_ERROR_NOT_PERMITTED;  // what a machine without a fabric answers; torch then asks for plain memory

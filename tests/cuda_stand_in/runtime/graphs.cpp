@@ -43,7 +43,7 @@ void run_node(Lock& lock, Stream* stream, Graph::Node& node) {
 // The graph becomes a part of the one that is being captured.
 void append_to_capture(Stream* stream, const Graph& graph) {
   for (auto& use : graph.uses) capture_access(stream, (void*)use.begin, use.bytes, use.writes, use.what);
-  capture_operation(stream, Operation{Operation::set});  // a node of the stream, so that the order knows it; fills nothing
+  next_position(stream);
   auto& nodes = stream->capture->graph->nodes;
   nodes.insert(nodes.end(), graph.nodes.begin(), graph.nodes.end());
 }

@@ -36,6 +36,9 @@ struct Capture {
   bool lost = false;  // a call was made that a capture does not allow
 };
 
+// Gives a captured stream's next node its place in the capture's order. The numbers of streams serve as lanes there.
+uint64_t next_position(Stream* stream);
+
 // cudaGraph_t and cudaGraphExec_t.
 struct GraphHandle {
   std::shared_ptr<Graph> graph;

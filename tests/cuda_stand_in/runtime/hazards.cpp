@@ -3,6 +3,14 @@
 #include <algorithm>
 
 namespace standin {
+namespace {
+
+void drop_ordered(std::vector<Access>& reads, const Clock& clock) {
+  auto ordered = [&](const Access& read) { return ordered_before(read, clock); };
+  reads.erase(std::remove_if(reads.begin(), reads.end(), ordered), reads.end());
+}
+
+}  // namespace
 
 void History::split(uintptr_t at) {
   auto it = segments_.upper_bound(at);
@@ -28,7 +36,8 @@ void History::look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clo
   }
 }
 
-void History::note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock, const Conflict& conflict) {
+void History::note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock,
+                   const Conflict& conflict) {
   look(begin, end, writes, clock, conflict);
   split(begin);
   split(end);
@@ -45,7 +54,7 @@ void History::note(uintptr_t begin, uintptr_t end, bool writes, const Access& ac
     }
     std::vector<Access>& reads = it->second.reads;
     // A write that is ordered after this read is ordered after every read that this one is ordered after.
-    reads.erase(std::remove_if(reads.begin(), reads.end(), [&](const Access& r) { return ordered_before(r, clock); }), reads.end());
+    drop_ordered(reads, clock);
     reads.push_back(access);
     at = it->second.end;
   }
@@ -62,7 +71,7 @@ void History::prune(const Clock& known) {
     Segment& segment = it->second;
     auto& reads = segment.reads;
     if (segment.written && ordered_before(segment.write, known)) segment.written = false;
-    reads.erase(std::remove_if(reads.begin(), reads.end(), [&](const Access& r) { return ordered_before(r, known); }), reads.end());
+    drop_ordered(reads, known);
     if (!segment.written && reads.empty()) {
       it = segments_.erase(it);
       continue;

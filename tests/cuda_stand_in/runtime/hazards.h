@@ -1,6 +1,6 @@
-// The happens-before order of everything that touches device or pinned memory, and the history that each access is checked against.
+// The happens-before order of everything that touches device or pinned memory, and what each access is checked against.
 //
-//   Clock      for each lane, the last position of it that is known to be done: one clock a stream, one for the host, one an event
+//   Clock      for each lane, its last position that is known to be done: one clock a stream, one for the host, one an event
 //   lane       a stream's place in every clock; a destroyed stream's lane goes to a later stream
 //   position   a number that grows with every operation of a lane
 //   History    for every byte: the last write, and the reads since then that no later read is ordered after

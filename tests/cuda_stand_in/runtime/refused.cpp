@@ -7,7 +7,8 @@ using namespace standin;
 namespace {
 
 cudaError_t refuse(const char* name) {
-  STANDIN_SAY(0, "%s is not there: use PYTORCH_CUDA_ALLOC_CONF=backend:native, torch's own allocator (CuPy: its MemoryPool)", name);
+  const char* instead = "use PYTORCH_CUDA_ALLOC_CONF=backend:native, torch's own allocator (CuPy: its MemoryPool)";
+  STANDIN_SAY(0, "%s is not there: %s", name, instead);
   return answer(cudaErrorNotSupported);
 }
 

@@ -87,8 +87,10 @@ API const char* cudaGetErrorString(cudaError_t error) {
 
 // ------------------------------------------------------------------------------------------------ for tests
 
+// How often something happened; "history" is how many ranges of bytes the history holds now.
 API long standin_count(const char* name) {
   Lock lock(state.mutex);
+  if (std::string(name) == "history") return long(state.history.size());
   auto it = state.counters.find(name);
   return it == state.counters.end() ? 0 : it->second;
 }

@@ -157,9 +157,9 @@ class Kernel:
                 if h.layout is not torch.strided:
                     sparse.write_back(h, low_h, self.what)
                 elif low_h.size() != h.size():
-                    h.resize_(low_h.size())
-                    if low_h.stride() != h.stride():
-                        h.as_strided_(low_h.size(), low_h.stride())
+                    items = sum((n - 1) * stride for n, stride in zip(low_h.size(), low_h.stride(), strict=True)) + 1
+                    h.resize_(items if low_h.numel() else 0)
+                    h.as_strided_(low_h.size(), low_h.stride())
                     view.of(h).copy_(low_h)
                 touched.append(h)
         return touched

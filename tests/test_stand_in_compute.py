@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests._op_samples import OPS, Bits, samples_of
+from tests._op_samples import OPS, Bits, bits_of, samples_of
 from tests.cuda_stand_in import control
 
 pytestmark = [
@@ -31,8 +31,9 @@ aten = torch.ops.aten
 DRAWN = {
     "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "nn_functional_alpha_dropout",
     "nn_functional_dropout", "nn_functional_dropout2d", "nn_functional_dropout3d",
-    "nn_functional_feature_alpha_dropout_with_train", "nn_functional_multi_head_attention_forward", "nn_functional_rrelu", "normal", "normal_in_place",
-    "normal_number_mean", "pca_lowrank", "rand_like", "randint_like", "randn_like", "svd_lowrank", "uniform",
+    "nn_functional_feature_alpha_dropout_with_train", "nn_functional_multi_head_attention_forward", "nn_functional_rrelu",
+    "normal", "normal_in_place", "normal_number_mean", "pca_lowrank", "rand_like", "randint_like", "randn_like",
+    "svd_lowrank", "uniform",
 }  # fmt: skip
 """Operators that draw random numbers: the device's generator is not the CPU's."""
 
@@ -63,7 +64,7 @@ def outcome(op: Any, sample: Any) -> list[Bits | None] | str:
         found: list[Bits | None] = [Bits.of(t) for t in outputs]
         if roots and leaves:
             gradients = torch.autograd.grad(roots, leaves, [weights(t) for t in roots], allow_unused=True)
-            found += [None if g is None else Bits.of(g) for g in gradients]
+            found += bits_of(gradients)
     except (RuntimeError, IndexError, NotImplementedError) as error:
         return type(error).__name__
     return found

@@ -207,9 +207,13 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
 
 
 def number_tensor(number: complex, args: Sequence[Any]) -> Tensor:
-    """A number as a tensor, of the dtype that it takes beside the operator's tensor."""
+    """A number as a tensor: as precise as torch keeps one, unless that would change the result's dtype."""
+    precise = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
+    made = torch.tensor(number, dtype=precise)
     other = next((a for a in args if isinstance(a, Tensor)), None)
-    return torch.tensor(number, dtype=None if other is None else torch.result_type(other, number))
+    if other is not None and torch.result_type(other, made) != (wanted := torch.result_type(other, number)):
+        return made.to(wanted)
+    return made
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -206,7 +206,7 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
     return [on_high(y, raised) for y in x] if isinstance(x, (list, tuple)) else x
 
 
-def number_tensor(number: complex, args: Sequence[Any]) -> Tensor:
+def number_tensor(number: Any, args: Sequence[Any]) -> Tensor:
     """A number as a tensor: as precise as torch keeps one, unless that would change the result's dtype."""
     precise = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
     made = torch.tensor(number, dtype=precise)

@@ -171,7 +171,7 @@ def flash(
 def flash_backward(
     op: Any,
     draws: Draws,
-    grad: Tensor,
+    grad: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -187,7 +187,9 @@ def flash_backward(
     unused: Tensor,
     *,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if grad is None:  # nothing was asked of the output
+        return None, None, None
     seed, offset = generator_state.view(torch.int64).tolist() if dropout_p else (0, 0)
     return _backward(
         grad, query, key, value, None, out, logsumexp, dropout_p, is_causal, _scale(query, scale), (seed, offset), False
@@ -222,7 +224,7 @@ def efficient(
 def efficient_backward(
     op: Any,
     draws: Draws,
-    grad: Tensor,
+    grad: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -237,6 +239,8 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
+    if grad is None:  # as above
+        return None, None, None, None
     state = (int(seed), int(offset)) if dropout_p else (0, 0)
     logsumexp = logsumexp[..., : query.size(2)].contiguous()
     return _backward(grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, _scale(query, scale), state, asked[3])

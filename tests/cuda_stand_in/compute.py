@@ -157,9 +157,9 @@ class Kernel:
                 if h.layout is not torch.strided:
                     sparse.write_back(h, low_h, self.what)
                 elif low_h.size() != h.size():
-                    h.resize_(low_h.size())
-                    if low_h.stride() != h.stride():
-                        h.as_strided_(low_h.size(), low_h.stride())
+                    items = sum((n - 1) * stride for n, stride in zip(low_h.size(), low_h.stride(), strict=True)) + 1
+                    h.resize_(items if low_h.numel() else 0)
+                    h.as_strided_(low_h.size(), low_h.stride())
                     view.of(h).copy_(low_h)
                 touched.append(h)
         return touched
@@ -206,10 +206,14 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
     return [on_high(y, raised) for y in x] if isinstance(x, (list, tuple)) else x
 
 
-def number_tensor(number: complex, args: Sequence[Any]) -> Tensor:
-    """A number as a tensor, of the dtype that it takes beside the operator's tensor."""
+def number_tensor(number: Any, args: Sequence[Any]) -> Tensor:
+    """A number as a tensor: as precise as torch keeps one, unless that would change the result's dtype."""
+    precise = torch.float64 if isinstance(number, float) else torch.complex128 if isinstance(number, complex) else None
+    made = torch.tensor(number, dtype=precise)
     other = next((a for a in args if isinstance(a, Tensor)), None)
-    return torch.tensor(number, dtype=None if other is None else torch.result_type(other, number))
+    if other is not None and torch.result_type(other, made) != (wanted := torch.result_type(other, number)):
+        return made.to(wanted)
+    return made
 
 
 _COPY = torch.ops.aten.copy_.default

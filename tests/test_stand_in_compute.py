@@ -1,0 +1,442 @@
+"""The stand-in's operators: on "cuda" they give the CPU's bits, and keep to what a GPU's would do about streams and graphs.
+
+These tests are about the stand-in itself. On a GPU there is nothing to test here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests._op_samples import OPS, Bits, bits_of, samples_of
+from tests.cuda_stand_in import control
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not control.is_loaded(), reason="tests the CUDA stand-in itself; it is not loaded"),
+]
+
+aten = torch.ops.aten
+
+# --------------------------------------------------------------------------------------------------------------- operators
+
+DRAWN = {
+    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "nn_functional_alpha_dropout",
+    "nn_functional_dropout", "nn_functional_dropout2d", "nn_functional_dropout3d",
+    "nn_functional_feature_alpha_dropout_with_train", "nn_functional_multi_head_attention_forward", "nn_functional_rrelu",
+    "normal", "normal_in_place", "normal_number_mean", "pca_lowrank", "rand_like", "randint_like", "randn_like",
+    "svd_lowrank", "uniform",
+}  # fmt: skip
+"""Operators that draw random numbers: the device's generator is not the CPU's."""
+
+UNSET = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+"""Operators whose result is whatever the memory held."""
+
+OF_THE_CPU = {"histogram", "histogramdd", "sparse_mm_reduce", "tensor_split"}
+"""Operators that torch has on the CPU alone, or with an argument on the CPU."""
+
+APART = {"nn_functional_scaled_dot_product_attention", "to"}
+"""Attention has a test of its own; `to` has a sample that copies to the host and does not wait."""
+
+SHARDS = 8
+
+
+def weights(like: Tensor) -> Tensor:
+    return torch.linspace(-1, 1, like.numel(), dtype=torch.float64).reshape(like.shape).to(like.dtype).to(like.device)
+
+
+def outcome(op: Any, sample: Any) -> list[Bits | None] | str:
+    """Outputs and gradients as bits, or the error's type."""
+    leaves = [t for t in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+    sample = sample.transform(lambda t: t.clone() if isinstance(t, Tensor) else t)
+    try:
+        out = op.gradcheck_wrapper(op.get_op(), sample.input, *sample.args, **sample.kwargs)
+        outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        roots = [t for t in outputs if t.requires_grad]
+        found: list[Bits | None] = [Bits.of(t) for t in outputs]
+        if roots and leaves:
+            gradients = torch.autograd.grad(roots, leaves, [weights(t) for t in roots], allow_unused=True)
+            found += bits_of(gradients)
+    except (RuntimeError, IndexError, NotImplementedError) as error:
+        return type(error).__name__
+    return found
+
+
+def on_cuda(x: Any) -> Any:
+    return x.detach().cuda().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own about the operators
+@pytest.mark.parametrize("shard", range(SHARDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64], ids=str)
+def test_operators_give_the_cpus_bits(dtype: torch.dtype, shard: int) -> None:
+    left_out = DRAWN | UNSET | OF_THE_CPU | APART
+    compared, different = 0, []
+    for name, op in [*OPS.items()][shard::SHARDS]:
+        if name in left_out or name.startswith("jiterator_") or dtype not in op.supported_dtypes("cpu"):
+            continue
+        needs_grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+        for sample in samples_of(op, "cpu", dtype, 2 if dtype is torch.float32 else 1, requires_grad=needs_grad):
+            expected = outcome(op, sample)
+            if isinstance(expected, str):
+                continue  # the CPU refuses the sample
+            compared += 1
+            if outcome(op, sample.transform(on_cuda)) != expected:
+                different.append(name)
+    assert not different
+    assert compared > 20
+
+
+def test_a_number_takes_the_dtype_that_it_has_beside_a_tensor() -> None:
+    x = torch.tensor([1.0, -1.0], dtype=torch.float64, device="cuda")
+    assert torch.where(x > 0, x, 0.1).tolist() == [1.0, 0.1]
+    assert torch.mul(2, x, out=torch.empty_like(x)).tolist() == [2.0, -2.0]
+
+
+# --------------------------------------------------------------------------------------------------------------- attention
+
+
+def heads(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def attended(inputs: list[Tensor], device: str, **kwargs: Any) -> tuple[Tensor, list[Tensor], Any]:
+    query, key, value = (t.to(device).requires_grad_() for t in inputs)
+    kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, kwargs)
+    out = F.scaled_dot_product_attention(query, key, value, **kwargs)
+    gradients = torch.autograd.grad(out, (query, key, value), weights(out))
+    return out.detach().cpu(), [g.cpu() for g in gradients], out.grad_fn
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        (SDPBackend.FLASH_ATTENTION, torch.float16),
+        (SDPBackend.FLASH_ATTENTION, torch.bfloat16),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16),
+    ],
+)
+def test_fused_attention_gives_the_bits_of_the_cpus(backend: SDPBackend, dtype: torch.dtype, is_causal: bool) -> None:
+    inputs = [heads((2, 4, 10, 16), dtype, seed) for seed in range(3)]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # the CPU's one fused kernel
+        expected, expected_gradients, _ = attended(inputs, "cpu", is_causal=is_causal)
+    with sdpa_kernel(backend):
+        got, gradients, node = attended(inputs, "cuda", is_causal=is_causal)
+    assert ("Flash" if backend is SDPBackend.FLASH_ATTENTION else "Efficient") in node.name()
+    assert torch.equal(got, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+def test_a_mask_gives_the_bits_of_the_cpus() -> None:
+    inputs = [heads((2, 4, 8, 16), torch.float32, seed) for seed in range(3)]
+    mask = heads((2, 4, 8, 8), torch.float32, 3)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        expected, expected_gradients, _ = attended(inputs, "cpu", attn_mask=mask)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        got, gradients, _ = attended(inputs, "cuda", attn_mask=mask)
+    assert torch.equal(got, expected)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected_gradients, strict=True))
+
+
+def test_fewer_heads_of_key_and_value() -> None:
+    query, key, value = heads((2, 6, 8, 16), torch.bfloat16, 0), *(heads((2, 2, 8, 16), torch.bfloat16, s) for s in (1, 2))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        got, gradients, node = attended([query, key, value], "cuda", enable_gqa=True, is_causal=True)
+    assert "Flash" in node.name()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected, expected_gradients, _ = attended(
+            [t.float() for t in (query, key, value)], "cpu", enable_gqa=True, is_causal=True
+        )
+    torch.testing.assert_close(got.float(), expected, atol=2e-2, rtol=2e-2)
+    for got_one, expected_one in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(got_one.float(), expected_one, atol=5e-2, rtol=5e-2)
+
+
+def described(t: Any) -> Any:
+    return (t.shape, t.stride(), t.dtype) if isinstance(t, Tensor) else t
+
+
+@pytest.mark.parametrize("length", [10, 64])
+def test_fused_attention_returns_what_torch_says_a_gpu_returns(length: int) -> None:
+    """Torch's own functions for the shapes of the GPU's results are the reference: they run on the device "meta"."""
+    query, key, value = (
+        heads((2, 4, length, 16), torch.bfloat16, s).transpose(1, 2).contiguous().transpose(1, 2) for s in range(3)
+    )
+    for op, rest in (
+        (aten._scaled_dot_product_flash_attention.default, ()),
+        (aten._scaled_dot_product_efficient_attention.default, (None, True)),
+    ):
+        expected = op(*(t.to("meta") for t in (query, key, value)), *rest)
+        got = op(*(t.cuda() for t in (query, key, value)), *rest)
+        assert [described(t) for t in got] == [described(t) for t in expected]
+    places = [t.device.type for t in got]
+    assert places == ["cuda", "cuda", "cpu", "cpu"]  # seed and offset of the memory-efficient kernel are the host's
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("value_size", [4, 8])
+def test_gradients_of_attention_by_differences(dropout_p: float, is_causal: bool, value_size: int) -> None:
+    sizes = [(1, 2, 5, 4), (1, 2, 5, 4), (1, 2, 5, value_size)]
+    inputs = [heads(size, torch.float64, s).cuda().requires_grad_() for s, size in enumerate(sizes)]
+    bias = heads((1, 2, 5, 5), torch.float64, 9).cuda().requires_grad_()
+
+    def out(*given: Tensor) -> Tensor:
+        torch.cuda.manual_seed(3)  # the same mask each time
+        result: Tensor = aten._scaled_dot_product_efficient_attention(*given, True, dropout_p, is_causal)[0]
+        return result
+
+    assert torch.autograd.gradcheck(out, (*inputs, bias), atol=1e-4)
+
+
+def test_dropout_in_attention_keeps_what_it_says() -> None:
+    value = torch.eye(64).expand(2, 4, 64, 64).to(torch.bfloat16).contiguous()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        zero = torch.zeros_like(value).cuda()
+        kept = F.scaled_dot_product_attention(zero, zero, value.cuda(), dropout_p=0.25)
+    share = (kept != 0).float().mean().item()
+    assert abs(share - 0.75) < 5 * math.sqrt(0.25 * 0.75 / kept.numel())
+    assert kept.max().item() == pytest.approx(1 / 64 / 0.75, rel=1e-2)
+
+
+# --------------------------------------------------------------------------------------------------------------- recurrent
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("bias", [True, False])
+def test_cells_agree_with_the_cpus(kind: Any, bias: bool) -> None:
+    torch.manual_seed(1)
+    plain = kind(6, 8, bias=bias, dtype=torch.float64)
+    moved = kind(6, 8, bias=bias, dtype=torch.float64, device="cuda")
+    moved.load_state_dict(plain.state_dict())
+    x, state = torch.randn(3, 6, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+
+    def gradients(cell: nn.Module, device: str) -> list[Tensor]:
+        given = [t.to(device).requires_grad_() for t in (x, state, state * 2)]
+        out = cell(given[0], (given[1], given[2]) if kind is nn.LSTMCell else given[1])
+        outs = out if isinstance(out, tuple) else (out,)
+        wanted = [*given[: 3 if kind is nn.LSTMCell else 2], *cell.parameters()]
+        found = torch.autograd.grad(outs, wanted, [weights(t) for t in outs])
+        return [t.detach().cpu() for t in (*outs, *found)]
+
+    for got, expected in zip(gradients(moved, "cuda"), gradients(plain, "cpu"), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-14, rtol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_layers_agree_with_the_cpus(kind: Any) -> None:
+    """Not bit for bit: the CPU multiplies a whole sequence by the input's weights at once, a GPU one step at a time."""
+    torch.manual_seed(1)
+    plain = kind(6, 8, num_layers=2, bidirectional=True, dtype=torch.float64)
+    moved = kind(6, 8, num_layers=2, bidirectional=True, dtype=torch.float64, device="cuda")
+    moved.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 3, 6, dtype=torch.float64)
+
+    def everything(layer: nn.Module, device: str) -> list[Tensor]:
+        out, _ = layer(x.to(device))
+        out.backward(weights(out))
+        return [out.detach().cpu(), *(p.grad.cpu() for p in layer.parameters() if p.grad is not None)]
+
+    for got, expected in zip(everything(moved, "cuda"), everything(plain, "cpu"), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-13, rtol=1e-13)
+
+
+# ------------------------------------------------------------------------------------------------------------------ graphs
+
+
+def captured(program: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = program()
+    return graph, out
+
+
+def test_a_capture_runs_nothing_and_a_replay_runs_it_again() -> None:
+    x, total = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def program() -> Tensor:
+        y = x * 2
+        total.add_(y)
+        return y.cumsum(0)
+
+    graph, out = captured(program)
+    assert total.tolist() == [0.0] * 4
+    for i in (1, 2, 3):
+        x.fill_(i)
+        graph.replay()
+        assert out.tolist() == [2.0 * i, 4.0 * i, 6.0 * i, 8.0 * i]
+    assert total.tolist() == [12.0] * 4
+
+
+def test_a_replay_waits_for_nobody_and_is_waited_for() -> None:
+    x = torch.ones(4, device="cuda")
+    graph, out = captured(lambda: x + 1)
+    pinned = torch.full((4,), 7.0).pin_memory()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.copy_(pinned, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph.replay()
+    assert out.tolist() == [8.0] * 4
+
+
+def test_copies_in_a_capture_run_at_each_replay() -> None:
+    x, back = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    host = torch.zeros(4).pin_memory()
+
+    def program() -> Tensor:
+        host.copy_(x * 3, non_blocking=True)
+        back.copy_(host, non_blocking=True)
+        return back + 1
+
+    graph, out = captured(program)
+    assert host.tolist() == [0.0] * 4
+    assert back.tolist() == [0.0] * 4
+    x.fill_(5)
+    graph.replay()
+    assert out.tolist() == [16.0] * 4
+    assert host.tolist() == [15.0] * 4
+
+
+def test_indices_made_in_a_capture_are_valid_in_it() -> None:
+    table = torch.arange(12.0, device="cuda").reshape(4, 3)
+    choice = torch.zeros(4, device="cuda")
+    graph, out = captured(lambda: F.embedding(choice.argmax().reshape(1), table))
+    choice[2] = 1
+    graph.replay()
+    assert out.tolist() == [[6.0, 7.0, 8.0]]
+
+
+def test_a_captured_training_step_gives_eagers_bits() -> None:
+    def trained(step: Callable[[nn.Module, Tensor, torch.optim.Optimizer], Callable[[], None]]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        x = torch.zeros(5, 8, device="cuda")
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        run = step(model, x, optimizer)
+        for i in range(4):
+            x.copy_(torch.randn(5, 8, generator=torch.Generator().manual_seed(i)))
+            run()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    def eager(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def run() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return run
+
+    def replayed(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        graph, _ = captured(eager(model, x, optimizer))
+        return graph.replay
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(eager), trained(replayed), strict=True))
+
+
+def test_each_replay_draws_other_numbers_and_a_seed_repeats_them() -> None:
+    x = torch.ones(64, device="cuda")
+    graph, (first, second) = captured(lambda: (F.dropout(x, 0.5), torch.rand(64, device="cuda")))
+
+    def replays() -> list[Tensor]:
+        torch.cuda.manual_seed(5)
+        drawn = []
+        for _ in range(2):
+            graph.replay()
+            drawn += [first.cpu(), second.cpu()]
+        return drawn
+
+    drawn = replays()
+    assert not torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[1], drawn[3])
+    assert all(torch.equal(a, b) for a, b in zip(drawn, replays(), strict=True))
+
+
+def test_what_needs_the_host_is_refused_in_a_capture() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.nonzero()
+    torch.cuda.synchronize()
+    assert (x + 1).tolist() == [2.0] * 4
+
+
+# ------------------------------------------------------------------------------------------------------------ random numbers
+
+
+def test_the_same_seed_draws_the_same_numbers() -> None:
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(7)
+        x = torch.ones(100, device="cuda")
+        own = torch.Generator("cuda").manual_seed(3)
+        return [torch.rand_like(x), torch.randn_like(x), F.dropout(x), torch.rand(100, device="cuda", generator=own)]
+
+    first, again = drawn(), drawn()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert len({t.sum().item() for t in first}) == len(first)
+
+
+def test_a_restored_state_repeats_and_the_cpus_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(10, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(10, device="cuda"), first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ------------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[2:5],
+        lambda t: t[:, 1:3],
+        lambda t: t[::2, ::3],
+        lambda t: t[:, :1].expand(8, 5),
+        lambda t: t.as_strided((4, 6), (2, 1)),
+        lambda t: t[0, 0],
+        lambda t: t.reshape(2, 4, 6)[:, 1:3, 2:4].permute(2, 0, 1),
+    ],
+)
+def test_the_bytes_of_a_tensor_are_told_exactly(view: Callable[[Tensor], Tensor]) -> None:
+    from tests.cuda_stand_in.memory import spans
+
+    base = torch.zeros(8, 6, device="cuda")
+    view(base).fill_(1)
+    touched = [base.data_ptr() + 4 * i for i in base.reshape(-1).nonzero().flatten().tolist()]
+    told = spans(view(base))
+    assert told is not None
+    assert sorted(at for start, size in told for at in range(start, start + size, 4)) == touched
+
+
+def test_a_result_is_hidden_from_streams_that_do_not_wait() -> None:
+    if control.mode() == "threads":
+        pytest.skip("threads: operators run at once, and nothing hides what they wrote")
+    x = torch.ones(1024, device="cuda") * 2
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        wrong = x + 1
+    assert wrong.isnan().all()
+    control.violations()  # it is one
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        right = x + 1
+    torch.cuda.synchronize()
+    assert right.tolist() == [3.0] * 1024

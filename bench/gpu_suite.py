@@ -70,7 +70,7 @@ PARTS = (
         command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON),
         cap_s=90,
         least_s=45,
-        rehearsal=("--steps", "3", "--layers", "3", "--width", "64", "--heads", "2", "--context", "1024", "--batch", "4"),
+        rehearsal=("--steps", "3", "--layers", "4", "--width", "64", "--heads", "2", "--context", "1024", "--batch", "4"),
         withhold=True,
     ),
     Part(

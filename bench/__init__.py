@@ -10,6 +10,7 @@ from __future__ import annotations
 THEMES: dict[str, str] = {
     "codec": "chameleon_mm.bench.codec",
     "copy": "chameleon_mm.bench.copy",
+    "hooks": "chameleon_mm.bench.hooks",
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",
     "pinned": "chameleon_mm.bench.pinned",

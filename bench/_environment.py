@@ -1,23 +1,27 @@
 """What a number needs beside it before it means anything.
 
-    header = environment("copy", device)     # schema, device, simulated, commit, dirty, versions, date
+    header = environment("copy", device)     # schema, device, simulated, stand_in, commit, dirty, versions, date
     path = results / result_name("copy", device.name)
+    write_record(path, header | {...})       # not into bench/results, if it ran on the CUDA stand-in
 
 The commit is read from the checkout the code runs from, never passed in: a result cannot claim another tree.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from chameleon_mm.bench._stand_in import check_place, is_stand_in
 from chameleon_mm.device.protocols import Device
 
 _DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -31,6 +35,7 @@ def environment(theme: str, device: Device) -> dict[str, Any]:
         "theme": theme,
         "device": device.name,
         "simulated": device.simulated,
+        "stand_in": is_stand_in(device.name),
         **commit(),
         "versions": versions(),
         "host": {"platform": platform.platform(), "machine": platform.machine(), "cpus": os.cpu_count()},
@@ -88,3 +93,16 @@ def result_name(theme: str, device_name: str, date: str | None = None) -> str:
     today in UTC by default."""
     slug = re.sub(r"[^a-z0-9.]+", "-", device_name.lower()).strip("-") or "unknown"
     return f"{theme}_{slug}_{date or datetime.now(UTC).date().isoformat()}.json"
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write `record` to `path` as JSON, making the folder where it is missing."""
+    write_text(path, json.dumps(record, indent=1) + "\n", record)
+
+
+def write_text(path: Path, text: str, header: Mapping[str, Any]) -> None:
+    """Write `text`, a form of the result with this `header`, to `path`. Raises `ValueError` for a result of the CUDA stand-in
+    in bench/results."""
+    check_place(path, root=checkout_root(), stand_in=bool(header.get("stand_in")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")

@@ -12,7 +12,6 @@ stand in a column that is marked simulated, and a measured one never may.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_mm.bench._environment import commit, environment, result_name, versions
+from chameleon_mm.bench._environment import commit, environment, result_name, versions, write_record, write_text
+from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.outputs import print_table
 
@@ -104,6 +104,9 @@ class Column:
     """How a sample comes about: "bytes * copies / elapsed"."""
     simulated: bool = False
     """Figures of a simulator stand in such a column and in no other."""
+    on_stand_in: bool = False
+    """Whether its figures on the CUDA stand-in are what they would be on a GPU: bytes, counts, the host's own work. No other
+    column has figures there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,10 @@ class Row:
 
 
 class Results:
-    """The table of one theme on one device: rows of cells under fixed columns, as text, Markdown and JSON."""
+    """The table of one theme on one device: rows of cells under fixed columns, as text, Markdown and JSON.
+
+    On the CUDA stand-in figures that only a GPU has are waived as they are added.
+    """
 
     def __init__(self, theme: str, device: Device, columns: Sequence[Column]) -> None:
         self.header = environment(theme, device)
@@ -137,7 +143,13 @@ class Results:
                     f"row {name!r}, column {column.key!r}: expected simulated={column.simulated}, got a figure with "
                     f"simulated={cell.simulated}; put it in a column of its own"
                 )
-        self.rows.append(Row(name=name, params=dict(params), cells=dict(cells)))
+        kept = {column.key: self._kept(column, cells[column.key]) for column in self.columns}
+        self.rows.append(Row(name=name, params=dict(params), cells=kept))
+
+    def _kept(self, column: Column, cell: Cell) -> Cell:
+        if self.header["stand_in"] and not column.on_stand_in and isinstance(cell, Figure):
+            return Waived(NOT_MEASURED)
+        return cell
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -152,11 +164,11 @@ class Results:
 
     def write_json(self, path: str | Path) -> None:
         """Write the table with its header to `path`, making the folder where it is missing."""
-        _write(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        write_record(Path(path), self.to_dict())
 
     def write_markdown(self, path: str | Path) -> None:
         """Write the table as Markdown to `path`, making the folder where it is missing."""
-        _write(Path(path), self.markdown())
+        write_text(Path(path), self.markdown(), self.header)
 
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
         """Print the table, and write the files that `add_output_arguments` let the user ask for."""
@@ -230,11 +242,6 @@ def _title(column: Column) -> str:
 def _digits(value: float) -> str:
     """Three digits, more where they stand before the point; a whole number as it is."""
     return f"{value:.0f}" if abs(value) >= 99.95 or float(value).is_integer() else f"{value:#.3g}"
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
 
 
 def timed_us(stream: Stream, work: Callable[[], None]) -> float:

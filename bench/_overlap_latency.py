@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import Column, Results, interleave
+from chameleon_mm.bench._measure import Column, Results, Waived, interleave
 from chameleon_mm.bench._overlap_packing import beside_its_kind
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.transfer import Transfer
@@ -39,9 +39,10 @@ class Reload:
 
 
 GPU_RELOAD = Reload(nbytes=4 * GIB, block_bytes=256 * MIB, urgent_bytes=64 * KIB, every_us=400)
-SIM_RELOAD = Reload(nbytes=256 * MIB, block_bytes=64 * MIB, urgent_bytes=64 * KIB, every_us=40)  # every byte moves for real
+CPU_RELOAD = Reload(nbytes=256 * MIB, block_bytes=64 * MIB, urgent_bytes=64 * KIB, every_us=40)  # every byte moves for real
 
 _LIMIT_S = 4.0
+_TOO_SHORT = Waived("the reload was over before anything was asked for urgently")
 
 
 class Run(NamedTuple):
@@ -68,13 +69,16 @@ def measure(device: Device, buffers: Buffers, reload: Reload, *, repeats: int) -
     peers = _Peers(device, buffers, reload)
     samples = interleave(peers.by_name(), warmup=1, repeats=repeats, limit_s=_LIMIT_S)
     for name, runs in samples.items():
+        params = {"reload_bytes": reload.nbytes, "urgent_bytes": reload.urgent_bytes, "urgent": len(runs[0].latencies_us)}
+        if not all(run.latencies_us for run in runs):
+            results.add(name, params, {column.key: _TOO_SHORT for column in columns})
+            continue
         figures = {
             "median": ([statistics.median(run.latencies_us) for run in runs], "us"),
             "p99": ([percentile(run.latencies_us, 0.99) for run in runs], "us"),
             "most": ([max(run.latencies_us) for run in runs], "us"),
             "gbps": ([reload.nbytes / (run.reload_us * 1e3) for run in runs], "GB/s"),
         }
-        params = {"reload_bytes": reload.nbytes, "urgent_bytes": reload.urgent_bytes, "urgent": len(runs[0].latencies_us)}
         results.add(name, params, beside_its_kind(device, figures))
     urgent, whole = format_size(reload.urgent_bytes), format_size(reload.nbytes)
     each = format_size(reload.block_bytes)

@@ -198,7 +198,7 @@ def beside_its_kind(device: Device, figures: Mapping[str, tuple[Sequence[float],
     if device.simulated:
         reason = f"measured on a CUDA GPU alone; this run is on a {device.name}"
     else:
-        reason = "this run is on a real GPU; --device sim gives the simulator's figures"
+        reason = f"this run is on {device.name}; --device sim gives the simulator's figures"
     cells: dict[str, Cell] = {there + key: Waived(reason) for key in figures}
     for key, (values, unit) in figures.items():
         cells[here + key] = Figure.of(values, unit, simulated=device.simulated)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.executor.gather import Part
@@ -146,6 +147,10 @@ class Ways:
             table["batch"] = Waived("a batch takes flat buffers")
         if one:
             table |= dict.fromkeys(("pack", "cat"), Waived("one block: there is nothing to pack"))
+        if is_stand_in(self._device.name):
+            table["zero"] = Waived(NO_TRITON)
+            if strided:
+                table["pack"] = Waived(NO_TRITON)
         if self._device.simulated:
             beside = Waived("torch's own copies, and kernels by themselves, do not use the simulated link")
             table |= dict.fromkeys(("foreach", "cat", "zero"), beside)

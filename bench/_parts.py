@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from chameleon_mm.bench._stand_in import is_stand_in, withheld
+
 _GRACE_S = 5.0
 _POLL_S = 0.02
 _TAIL_CHARACTERS = 4000
@@ -39,6 +41,10 @@ class Part:
     """Never more than this."""
     least_s: float
     """Not worth starting with less; kept free for it while earlier parts run."""
+    rehearsal: Sequence[str] = ()
+    """More arguments on the CUDA stand-in, where a CPU does the work."""
+    withhold: bool = False
+    """Whether its record has times and rates on the CUDA stand-in, too: they are then taken out of it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.least_s <= self.cap_s:
@@ -76,11 +82,18 @@ def allotted_s(part: Part, remaining_s: float, later: Sequence[Part]) -> float:
     return min(part.cap_s, max(free, part.least_s))
 
 
-def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run `part` in `cwd` for at most `seconds`; it writes into `folder`. Never raises for what the part does."""
+def run_part(
+    part: Part, folder: Path, seconds: float, *, cwd: Path, environment: Mapping[str, str], rehearsal: bool = False
+) -> Outcome:
+    """Run `part` in `cwd` for at most `seconds`; it writes into `folder`. Never raises for what the part does.
+
+    `rehearsal`: on the CUDA stand-in.
+    """
     target, log = folder / f"{part.theme}.json", folder / f"{part.theme}.log"
     inside = max(1, int(seconds * 0.85))  # what the part may use itself: the rest is for starting, finishing and writing
-    command = [argument.format(json=target, seconds=inside) for argument in part.command]
+    command = [
+        argument.format(json=target, seconds=inside) for argument in (*part.command, *(part.rehearsal if rehearsal else ()))
+    ]
     start = time.monotonic()
     with log.open("wb") as output:
         try:
@@ -94,6 +107,8 @@ def run_part(part: Part, folder: Path, seconds: float, *, cwd: Path, environment
     took = time.monotonic() - start
     tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL_CHARACTERS:]
     record, problem = read_record(target)
+    if record is not None and record.get("stand_in") and part.withhold:
+        record = withheld(record)
     if timed_out:
         status, detail = "failed", f"stopped after {seconds:.0f} s"
     elif process.returncode != 0:
@@ -119,6 +134,8 @@ def read_record(path: Path) -> tuple[dict[str, Any] | None, str]:
     missing = [key for key in ("schema", "device", "simulated", "commit", "versions") if key not in record]
     if missing:
         return None, f"expected {', '.join(missing)} in its result, got none"
+    if is_stand_in(record["device"]) and record.get("stand_in") is not True:
+        return None, f'expected "stand_in": true in a result of {record["device"]}, got none'
     if record["simulated"] is not False:
         return None, f"expected a result of a real GPU, got one of {record['device']}"
     return record, ""

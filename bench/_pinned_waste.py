@@ -26,13 +26,26 @@ _TORCH_SCALE = 64
 """torch's allocator has no way to count without pinning; at full size it would pin for half a minute a trace."""
 
 COLUMNS = (
-    Column(key="reserved_gib", title="reserved GiB", formula="the most that the allocator had reserved / 2**30"),
-    Column(key="reserved_ratio", title="reserved / peak live", formula="that / the most bytes that were live, as asked for"),
     Column(
-        key="used", title="requested / reserved", formula="bytes live, as asked for / bytes reserved, while the most is live"
+        key="reserved_gib", title="reserved GiB", formula="the most that the allocator had reserved / 2**30", on_stand_in=True
     ),
     Column(
-        key="locked_ratio", title="locked / requested", formula="blocks as handed out / as asked for, while the most is live"
+        key="reserved_ratio",
+        title="reserved / peak live",
+        formula="that / the most bytes that were live, as asked for",
+        on_stand_in=True,
+    ),
+    Column(
+        key="used",
+        title="requested / reserved",
+        formula="bytes live, as asked for / bytes reserved, while the most is live",
+        on_stand_in=True,
+    ),
+    Column(
+        key="locked_ratio",
+        title="locked / requested",
+        formula="blocks as handed out / as asked for, while the most is live",
+        on_stand_in=True,
     ),
 )
 

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
+from chameleon_mm.bench._stand_in import is_stand_in
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.step_record import StepRecord
@@ -68,14 +69,15 @@ class Facts(NamedTuple):
 
 
 def peers(device: Device) -> Mapping[str, Watch]:
-    """Every way by its name. The detailed recorder is left out where there is none."""
+    """Every way by its name, but for the detailed recorder and torch's profiler where there is none."""
     timed = partial(_timed_us, device)
     ways: dict[str, Watch] = {NO_HOOKS: timed, HOOKS: partial(_hooks, timed)}
     ways[LIGHT], ways[NEW_STEP] = partial(_light, timed, {}), partial(_light, timed, None)
     ways[PASS_THROUGH] = partial(_pass_through, timed)
     if find_spec(_RECORDER) is not None:
         ways[DETAILED] = partial(_detailed, device, timed)
-    ways[TORCH] = partial(_torch_profiler, device, timed)
+    if not is_stand_in(device.name):  # it has no CUPTI
+        ways[TORCH] = partial(_torch_profiler, device, timed)
     return ways
 
 

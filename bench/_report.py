@@ -8,16 +8,17 @@ return int(report.failed)                  # 1 only for a bound that no machine 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from chameleon_mm.bench._environment import write_record, write_text
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived
+from chameleon_mm.bench._stand_in import NOT_MEASURED
 
 Found = float | Waived
 
@@ -34,6 +35,8 @@ class Bound:
     unit: str = ""
     counted: bool = False
     """Whether it follows from the code alone, so that missing it is a fault and no accident of the machine."""
+    on_stand_in: bool = False
+    """Whether the CUDA stand-in can tell, as it can what is counted: of times and rates it says nothing."""
 
     @property
     def held(self) -> bool | None:
@@ -64,6 +67,10 @@ class Report:
     header: Mapping[str, Any]
     tables: Mapping[str, Results]
     bounds: Sequence[Bound] = ()
+
+    def __post_init__(self) -> None:
+        if self.header.get("stand_in"):
+            object.__setattr__(self, "bounds", [_on_stand_in(bound) for bound in self.bounds])
 
     @property
     def headline(self) -> str:
@@ -119,10 +126,15 @@ class Report:
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
         """Print it, and write the files that `add_output_arguments` let the user ask for."""
         self.show(console)
-        for path, text in ((args.json, json.dumps(self.to_dict(), indent=1) + "\n"), (args.markdown, self.markdown())):
-            if path:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                Path(path).write_text(text, encoding="utf-8")
+        if args.json:
+            write_record(Path(args.json), self.to_dict())
+        if args.markdown:
+            write_text(Path(args.markdown), self.markdown(), self.header)
+
+
+def _on_stand_in(bound: Bound) -> Bound:
+    told = bound.counted or bound.on_stand_in or isinstance(bound.found, Waived)
+    return bound if told else replace(bound, found=Waived(NOT_MEASURED))
 
 
 def median_of(cell: Cell) -> Found:

@@ -34,6 +34,7 @@ from chameleon_mm.bench._measure import (
     timed_us,
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import MIB
@@ -49,11 +50,16 @@ _EXCEPTION_CODE = 15  # of pack12
 _CODES_BEGIN = 32  # in a record of pack12: two codes a byte from here on
 
 _FOUND = (
-    Column(key="tensors", title="tensors", formula="storages of this dtype, parameters left out"),
-    Column(key="exact", title="exact", formula="share of them for which the status said so"),
-    Column(key="exact_bytes", title="of bytes", formula="the same, by bytes"),
-    Column(key="ratio", title="ratio", formula="raw bytes / encoded bytes, of those that are exact"),
-    Column(key="odd", title="exceptions", formula="share of the numbers in whole blocks that pack12 codes as exceptions"),
+    Column(key="tensors", title="tensors", formula="storages of this dtype, parameters left out", on_stand_in=True),
+    Column(key="exact", title="exact", formula="share of them for which the status said so", on_stand_in=True),
+    Column(key="exact_bytes", title="of bytes", formula="the same, by bytes", on_stand_in=True),
+    Column(key="ratio", title="ratio", formula="raw bytes / encoded bytes, of those that are exact", on_stand_in=True),
+    Column(
+        key="odd",
+        title="exceptions",
+        formula="share of the numbers in whole blocks that pack12 codes as exceptions",
+        on_stand_in=True,
+    ),
 )
 _RATES = (
     Column(key="encode", title="encode GB/s", formula="raw bytes / time between two events around the kernel / 1e9"),
@@ -185,6 +191,8 @@ def _rates(device: Device, material: Sequence[Source], codecs: Sequence[Codec], 
         saved = largest_exact(codec, material)
         if device.simulated:
             cells = dict.fromkeys(("encode", "decode"), Waived(f"kernels run on a CUDA GPU alone; this is a {device.name}"))
+        elif is_stand_in(device.name):
+            cells = dict.fromkeys(("encode", "decode"), Waived(NO_TRITON))
         elif saved is None:
             cells = dict.fromkeys(("encode", "decode"), Waived("no tensor here is of this codec's kind"))
         else:

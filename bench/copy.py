@@ -17,15 +17,16 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import GIB, KIB, MIB, format_size, parse_size
 
 _GPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1 * GIB)
-_SIM_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)  # every byte is moved for real by one core
+_CPU_SIZES = (64 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 16 * MIB)  # every byte is moved for real by one core
 _GPU_SAMPLE_BYTES = 256 * MIB
-_SIM_SAMPLE_BYTES = 4 * MIB
+_CPU_SAMPLE_BYTES = 4 * MIB
 _MAX_COPIES = 64
 _LIMIT_S = 4.0
 
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         metavar="SIZE,...",
-        help="sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB on the simulator",
+        help="sizes of one copy, such as 1MiB,64MiB; default: 64KiB to 1GiB on a GPU, to 16MiB where a CPU does its work",
     )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="samples of each figure (default: %(default)s)")
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, write what was asked for. Returns 0; raises `ValueError` for an unknown device or a malformed size."""
     device = resolve_device(args.device)
-    sizes = _parse_sizes(args.sizes) if args.sizes else _SIM_SIZES if device.simulated else _GPU_SIZES
+    sizes = _parse_sizes(args.sizes) if args.sizes else _CPU_SIZES if computes_on_cpu(device) else _GPU_SIZES
     results = measure(device, sizes, repeats=args.repeats)
     results.deliver(args, console)
     return 0
@@ -65,7 +66,7 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
     results.notes.append("both ways: the bytes of both directions over the time from their common start until both are done")
     h2d, d2h = device.new_stream("h2d"), device.new_stream("d2h")
     for size in sizes:
-        copies = copies_per_sample(size, simulated=device.simulated)
+        copies = copies_per_sample(size, on_cpu=computes_on_cpu(device))
         params = {"bytes": size, "copies": copies}
         names = [f"{way} {format_size(size)}" for way in ("H2D", "D2H", "both ways")]
         try:
@@ -78,10 +79,10 @@ def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Result
     return results
 
 
-def copies_per_sample(size: int, *, simulated: bool) -> int:
+def copies_per_sample(size: int, *, on_cpu: bool) -> int:
     """How many copies of `size` bytes one sample issues back to back: enough that neither the events nor the last copy's tail
     decide the figure, few enough that the driver's queue never fills up and makes the host wait."""
-    wanted = _SIM_SAMPLE_BYTES if simulated else _GPU_SAMPLE_BYTES
+    wanted = _CPU_SAMPLE_BYTES if on_cpu else _GPU_SAMPLE_BYTES
     return max(1, min(_MAX_COPIES, wanted // max(1, size)))
 
 
@@ -146,7 +147,7 @@ def _row(
         "pinned": Figure.of(pinned, "GB/s", simulated=False),
         "pageable": Figure.of(pageable, "GB/s", simulated=False) if pageable else Waived(no_pageable),
         "ratio": Figure.of(ratio, "1", simulated=False) if ratio else Waived(no_pageable),
-        "simulated": Waived("this run is on a real GPU; --device sim gives the simulator's figures"),
+        "simulated": Waived(f"this run is on {device.name}; --device sim gives the simulator's figures"),
     }
 
 

@@ -16,11 +16,14 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure, interleave
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.units import MIB, format_size
 
 _SIZES = (64 * 1024, 1 * MIB, 16 * MIB, 256 * MIB)
+_CPU_SIZES = (64 * 1024, 1 * MIB)
 _KERNEL_BYTES = 64 * MIB
 _SAMPLE_BYTES = 512 * MIB
+_CPU_SAMPLE_BYTES = 2 * MIB
 _MAX_COPIES = 128
 _LIMIT_S = 4.0
 
@@ -36,10 +39,15 @@ class Route(NamedTuple):
     copy: Copy
 
 
+def on_stand_in() -> bool:
+    """Whether torch's current device is the CUDA stand-in: a rehearsal of these questions, in small."""
+    return is_stand_in(torch.cuda.get_device_name())
+
+
 def by_engine() -> dict[str, Any]:
     """GB/s of `cudaMemcpyAsync` for H2D, D2H and both, by size."""
     answer: dict[str, Any] = {}
-    for size in _SIZES:
+    for size in _CPU_SIZES if on_stand_in() else _SIZES:
         h2d, d2h = _routes(size, _engine, _engine)
         answer[format_size(size)] = _rates({"h2d": [h2d], "d2h": [d2h], "both": [h2d, d2h]})
     return answer
@@ -47,6 +55,8 @@ def by_engine() -> dict[str, Any]:
 
 def by_kernel() -> dict[str, Any]:
     """GB/s of the Triton copy kernel from and to pinned host memory, by number of programs; and beside the engine."""
+    if on_stand_in():
+        return {"waived": NO_TRITON}
     processors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     answer: dict[str, Any] = {"bytes": _KERNEL_BYTES}
     for programs in (4, 16, 64, processors, 4 * processors):
@@ -83,9 +93,11 @@ def elapsed_us(routes: Sequence[Route], copies: int) -> float:
 
 
 def _rates(groups: Mapping[str, Sequence[Route]]) -> dict[str, Any]:
+    sample_bytes = _CPU_SAMPLE_BYTES if on_stand_in() else _SAMPLE_BYTES
+
     def rate(routes: Sequence[Route]) -> float:
         nbytes = sum(route.dst.numel() for route in routes)
-        copies = max(1, min(_MAX_COPIES, _SAMPLE_BYTES // nbytes))
+        copies = max(1, min(_MAX_COPIES, sample_bytes // nbytes))
         return nbytes * copies / elapsed_us(routes, copies) / 1e3
 
     peers = {name: partial(rate, routes) for name, routes in groups.items()}

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.bench._measure import Figure, interleave
-from chameleon_mm.bench.gpu_probe_copies import random_bytes
+from chameleon_mm.bench._stand_in import NO_TRITON
+from chameleon_mm.bench.gpu_probe_copies import on_stand_in, random_bytes
 from chameleon_mm.units import KIB
 
 _CALLS = 100
@@ -32,8 +34,6 @@ class PassThrough(TorchDispatchMode):
 
 def host_costs() -> dict[str, Any]:
     """Host microseconds per call, as figures by name."""
-    from chameleon_mm.kernels.copy import copy_bytes, copy_kernel
-
     stream = torch.cuda.current_stream()
     host, hbm = random_bytes(_COPY_BYTES).pin_memory(), random_bytes(_COPY_BYTES).cuda()
     small, out = torch.rand(256, device="cuda"), torch.empty(256, device="cuda")
@@ -52,10 +52,10 @@ def host_costs() -> dict[str, Any]:
         "new event and record, untimed": lambda: torch.cuda.Event().record(stream),
         "new event and record, timed": lambda: torch.cuda.Event(enable_timing=True).record(stream),
         "wait_event": lambda: stream.wait_event(untimed),
-        "Triton launch": lambda: copy_kernel[(1,)](hbm, hbm, 0, 0, WIDE=True, BLOCK=1024, num_warps=4, enable_fp_fusion=False),
-        "copy_bytes, checks and launch": lambda: copy_bytes(hbm[:4096], hbm[8192:12288], num_programs=1, block_bytes=1024),
         "operator": lambda: torch.mul(small, small, out=out),
     }
+    if not on_stand_in():
+        calls |= _triton_calls(hbm)
     memcpy = _cupy_memcpy(hbm.data_ptr(), host.data_ptr(), stream.cuda_stream)
     if memcpy is not None:
         calls["cudaMemcpyAsync by CuPy, 64 KiB"] = memcpy
@@ -68,7 +68,18 @@ def host_costs() -> dict[str, Any]:
     answer["added by a dispatch mode"] = Figure.of(added, "us", simulated=False).to_dict()
     if memcpy is None:
         answer["cudaMemcpyAsync by CuPy, 64 KiB"] = {"waived": "CuPy is not installed"}
+    if on_stand_in():
+        answer["Triton launch"] = answer["copy_bytes, checks and launch"] = {"waived": NO_TRITON}
     return answer
+
+
+def _triton_calls(hbm: Tensor) -> dict[str, Callable[[], object]]:
+    from chameleon_mm.kernels.copy import copy_bytes, copy_kernel
+
+    return {
+        "Triton launch": lambda: copy_kernel[(1,)](hbm, hbm, 0, 0, WIDE=True, BLOCK=1024, num_warps=4, enable_fp_fusion=False),
+        "copy_bytes, checks and launch": lambda: copy_bytes(hbm[:4096], hbm[8192:12288], num_programs=1, block_bytes=1024),
+    }
 
 
 def _repeat(call: Callable[[], object]) -> None:

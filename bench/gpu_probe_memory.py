@@ -18,10 +18,14 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure
+from chameleon_mm.bench.gpu_probe_copies import on_stand_in
 from chameleon_mm.units import GIB, MIB
 
 _LAYERS = 16
 _BLOCK_BYTES = 64 * MIB
+_CPU_BLOCK_BYTES, _CPU_GEMM_SIDE = 2 * MIB, 256
+_OOM_BYTES, _OOM_ROOM = 640 * MIB, GIB
+_CPU_OOM_BYTES, _CPU_OOM_ROOM = 40 * MIB, 64 * MIB
 _GEMM_SIDE = 8192  # longer than the copy of a block, so that copies keep up
 _HISTORY_ENTRIES = 100_000
 
@@ -29,18 +33,23 @@ _HISTORY_ENTRIES = 100_000
 def reclaim() -> dict[str, Any]:
     """Gap between asking to free a block and its coming back, and peak bytes, for both ways of letting go."""
     return {
-        "block_bytes": _BLOCK_BYTES,
+        "block_bytes": _block_bytes(),
         "layers": _LAYERS,
         "record_stream": _layers(by_record_stream=True),
         "wait_and_drop": _layers(by_record_stream=False),
     }
 
 
+def _block_bytes() -> int:
+    return _CPU_BLOCK_BYTES if on_stand_in() else _BLOCK_BYTES
+
+
 def _layers(*, by_record_stream: bool) -> dict[str, Any]:
     compute, d2h = torch.cuda.current_stream(), torch.cuda.Stream()
-    a, b = (torch.randn(_GEMM_SIDE, _GEMM_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    nbytes, side = _block_bytes(), _CPU_GEMM_SIDE if on_stand_in() else _GEMM_SIDE
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
-    host = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     torch.mm(a, b, out=c)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -50,7 +59,7 @@ def _layers(*, by_record_stream: bool) -> dict[str, Any]:
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=_HISTORY_ENTRIES, clear_history=True)
     try:
         for _ in range(_LAYERS):
-            block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8, device="cuda").random_()
+            block = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
             d2h.wait_event(compute.record_event())
             with torch.cuda.stream(d2h):
                 host.copy_(block, non_blocking=True)
@@ -66,15 +75,15 @@ def _layers(*, by_record_stream: bool) -> dict[str, Any]:
             _let_go(held, compute)
         # The host has run ahead: the device is still at work here.
         peak = torch.cuda.max_memory_allocated() - before
-        early = gaps_us(_trace(), _BLOCK_BYTES)
+        early = gaps_us(_trace(), nbytes)
         torch.cuda.synchronize()
         torch.empty(1, device="cuda")  # only an allocation makes the allocator look at its events
-        late = gaps_us(_trace(), _BLOCK_BYTES)
+        late = gaps_us(_trace(), nbytes)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     return {
         "peak_bytes": peak,
-        "peak_blocks": peak / _BLOCK_BYTES,
+        "peak_blocks": peak / nbytes,
         "completed_before_the_device_was_done": len(early),
         "completed": len(late),
         "gap": Figure.of(late, "us", simulated=False).to_dict() if late else {"waived": "no block came back"},
@@ -108,14 +117,14 @@ def gaps_us(entries: Iterable[Mapping[str, Any]], min_bytes: int) -> list[float]
 
 def oom_retry() -> dict[str, Any]:
     """Whether an allocation that failed succeeds once a victim was let go in stream order, with its copy still running."""
-    size = 640 * MIB
+    size, room = (_CPU_OOM_BYTES, _CPU_OOM_ROOM) if on_stand_in() else (_OOM_BYTES, _OOM_ROOM)
     device = torch.cuda.current_device()
     compute, d2h = torch.cuda.current_stream(), torch.cuda.Stream()
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + GIB) / total, device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + room) / total, device)
     try:
         victim = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
         message = _failure(size)

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure, interleave
-from chameleon_mm.bench.gpu_probe_copies import random_bytes
+from chameleon_mm.bench.gpu_probe_copies import on_stand_in, random_bytes
 from chameleon_mm.device.pinning import populated_pages
 from chameleon_mm.units import GIB, MIB
 
-_BYTES = 1 * GIB
+_GPU_BYTES = 1 * GIB
+_CPU_BYTES = 16 * MIB
 _PORTABLE = 1  # cudaHostAllocPortable = cudaHostRegisterPortable
 _ATTRIBUTES = {  # cudaDeviceAttr, by the runtime's header
     "cudaDevAttrPageableMemoryAccess": 88,
@@ -34,15 +35,15 @@ _ATTRIBUTES = {  # cudaDeviceAttr, by the runtime's header
     "cudaDevAttrHostRegisterSupported": 99,
     "cudaDevAttrPageableMemoryAccessUsesHostPageTables": 100,
 }
-_GEMM_SIDE = 8192
+_GEMM_SIDE, _CPU_GEMM_SIDE = 8192, 256
 _GEMMS_PER_SAMPLE = 4
-_GEMM_SECONDS = 2.5
+_GEMM_SECONDS, _CPU_GEMM_SECONDS = 2.5, 0.2
 
 
 def rates() -> dict[str, Any]:
     """GB/s of pinning a GiB by each method, and for the second one apart: populating and registering."""
     answer: dict[str, Any] = {
-        "bytes": _BYTES,
+        "bytes": _bytes(),
         "cpus": len(os.sched_getaffinity(0)),
         "transparent_hugepages": _read("/sys/kernel/mm/transparent_hugepage/enabled"),
     }
@@ -118,24 +119,30 @@ class _HostAddress:
 
 
 Method = Callable[[], tuple[float, float, Callable[[], object]]]
-"""Pins `_BYTES`: seconds populating, seconds in the driver, and how to give the memory back."""
+"""Pins `_bytes()`: seconds populating, seconds in the driver, and how to give the memory back."""
+
+
+def _bytes() -> int:
+    return _CPU_BYTES if on_stand_in() else _GPU_BYTES
 
 
 def _host_alloc() -> tuple[float, float, Callable[[], object]]:
     from cupy.cuda import runtime
 
+    nbytes = _bytes()
     start = time.perf_counter()
-    address = runtime.hostAlloc(_BYTES, _PORTABLE)
+    address = runtime.hostAlloc(nbytes, _PORTABLE)
     return 0.0, time.perf_counter() - start, partial(runtime.freeHost, address)
 
 
 def _register(threads: int) -> tuple[float, float, Callable[[], object]]:
     from cupy.cuda import runtime
 
+    nbytes = _bytes()
     start = time.perf_counter()
-    memory = populated_pages(_BYTES, threads=threads, madvise=_madvise)
+    memory = populated_pages(nbytes, threads=threads, madvise=_madvise)
     populated = time.perf_counter()
-    runtime.hostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)
+    runtime.hostRegister(memory.data_ptr(), nbytes, _PORTABLE)
     locked = time.perf_counter()
 
     def release(memory: Tensor = memory) -> None:  # holds the pages until the driver has let go of them
@@ -151,11 +158,12 @@ def _seconds(method: Method) -> tuple[float, float]:
 
 
 def _gbps(seconds: list[float]) -> dict[str, Any]:
-    return Figure.of([_BYTES / s / 1e9 for s in seconds], "GB/s", simulated=False).to_dict()
+    return Figure.of([_bytes() / s / 1e9 for s in seconds], "GB/s", simulated=False).to_dict()
 
 
 def _gemms(method: Method | None) -> dict[str, Any]:
-    a, b = (torch.randn(_GEMM_SIDE, _GEMM_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    side, seconds = (_CPU_GEMM_SIDE, _CPU_GEMM_SECONDS) if on_stand_in() else (_GEMM_SIDE, _GEMM_SECONDS)
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     c = torch.empty_like(a)
     for _ in range(_GEMMS_PER_SAMPLE):
         torch.mm(a, b, out=c)
@@ -174,7 +182,7 @@ def _gemms(method: Method | None) -> dict[str, Any]:
     with ThreadPoolExecutor(1) as pool:
         pinning = pool.submit(pin_until_stopped)
         try:
-            end_at = time.perf_counter() + _GEMM_SECONDS
+            end_at = time.perf_counter() + seconds
             while time.perf_counter() < end_at:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 began = time.perf_counter()
@@ -189,7 +197,7 @@ def _gemms(method: Method | None) -> dict[str, Any]:
             stop.set()
         pinned = pinning.result()
     return {
-        "pinned_gib": pinned * _BYTES / GIB,
+        "pinned_gib": pinned * _bytes() / GIB,
         "gemm_by_events": Figure.of(device_us, "us", simulated=False).to_dict(),
         "gemm_by_host": Figure.of(host_us, "us", simulated=False).to_dict(),
         "slowest_by_host_us": max(host_us),

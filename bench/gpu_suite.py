@@ -3,6 +3,7 @@
 for part in (smoke, tests, memcheck, copy, overlap, training, profiler, demo, probe):    # each a process of its own
     run it for as long as it may; its record to OUT/<theme>_<device>_<date>.json, or into the suite's own; rewrite that
 summary last; exit 1 if anything failed or could not be run
+on the CUDA stand-in of our tests: a rehearsal in small sizes, marked in every record, and never written to bench/results
 
 python3 -m chameleon_mm.bench.gpu_suite --out bench/results            # from a bare checkout; at most 8 minutes
 python3 -m chameleon_mm.bench.gpu_suite --out bench/results --smoke    # its first minute
@@ -11,7 +12,6 @@ python3 -m chameleon_mm.bench.gpu_suite --out bench/results --smoke    # its fir
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -23,8 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from chameleon_mm.bench._environment import checkout_root, commit, result_name
+from chameleon_mm.bench._environment import checkout_root, commit, result_name, write_record
 from chameleon_mm.bench._parts import Outcome, Part, allotted_s, run_part
+from chameleon_mm.bench._stand_in import NOT_MEASURED, NOT_RUN, STAND_IN, check_place
 
 MAX_FILES = 8
 """JSON files that one run may leave, the suite's own included."""
@@ -50,9 +51,28 @@ PARTS = (
     ),
     Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=60, least_s=30),
     Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
-    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=170, least_s=130),
-    Part(theme="profiler", command=(*_BENCH, "profiler", *_TO_JSON, "--repeats", "15"), cap_s=40, least_s=20),
-    Part(theme="demo", command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON), cap_s=90, least_s=45),
+    Part(
+        theme="training",
+        command=(*_BENCH, "training", *_TO_JSON),
+        cap_s=170,
+        least_s=130,
+        rehearsal=("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1"),
+    ),
+    Part(
+        theme="profiler",
+        command=(*_BENCH, "profiler", *_TO_JSON, "--repeats", "15"),
+        cap_s=40,
+        least_s=20,
+        rehearsal=("--repeats", "2", "--saves", "50"),
+    ),
+    Part(
+        theme="demo",
+        command=(_PYTHON, "-m", "chameleon_mm", "demo", *_TO_JSON),
+        cap_s=90,
+        least_s=45,
+        rehearsal=("--steps", "3", "--layers", "4", "--width", "64", "--heads", "2", "--context", "1024", "--batch", "4"),
+        withhold=True,
+    ),
     Part(
         theme="probe",
         command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_probe", "--json", "{json}", "--seconds", "{seconds}"),
@@ -96,7 +116,6 @@ def run_suite(parts: Sequence[Part], out: Path, budget_s: float, root: Path, con
         raise ValueError(
             f"gpu suite: expected at most {MAX_FILES - 1} parts with files beside its own record, got {files}; merge some"
         )
-    out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     outcomes: list[Outcome] = []
     header: dict[str, Any] | None = None
@@ -110,22 +129,28 @@ def run_suite(parts: Sequence[Part], out: Path, budget_s: float, root: Path, con
             else:
                 console.print(f"{part.theme}: at most {seconds:.0f} s ...", highlight=False)
                 inherited = os.environ  # noqa: TID251 - for the parts, which are processes of their own; nothing here reads it
-                outcome = run_part(part, Path(folder), seconds, cwd=root, environment=inherited)
+                rehearsal = bool(header and header.get("stand_in"))
+                outcome = run_part(part, Path(folder), seconds, cwd=root, environment=inherited, rehearsal=rehearsal)
             outcomes.append(outcome)
             header = header or outcome.record
             if header is None:
                 continue
+            try:
+                check_place(out, root=root, stand_in=bool(header.get("stand_in")))
+            except ValueError as error:
+                console.print(str(error), style="red", markup=False, soft_wrap=True)
+                return 1
             if outcome.record is not None and part.theme not in IN_SUITE:
-                _write(out / result_name(part.theme, header["device"]), outcome.record)
+                write_record(out / result_name(part.theme, header["device"]), outcome.record)
             # After every part: whatever ends this run early, what is done stays told.
-            _write(out / result_name("suite", header["device"]), _suite_record(header, outcomes, budget_s, root))
+            write_record(out / result_name("suite", header["device"]), _suite_record(header, outcomes, budget_s, root))
     _summary(outcomes, header, console)
     return 0 if all(outcome.status == "passed" for outcome in outcomes) else 1
 
 
 def _suite_record(header: dict[str, Any], outcomes: Sequence[Outcome], budget_s: float, root: Path) -> dict[str, Any]:
     about: dict[str, Any] = {
-        key: header[key] for key in ("device", "simulated", "versions", "host", "gpu", "date") if key in header
+        key: header[key] for key in ("device", "simulated", "stand_in", "versions", "host", "gpu", "date") if key in header
     }
     return {
         "schema": "chameleon_mm.bench.suite/1",
@@ -134,6 +159,7 @@ def _suite_record(header: dict[str, Any], outcomes: Sequence[Outcome], budget_s:
         **commit(root),
         "budget_s": budget_s,
         "passed": all(outcome.status == "passed" for outcome in outcomes),
+        **({"not_run": NOT_RUN} if header.get("stand_in") else {}),
         "parts": [outcome.to_dict() for outcome in outcomes],
         **{outcome.theme: outcome.record for outcome in outcomes if outcome.theme in IN_SUITE and outcome.record is not None},
     }
@@ -154,10 +180,10 @@ def _summary(outcomes: Sequence[Outcome], header: dict[str, Any] | None, console
         detail = outcome.detail.replace("[", r"\[")
         table.add_row(outcome.theme, f"[{colours[status]}]{status}[/]", f"{outcome.seconds:.0f}", detail)
     console.print(table)
-
-
-def _write(path: Path, record: dict[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if header and header.get("stand_in"):
+        console.print(f"A rehearsal on the {STAND_IN}. Times and rates: {NOT_MEASURED}.", markup=False, soft_wrap=True)
+        for what, why in NOT_RUN.items():
+            console.print(f"{what}: {why}", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
 from chameleon_mm.bench._pack_ways import NAMES, RUN_BYTES, Layout, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
+from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
 from chameleon_mm.bench._svg import rates_svg
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
@@ -34,11 +35,11 @@ from chameleon_mm.units import KIB, MIB, format_size, parse_size
 
 SIZES_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 SINGLES_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)
-_SIM_SINGLES_BYTES = (16 * MIB,)  # every byte is moved for real by one core
+_CPU_SINGLES_BYTES = (16 * MIB,)  # every byte is moved for real by one core
 
 _GPU_TOTAL_BYTES = 64 * MIB
-_SIM_TOTAL_BYTES = 16 * MIB
-_SIM_MOST_TENSORS = 256
+_CPU_TOTAL_BYTES = 16 * MIB
+_CPU_MOST_TENSORS = 256
 _LIMIT_S = 1.5
 
 MIN_SINGLE, MIN_OVER_LOOP, MIN_OVER_BATCH, MIN_LINK, MAX_HOST_US = 0.99, 10.0, 2.0, 0.8, 0.3
@@ -89,6 +90,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     with console.status("measuring ..."):
         report = measure(device, cases(device, sizes), repeats=args.repeats)
     report.deliver(args, console)
+    if args.svg and is_stand_in(device.name):
+        raise ValueError(
+            f"--svg: expected a GPU or a simulator, whose rates are a picture, got rates {NOT_MEASURED}; leave it out"
+        )
     if args.svg:
         Path(args.svg).parent.mkdir(parents=True, exist_ok=True)
         Path(args.svg).write_text(picture(report.tables["rates"], device), encoding="utf-8")
@@ -96,16 +101,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def cases(device: Device, sizes: Sequence[int] = SIZES_BYTES) -> list[Case]:
-    """All rows: `sizes` contiguous, then strided, then single blocks. Fewer bytes on the simulator, which moves them all."""
+    """All rows: `sizes` contiguous, then strided, then single blocks. Fewer bytes where a CPU moves them all."""
     layouts: tuple[Layout, ...] = ("contiguous", "strided")
     many = [Case(size, _count(device, size), layout) for layout in layouts for size in sizes]
-    return many + [Case(size, 1, "contiguous") for size in (_SIM_SINGLES_BYTES if device.simulated else SINGLES_BYTES)]
+    return many + [Case(size, 1, "contiguous") for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
 
 
 def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7, counts: Sequence[int] = _pack_host.COUNTS) -> Report:
     """The tables of `rows` on `device`, of batches of `counts` tensors on its host, and the bounds on what they show."""
-    if device.simulated:
-        repeats = min(repeats, 2)  # virtual time repeats itself; the second round shows it
+    if computes_on_cpu(device):
+        repeats = min(repeats, 2)  # virtual time repeats itself, which the second round shows; the CUDA stand-in's is no figure
     rates, host = (Results(f"pack, {what}", device, _COLUMNS) for what in ("GB/s", "host us per tensor"))
     rates.notes.append("GB/s: size * tensors / time between two events around everything / 1e9")
     host.notes.append("host us: time until all was handed over / tensors; without what our queue only waits for the link")
@@ -209,7 +214,7 @@ def _cells(device: Device, taken: Mapping[str, list[Sample] | Waived], unit: str
             cells[name], cells["sim_" + name] = _no_gpu(device), figure
         else:
             cells[name] = figure
-            cells["sim_" + name] = Waived("this run is on a real GPU; --device sim gives the simulator's figures")
+            cells["sim_" + name] = Waived(f"this run is on {device.name}; --device sim gives the simulator's figures")
     return cells
 
 
@@ -222,8 +227,8 @@ def _at_least(name: str, limit: float, found: Found) -> Bound:
 
 
 def _count(device: Device, size: int) -> int:
-    if device.simulated:
-        return max(2, min(_SIM_MOST_TENSORS, _SIM_TOTAL_BYTES // size))
+    if computes_on_cpu(device):
+        return max(2, min(_CPU_MOST_TENSORS, _CPU_TOTAL_BYTES // size))
     return max(2, _GPU_TOTAL_BYTES // size)
 
 

@@ -38,6 +38,7 @@ from chameleon_mm.bench._profiler_peers import (
     peers,
 )
 from chameleon_mm.bench._report import Bound, Found, Report, median_of
+from chameleon_mm.bench._stand_in import NO_CUPTI
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 
@@ -102,7 +103,8 @@ def _cells(name: str, per_save: Mapping[str, list[float]], per_layer: Mapping[st
     cells: dict[str, Cell] = {}
     for key, samples in (("save", per_save), ("layer", per_layer)):
         if name not in samples:
-            cells[key] = cells[f"{key}_over"] = Waived("this installation has no detailed recorder")
+            why_not = NO_CUPTI if name == TORCH else "this installation has no detailed recorder"
+            cells[key] = cells[f"{key}_over"] = Waived(why_not)
             continue
         cells[key] = Figure.of(samples[name], "us", simulated=False)
         over = [us - hooks for us, hooks in zip(samples[name], samples[HOOKS], strict=True)]

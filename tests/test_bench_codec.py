@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from chameleon_mm.bench import codec
 from chameleon_mm.bench._codec_activations import Saved, Shape, Source, saved_by, sources
 from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.kernels.codec_bool import BOOL_AS_BITS
 from chameleon_mm.kernels.codec_float import FP32_AS_BF16
@@ -156,4 +157,7 @@ def test_bad_usage_is_refused(arguments: list[str]) -> None:
 def test_a_gpus_kernels_have_rates() -> None:
     report = codec.measure(resolve_device("cuda"), TINY, repeats=1)
     cells = [cell for row in report.tables["rates"].rows for cell in row.cells.values()]
-    assert all(isinstance(cell, Figure) for cell in cells)
+    if is_stand_in(report.header["device"]):
+        assert all(cell == Waived(NO_TRITON) for cell in cells)
+    else:
+        assert all(isinstance(cell, Figure) for cell in cells)

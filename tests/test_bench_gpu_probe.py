@@ -64,7 +64,7 @@ def test_smoke_notices_a_step_that_changes_a_gradient(sim: SimDevice, monkeypatc
 
 
 def test_smoke_keeps_what_a_check_raised(sim: SimDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: Device) -> dict[str, Any]:
+    def broken(device: Device, nbytes: int) -> dict[str, Any]:
         raise RuntimeError("the link is down")
 
     monkeypatch.setattr(gpu_smoke, "copy_each_way", broken)

@@ -17,6 +17,7 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.bench._pack_ways import NAMES, Layout, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Report, median_of, most, over
+from chameleon_mm.bench._stand_in import NO_TRITON, NOT_MEASURED, is_stand_in
 from chameleon_mm.bench._svg import rates_svg
 from chameleon_mm.device import Device, SimDevice, resolve_device
 from chameleon_mm.device.packing import packed_offsets
@@ -181,7 +182,7 @@ def run(*arguments: str) -> int:
 
 
 def test_the_command_writes_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack, "_SIM_SINGLES_BYTES", (MIB,))
+    monkeypatch.setattr(pack, "_CPU_SINGLES_BYTES", (MIB,))
     files = {name: tmp_path / "new" / f"pack.{name}" for name in ("json", "md", "svg")}
     options = ["--json", str(files["json"]), "--markdown", str(files["md"]), "--svg", str(files["svg"])]
     assert run("--device", "sim", "--sizes", "4KiB,64KiB", "--repeats", "1", *options) == 0
@@ -243,6 +244,10 @@ def test_a_gpus_figures_stand_in_the_measured_columns() -> None:
     report = pack.measure(resolve_device("cuda"), CASES, repeats=1, counts=(4,))
     rows = report.tables["rates"].rows
     assert report.bounds[0].held
+    if is_stand_in(report.header["device"]):
+        reasons = {name: cell.reason for name in NAMES if isinstance(cell := rows[0].cells[name], Waived)}
+        assert reasons == dict.fromkeys(NAMES, NOT_MEASURED) | {"zero": NO_TRITON}
+        return
     assert all(isinstance(rows[0].cells[name], Figure) for name in NAMES)
     assert {name for name in NAMES if isinstance(rows[1].cells[name], Waived)} == {"batch"}
     assert {name for name in NAMES if isinstance(rows[2].cells[name], Waived)} == {"pack", "cat"}

@@ -26,6 +26,7 @@ from chameleon_mm.bench._pinned_models import GPT, GPTShape, MoE, MoEShape
 from chameleon_mm.bench._pinned_record import Recorder, record, routing
 from chameleon_mm.bench._pinned_traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
 from chameleon_mm.bench._report import Bound, Report
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pinned import PinnedPool
@@ -394,7 +395,8 @@ def test_everything_is_measured_on_a_gpu() -> None:
     device: Device = resolve_device("cuda")
     report = pinned.measure(device, traces=["resnet"], live=[16], nbytes=64 * MIB, repeats=1)
     assert not report.failed
-    assert [bound.name for bound in report.bounds if bound.held is None] == []
+    unheld = {bound.found for bound in report.bounds if bound.held is None}
+    assert unheld == ({Waived(NOT_MEASURED)} if is_stand_in(device.name) else set())
     cells = {row.name: row.cells for row in report.tables["waste"].rows}
     reserved = cells["resnet, torch's host allocator"]["reserved_gib"]
     assert isinstance(reserved, Figure)

@@ -1,0 +1,159 @@
+"""Steps of one chain of operators under hooks, and what those cost the host for each saved tensor.
+
+peer = peers(device, saves)["stays, save_on_cpu"]
+sample = peer()          # fresh hooks; warm-up; then the median step: us per save, us per use, share that moved
+
+forward:  saves operators, each of which saves its input     CPU time of all threads / saves = us per save
+backward: as many uses                                       the same                        = us per use
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.save_on_cpu import save_on_cpu
+from chameleon_mm.session import SwapSession
+from chameleon_mm.transfer import Thresholds
+from chameleon_mm.units import KIB
+
+TENSOR_BYTES = 4 * KIB
+"""Of each saved tensor. Small: what is measured is the host's work for a tensor, and no byte of it."""
+
+ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
+"""Each tensor has a copy of its own, as those of 1 MiB and more have."""
+
+PLANNED_SHARE = 0.1
+"""Of the chain's bytes, which a session that plans may hold: nearly all tensors move by its plan."""
+
+UNPLANNED_STEPS = 2
+"""Of `save_on_cpu` before: the first pins memory, the second follows the order of the first."""
+
+TIMED_STEPS = 5
+
+IDENTITY = "hooks that do nothing"
+
+
+class Sample(NamedTuple):
+    """One peer's figures of one round."""
+
+    save_us: float
+    use_us: float
+    moved: float
+    """Share of the saved tensors that went to the host."""
+
+
+Step = Callable[[AbstractContextManager[Any]], tuple[float, float]]
+"""One forward inside a context of hooks, and its backward: us per save and per use."""
+
+Peer = Callable[[], Sample]
+
+
+def peers(device: Device, saves: int) -> Mapping[str, Peer]:
+    """Every way by its name, the one that the others are compared with first."""
+    with device.compute():
+        leaf = torch.zeros(TENSOR_BYTES // 4, device=device.torch_device, requires_grad=True)
+    step = partial(_step, leaf, saves)
+    on_cpu, session = partial(_on_cpu, device, saves, step), partial(_planned, device, saves, step)
+    return {
+        IDENTITY: partial(_identity, device, step),
+        "stays, save_on_cpu": partial(on_cpu, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
+        "stays, session": partial(session, budget=None, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
+        "moves by the rule, alone": partial(on_cpu, min_bytes=1, thresholds=ALONE),
+        "moves by the rule, packed": partial(on_cpu, min_bytes=1, thresholds=Thresholds()),
+        "moves by plan, alone": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE),
+        "moves by plan, packed": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=Thresholds()),
+    }
+
+
+def _step(leaf: Tensor, saves: int, hooks: AbstractContextManager[Any]) -> tuple[float, float]:
+    start = time.process_time_ns()
+    with hooks:
+        y = leaf
+        for _ in range(saves):
+            y = y.sin()
+        total = y.sum()
+    forward_end = time.process_time_ns()
+    total.backward()
+    end = time.process_time_ns()
+    leaf.grad = None
+    return (forward_end - start) / 1e3 / saves, (end - forward_end) / 1e3 / saves
+
+
+def _identity(device: Device, step: Step) -> Sample:
+    with device.compute(), _quiet(device):
+        return _sample([step(saved_tensors_hooks(_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], moved=0.0)
+
+
+def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, thresholds: Thresholds) -> Sample:
+    hooks = save_on_cpu(device=device, min_bytes=min_bytes, thresholds=thresholds)
+    with hooks.pool, device.compute():
+        with _quiet(device):
+            taken = [step(hooks) for _ in range(UNPLANNED_STEPS)]
+            before = hooks._executor.meter.totals.bytes_swapped_out  # what it moved is in no report: there is no session
+            taken += [step(hooks) for _ in range(TIMED_STEPS)]
+        return _sample(
+            taken, moved=(hooks._executor.meter.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
+        )
+
+
+def _planned(device: Device, saves: int, step: Step, *, budget: float | None, min_bytes: int, thresholds: Thresholds) -> Sample:
+    chain_bytes = saves * TENSOR_BYTES
+    # Beside the chain's share: its gradient as it passes, what backward brings back, the sum's few bytes.
+    hbm = None if budget is None else device.allocated_bytes() + int(budget * chain_bytes) + 16 * TENSOR_BYTES
+    session = SwapSession(hbm, device=device, min_bytes=min_bytes, thresholds=thresholds)
+    taken: list[tuple[float, float]] = []
+    with session.pool, session:
+        with _quiet(device):
+            for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
+                with session.step():
+                    step(nullcontext())
+            before = session.report()
+            for _ in range(TIMED_STEPS):
+                with session.step():
+                    taken.append(step(nullcontext()))
+        after = session.report()
+        followed = after.plan_cache_hits - before.plan_cache_hits
+        if followed != TIMED_STEPS:
+            raise RuntimeError(
+                f"bench hooks: expected {TIMED_STEPS} steps that follow a plan, got {followed}; take more --saves"
+            )
+        moved = (after.bytes_swapped_out - before.bytes_swapped_out) / (TIMED_STEPS * chain_bytes)
+    return _sample(taken, moved=moved)
+
+
+def _sample(taken: list[tuple[float, float]], *, moved: float) -> Sample:
+    last = taken[-TIMED_STEPS:]
+    return Sample(median(save for save, _ in last), median(use for _, use in last), moved)
+
+
+@contextmanager
+def _quiet(device: Device) -> Iterator[None]:
+    """No collector, and one thread of operators: others would be found spinning, which counts as processor time."""
+    device.synchronize()
+    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
+    gc.collect()
+    gc.disable()
+    torch.set_num_threads(1)
+    try:
+        yield
+        device.synchronize()
+    finally:
+        torch.set_num_threads(threads)
+        if was_enabled:
+            gc.enable()
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t

@@ -1,0 +1,103 @@
+"""`chameleon-mm bench hooks`: what a saved tensor costs the host, its save and its use, by what becomes of it.
+
+    stays:               it is too small to move                             save_on_cpu | a planned step of SwapSession
+    moves by the rule:   save_on_cpu, by a copy of its own | packed with others
+    moves by plan:       a planned step of SwapSession, the same two ways
+    each beside hooks that do nothing, in the same round                     -> us, difference, ratio
+
+    chameleon-mm bench hooks --device cuda --json hooks.json
+
+Times are the processor's, measured, beside a simulated device and the CUDA stand-in too: both are part of what is timed then,
+and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rich.console import Console
+
+from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
+from chameleon_mm.device import resolve_device
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.units import format_size
+
+_LIMIT_S = 240.0
+
+COLUMNS = (
+    Column(key="save", title="save us", formula="processor time of the forward / saved tensors", on_stand_in=True),
+    Column(key="use", title="use us", formula="processor time of the backward / saved tensors", on_stand_in=True),
+    Column(key="save_over", title="save +us", formula=f"save us, less that of {IDENTITY} in the same round", on_stand_in=True),
+    Column(key="use_over", title="use +us", formula=f"use us, less that of {IDENTITY} in the same round", on_stand_in=True),
+    Column(key="both_over", title="both +us", formula="save and use together, less the same", on_stand_in=True),
+    Column(key="ratio", title="both x", formula=f"save and use together / those of {IDENTITY}, by round", on_stand_in=True),
+    Column(key="moved", title="moved %", formula="100 * bytes that went to the host / bytes saved", on_stand_in=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the options of `chameleon-mm bench hooks`."""
+    add_output_arguments(parser)
+    parser.add_argument("--saves", type=int, default=100, metavar="N", help="tensors saved in a step (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="samples of each figure (default: %(default)s)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage, before anything is measured."""
+    for name, least in (("saves", 50), ("repeats", 1)):  # of a shorter chain a plan would leave too little to move
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}: expected {least} or more, got {getattr(args, name)}")
+    device = resolve_device(args.device)
+    with console.status("measuring ..."):
+        results = measure(device, saves=args.saves, repeats=args.repeats)
+    results.deliver(args, console)
+    return 0
+
+
+def measure(device: Device, *, saves: int, repeats: int) -> Results:
+    """The table: a row for each way, all taken in turn, so that drift falls on all alike."""
+    results = Results("hooks", device, COLUMNS)
+    results.notes += [
+        f"{saves} saved tensors in a step, {format_size(TENSOR_BYTES)} each; the host's work, not the link's",
+        "processor time of all threads, the steps of warm-up left out; a step's own beginning and end are not in it",
+        _beneath(device),
+    ]
+    samples = interleave(peers(device, saves), warmup=0, repeats=repeats, limit_s=_LIMIT_S)
+    for name, taken in samples.items():
+        results.add(name, {"peer": name, "saves": saves, "bytes": TENSOR_BYTES}, cells(name, taken, samples[IDENTITY]))
+    return results
+
+
+def cells(name: str, taken: Sequence[Sample], identity: Sequence[Sample]) -> Mapping[str, Cell]:
+    """One row, from its samples and those of hooks that do nothing, round by round."""
+    figure = partial(Figure.of, simulated=False)
+    row: dict[str, Cell] = {
+        "save": figure([sample.save_us for sample in taken], "us"),
+        "use": figure([sample.use_us for sample in taken], "us"),
+        "moved": figure([100 * sample.moved for sample in taken], "%"),
+    }
+    if name == IDENTITY:
+        return row | dict.fromkeys(("save_over", "use_over", "both_over", "ratio"), Waived("the others are compared with it"))
+    rounds = list(zip(taken, identity, strict=True))
+    return row | {
+        "save_over": figure([ours.save_us - none.save_us for ours, none in rounds], "us"),
+        "use_over": figure([ours.use_us - none.use_us for ours, none in rounds], "us"),
+        "both_over": figure([_both(ours) - _both(none) for ours, none in rounds], "us"),
+        "ratio": figure([_both(ours) / _both(none) for ours, none in rounds], "x"),
+    }
+
+
+def _both(sample: Sample) -> float:
+    return sample.save_us + sample.use_us
+
+
+def _beneath(device: Device) -> str:
+    if device.simulated:
+        return "beneath the hooks: the simulator, whose accounts of operators, copies and waits are in every figure"
+    if is_stand_in(device.name):
+        return f"beneath the hooks: the runtime of the {STAND_IN}; its copies and waits are in the figures, and no driver's"
+    return "beneath the hooks: CUDA's runtime"

@@ -201,4 +201,7 @@ def with_expandable_segments() -> list[object]:
     del tensors, tensor
     torch.cuda.empty_cache()
     unused, total = torch.cuda.mem_get_info()
-    return [values == list(range(30)), list(kinds), reserved >= 30 << 20, total - unused, Runtime().violations()]
+    cuda = Runtime()
+    right = cuda.violations()
+    device_memory_freed(cuda, right=False)
+    return [values == list(range(30)), list(kinds), reserved >= 30 << 20, total - unused, right, cuda.violations()]

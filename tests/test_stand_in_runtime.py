@@ -54,7 +54,7 @@ def in_a_process(expression: str, **environment: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=everything, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module", params=["late", "early"])
+@pytest.fixture(scope="module", params=["late", "early", "threads"])
 def outcomes(request: pytest.FixtureRequest) -> dict[str, list[list[str]]]:
     done = in_a_process("run_programs()", CUDA_STAND_IN_MODE=request.param)
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def path_of_runtime() -> str:
     return next(line.split()[-1] for line in lines if line.endswith("libcudart.so.13"))
 
 
-def without_torch(expression: str, mode: str) -> str:
+def without_torch(expression: str, mode: str, **more: str) -> str:
     """What a process prints that loads the runtime alone, and no torch: an expression over `calls` and `cuda`."""
     script = (
         "import importlib.util, json, sys\n"
@@ -109,7 +109,7 @@ def without_torch(expression: str, mode: str) -> str:
         f"cuda = calls.Runtime({path_of_runtime()!r})\n"
         f"print(json.dumps({expression}))"
     )
-    environment = os.environ | {"CUDA_STAND_IN_MODE": mode}
+    environment = os.environ | {"CUDA_STAND_IN_MODE": mode} | more
     return subprocess.run(
         [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True, check=True
     ).stdout
@@ -121,6 +121,37 @@ def test_the_same_seed_has_the_same_outcome_20_of_20(mode: str) -> None:
     outcomes = {without_torch("[calls.random_copies(cuda, seed) for seed in range(5)]", mode) for _ in range(20)}
     assert len(outcomes) == 1
     assert all(violations for _, violations in json.loads(outcomes.pop()))  # each seed has some, so that texts are compared
+
+
+def test_the_check_can_be_switched_off_and_changes_no_byte() -> None:
+    checked, violations = json.loads(without_torch("calls.random_copies(cuda, 0)", "late"))
+    unchecked, none = json.loads(without_torch("calls.random_copies(cuda, 0)", "late", CUDA_STAND_IN_RACES="0"))
+    assert checked == unchecked
+    assert violations
+    assert none == []
+
+
+def test_a_stream_that_was_destroyed_leaves_its_history(cuda: Runtime) -> None:
+    """Its place in the clocks goes to the next new stream, which counts as ordered after it; others do not."""
+    memory, gone, other = cuda.malloc(64), cuda.stream(), cuda.stream()
+    cuda.access(other, memory + 32, 1, writes=True)
+    cuda.access(gone, memory, 32, writes=False)
+    cuda.call("cudaStreamDestroy", c_void_p(gone))
+    cuda.access(cuda.stream(), memory, 16, writes=True)
+    assert cuda.violations() == []
+    cuda.access(other, memory + 16, 16, writes=True)
+    assert len(cuda.violations()) == 1
+
+
+def test_cuda_free_waits_for_the_one_stream_that_used_the_memory(cuda: Runtime) -> None:
+    """Torch's empty_cache relies on it: what its stream still does with a free block is done when cudaFree returns."""
+    device, host, stream = cuda.malloc(64), cuda.pinned(64), cuda.stream()
+    ctypes.memset(host, 0, 64)
+    cuda.fill(device, 6, 64, stream)
+    cuda.copy(host, device, 64, stream)
+    cuda.call("cudaFree", c_void_p(device))
+    assert ctypes.string_at(host, 64) == bytes([6]) * 64
+    assert cuda.violations() == []
 
 
 @pytest.mark.parametrize(("mode", "bytes_read"), [("late", [5, 255]), ("early", [7, 255])])
@@ -169,11 +200,17 @@ def test_calls_of_a_graph_run_in_their_place_and_go_with_it(cuda: Runtime) -> No
 
 
 def test_torch_captures_and_replays_copies(cuda: Runtime) -> None:
-    source, x = torch.ones(100, pin_memory=True), torch.empty(100, device="cuda")
-    graph, back = torch.cuda.CUDAGraph(), torch.zeros(100, pin_memory=True)
+    """Memory for `x` comes from the graph's own pool, by a cudaMalloc during the capture; the way back is on another stream."""
+    graph, source, back = torch.cuda.CUDAGraph(), torch.ones(100, pin_memory=True), torch.zeros(100, pin_memory=True)
+    side = torch.cuda.Stream()
     with torch.cuda.graph(graph):
+        x = torch.empty(100, device="cuda")
         x.copy_(source, non_blocking=True)
-        back.copy_(x, non_blocking=True)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            back.copy_(x, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(side)
+    assert back.tolist() == [0.0] * 100
     for value in (2.0, 3.0):
         source.fill_(value)
         graph.replay()
@@ -232,4 +269,7 @@ def test_cuda_malloc_async_is_refused_with_what_to_use_instead() -> None:
 def test_expandable_segments_grow_and_go() -> None:
     done = in_a_process("with_expandable_segments()", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True, [True], True, 0, []]
+    *state, wrong = json.loads(done.stdout)
+    assert state == [True, [True], True, 0, []]
+    assert len(wrong) == 1
+    assert "freed while in use: cuMemUnmap" in wrong[0]

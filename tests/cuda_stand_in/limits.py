@@ -1,0 +1,39 @@
+"""What the stand-in cannot do, by name: tests that it does not run, and operators of torch that it lacks, each with its reason.
+
+`conftest` skips the tests with their reasons where the stand-in is loaded. A GPU runs them all.
+"""
+
+from __future__ import annotations
+
+_NVRTC = "compiles CUDA C++ at run time (NVRTC); the stand-in runs no machine code of a GPU"
+_INDUCTOR = "inductor compiles Triton kernels for the GPU's machine code; the stand-in runs Triton in its interpreter alone"
+
+TESTS: dict[str, str] = {
+    "tests/test_bench_codec.py::test_a_gpus_kernels_have_rates": (
+        "measures kernels on megabytes; Triton's interpreter needs minutes for them, and their rates would say nothing"
+    ),
+    "tests/test_pinned_cupy.py::test_cupy_itself_never_writes_memory_that_a_copy_still_reads": f"CuPy's operators: {_NVRTC}",
+    "tests/test_pinned_cupy.py::test_cupys_error_for_exhaustion_is_ours_to_raise": f"CuPy's operators: {_NVRTC}",
+    **{
+        f"tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session[cuda-{way}-inductor]": _INDUCTOR
+        for way in ("around", "inside", "with a checkpoint in it")
+    },
+    **{
+        f"tests/test_op_db.py::test_every_operator[cuda-jiterator_{name}]": _NVRTC
+        for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+    },
+}
+"""Reason by test."""
+
+OPERATORS: dict[str, str] = {
+    "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",
+    "_scaled_dot_product_cudnn_attention": "cuDNN's attention is switched off: SDPA picks flash, memory-efficient or math",
+    "_flash_attention_forward, _efficient_attention_forward": "sequences of different lengths in one tensor (nested tensors)",
+    "batch_norm_stats, batch_norm_elemt, batch_norm_gather_stats*": "SyncBatchNorm among several processes",
+    "_sparse_semi_structured_*, _cslt_*": "the 2:4 sparsity of tensor cores",
+    "_weight_int4pack_mm, _mixed_dtypes_linear, _scaled_grouped_mm*": "quantised products of tensor cores",
+    "jiterator, torch.utils.cpp_extension with nvcc, CuPy's operators": _NVRTC,
+    "torch.compile(backend='inductor')": _INDUCTOR,
+    "a Triton kernel in a CUDA graph": "is refused; what a kernel writes is known only after it ran",
+}
+"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched, whose name is on stderr."""

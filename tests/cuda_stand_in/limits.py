@@ -36,4 +36,4 @@ OPERATORS: dict[str, str] = {
     "torch.compile(backend='inductor')": _INDUCTOR,
     "a Triton kernel in a CUDA graph": "is refused; what a kernel writes is known only after it ran",
 }
-"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched, whose name is on stderr."""
+"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched, named on stderr."""

@@ -1,7 +1,7 @@
 """What every pytest run in the stand-in's environment does more: fail a test for its violations, and skip by name alone.
 
 * After each test: the violations of the ordering rules that the runtime saw. One is a failure that names both sides.
-* A test that needs what the stand-in lacks is listed in `limits.py`, with the reason.
+* A test that needs what the stand-in lacks is listed in `limits.py`, with the reason. A name there that no test has: an error.
 * `--every-skip-explained` fails the run for a skip whose reason is neither there nor in `EXPLAINED`.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cuda_stand_in import control
-from tests.cuda_stand_in.limits import LIMITS
+from tests.cuda_stand_in.limits import TESTS
 
 PREFIX = "the CUDA stand-in: "
 """Reasons of skips begin with it where the stand-in is what lacks something."""
@@ -29,10 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def limit_of(nodeid: str) -> str | None:
     """Why the test cannot run here: the entry for itself, or for all of its function's parameters; None: it can."""
-    return LIMITS.get(nodeid) or LIMITS.get(nodeid.partition("[")[0])
+    return TESTS.get(nodeid) or TESTS.get(nodeid.partition("[")[0])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
+    if config.args == config.getini("testpaths") and (unknown := sorted(TESTS.keys() - names)):
+        raise pytest.UsageError(f"tests/cuda_stand_in/limits.py: expected names of tests, got {', '.join(unknown)}")
     for item in items:
         if (limit := limit_of(item.nodeid)) is not None:
             item.add_marker(pytest.mark.skip(reason=PREFIX + limit))

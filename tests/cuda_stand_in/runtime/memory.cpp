@@ -1,5 +1,5 @@
 // Device memory is host memory that counts against a device's capacity; pinned memory is host memory that is known here.
-// (The functions that ask about or register memory follow; cudaMallocAsync and the memory pools are in refused.cpp.)
+// cudaMallocAsync and the memory pools are in refused.cpp, the driver's virtual memory in virtual_memory.cpp.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -124,7 +124,12 @@ class Kernel:
         low_kwargs = {name: lowered(a, view) for name, a in kwargs.items()}
         if "pin_memory" in low_kwargs:
             low_kwargs["pin_memory"] = None
-        return [lowered(a, view) for a in args], low_kwargs
+        low_args = [lowered(a, view) for a in args]
+        for i in self.written:  # an operator gives a sparse tensor other parts: not in memory that is not its own
+            low = low_args[i] if i < len(low_args) else None
+            if isinstance(low, Tensor) and low.layout is not torch.strided:
+                low_args[i] = low.clone()
+        return low_args, low_kwargs
 
     def run(self, args: list[Any], kwargs: dict[str, Any], draws: Any) -> Any:
         """Runs on CPU tensors, which it may write."""

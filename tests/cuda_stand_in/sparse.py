@@ -37,15 +37,18 @@ def operators() -> Iterable[tuple[Any, str]]:
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             if name.startswith("aten::") and name in known and packet not in _STAYS:
-                yield getattr(getattr(torch.ops.aten, packet), overload or "default"), key
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                if not op._schema.is_mutable:  # those that write stay torch's own: they are made of others
+                    yield op, key
     for packet in _NESTED:
         yield getattr(torch.ops.aten, packet).default, "NestedTensorCUDA"
 
 
 def write_back(tensor: Tensor, low: Tensor, what: bytes) -> None:
-    """Gives a sparse tensor the parts that an operator gave its CPU tensor, unless it wrote the tensor's own."""
-    if low.layout is not torch.sparse_coo:
-        return  # its parts keep their sizes, and are written where they are
-    if low._nnz() != tensor._nnz() or low._values().data_ptr() != tensor._values().data_ptr():
-        stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-        torch.ops.aten.copy_sparse_to_sparse_(tensor, on_device(low, tensor.device, stream, what))
+    """Gives a sparse tensor what an operator left in its CPU copy."""
+    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
+    made = on_device(low, tensor.device, stream, what)
+    if low.layout is torch.sparse_coo:
+        torch.ops.aten.copy_sparse_to_sparse_(tensor, made)
+    else:
+        tensor.copy_(made)

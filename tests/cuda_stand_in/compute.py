@@ -124,12 +124,7 @@ class Kernel:
         low_kwargs = {name: lowered(a, view) for name, a in kwargs.items()}
         if "pin_memory" in low_kwargs:
             low_kwargs["pin_memory"] = None
-        low_args = [lowered(a, view) for a in args]
-        for i in self.written:  # an operator gives a sparse tensor other parts: not in memory that is not its own
-            low = low_args[i] if i < len(low_args) else None
-            if isinstance(low, Tensor) and low.layout is not torch.strided:
-                low_args[i] = low.clone()
-        return low_args, low_kwargs
+        return [lowered(a, view) for a in args], low_kwargs
 
     def run(self, args: list[Any], kwargs: dict[str, Any], draws: Any) -> Any:
         """Runs on CPU tensors, which it may write."""
@@ -159,9 +154,7 @@ class Kernel:
             for h, low_h in zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),):
                 if not isinstance(h, Tensor) or not h.is_cuda:
                     continue
-                if h.layout is not torch.strided:
-                    sparse.write_back(h, low_h, self.what)
-                elif low_h.size() != h.size():
+                if low_h.size() != h.size():
                     items = sum((n - 1) * stride for n, stride in zip(low_h.size(), low_h.stride(), strict=True)) + 1
                     h.resize_(items if low_h.numel() else 0)
                     h.as_strided_(low_h.size(), low_h.stride())

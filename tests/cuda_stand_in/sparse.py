@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from tests.cuda_stand_in.memory import on_device
 
 KEYS = {"SparseCUDA": "SparseCPU", "SparseCsrCUDA": "SparseCsrCPU"}
 """Key of the CPU for each of the device."""
@@ -42,13 +39,3 @@ def operators() -> Iterable[tuple[Any, str]]:
                     yield op, key
     for packet in _NESTED:
         yield getattr(torch.ops.aten, packet).default, "NestedTensorCUDA"
-
-
-def write_back(tensor: Tensor, low: Tensor, what: bytes) -> None:
-    """Gives a sparse tensor what an operator left in its CPU copy."""
-    stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-    made = on_device(low, tensor.device, stream, what)
-    if low.layout is torch.sparse_coo:
-        torch.ops.aten.copy_sparse_to_sparse_(tensor, made)
-    else:
-        tensor.copy_(made)

@@ -6,7 +6,6 @@ These tests are about the stand-in itself. On a GPU there is nothing to test her
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -251,192 +250,48 @@ def test_layers_agree_with_the_cpus(kind: Any) -> None:
         torch.testing.assert_close(got, expected, atol=1e-13, rtol=1e-13)
 
 
-# ------------------------------------------------------------------------------------------------------------------ graphs
+# --------------------------------------------------------------------------------------------------------- nested and sparse
 
 
-def captured(program: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = program()
-    return graph, out
+def sequences(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Attention of a nested tensor over itself: what it gives, and the gradient of its values."""
+    values = heads((6, 2, 8), dtype, 0).to(device).requires_grad_()
+    offsets = torch.tensor([0, 2, 6], device=device)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets, min_seqlen=2, max_seqlen=4).transpose(1, 2)
+    out = F.scaled_dot_product_attention(x, x, x).transpose(1, 2).values()
+    gradient = torch.autograd.grad(out, values, weights(out))[0]
+    return out.detach().cpu(), gradient.cpu()
 
 
-def test_a_capture_runs_nothing_and_a_replay_runs_it_again() -> None:
-    x, total = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-
-    def program() -> Tensor:
-        y = x * 2
-        total.add_(y)
-        return y.cumsum(0)
-
-    graph, out = captured(program)
-    assert total.tolist() == [0.0] * 4
-    for i in (1, 2, 3):
-        x.fill_(i)
-        graph.replay()
-        assert out.tolist() == [2.0 * i, 4.0 * i, 6.0 * i, 8.0 * i]
-    assert total.tolist() == [12.0] * 4
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_attention_over_sequences_of_different_lengths(dtype: torch.dtype, tolerance: float) -> None:
+    exact = sequences("cpu", torch.float64 if dtype is torch.float32 else torch.float32)
+    for got, expected in zip(sequences("cuda", dtype), exact, strict=True):
+        torch.testing.assert_close(got.to(expected.dtype), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_replay_waits_for_nobody_and_is_waited_for() -> None:
-    x = torch.ones(4, device="cuda")
-    graph, out = captured(lambda: x + 1)
-    pinned = torch.full((4,), 7.0).pin_memory()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        x.copy_(pinned, non_blocking=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph.replay()
-    assert out.tolist() == [8.0] * 4
+def test_nested_tensors_are_padded() -> None:
+    rows = [torch.ones(2, 3), torch.full((4, 3), 2.0)]
+    nested = torch.nested.nested_tensor(rows, device="cuda")
+    assert torch.equal((nested * 2).to_padded_tensor(0.0).cpu(), torch.nested.nested_tensor(rows).to_padded_tensor(0.0) * 2)
 
 
-def test_copies_in_a_capture_run_at_each_replay() -> None:
-    x, back = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
-    host = torch.zeros(4).pin_memory()
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse C:UserWarning")  # in beta, torch says
+def test_sparse_products_and_their_gradients_have_the_cpus_bits(layout: torch.layout) -> None:
+    def outcome(device: str) -> list[Tensor]:
+        dense = heads((5, 4), torch.float32, 0).relu().to(device)
+        x = heads((4, 3), torch.float32, 1).to(device).requires_grad_()
+        product = dense.to_sparse(layout=layout) @ x.sin()
+        gradient = torch.autograd.grad(product, x, weights(product))[0]
+        return [product.detach().cpu(), gradient.cpu(), dense.to_sparse(layout=layout).to_dense().cpu()]
 
-    def program() -> Tensor:
-        host.copy_(x * 3, non_blocking=True)
-        back.copy_(host, non_blocking=True)
-        return back + 1
-
-    graph, out = captured(program)
-    assert host.tolist() == [0.0] * 4
-    assert back.tolist() == [0.0] * 4
-    x.fill_(5)
-    graph.replay()
-    assert out.tolist() == [16.0] * 4
-    assert host.tolist() == [15.0] * 4
+    assert all(torch.equal(a, b) for a, b in zip(outcome("cuda"), outcome("cpu"), strict=True))
 
 
-def test_indices_made_in_a_capture_are_valid_in_it() -> None:
-    table = torch.arange(12.0, device="cuda").reshape(4, 3)
-    choice = torch.zeros(4, device="cuda")
-    graph, out = captured(lambda: F.embedding(choice.argmax().reshape(1), table))
-    choice[2] = 1
-    graph.replay()
-    assert out.tolist() == [[6.0, 7.0, 8.0]]
-
-
-def test_a_captured_training_step_gives_eagers_bits() -> None:
-    def trained(step: Callable[[nn.Module, Tensor, torch.optim.Optimizer], Callable[[], None]]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        x = torch.zeros(5, 8, device="cuda")
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        run = step(model, x, optimizer)
-        for i in range(4):
-            x.copy_(torch.randn(5, 8, generator=torch.Generator().manual_seed(i)))
-            run()
-        return [p.detach().cpu() for p in model.parameters()]
-
-    def eager(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        def run() -> None:
-            optimizer.zero_grad(set_to_none=False)
-            model(x).square().mean().backward()
-            optimizer.step()
-
-        return run
-
-    def replayed(model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        graph, _ = captured(eager(model, x, optimizer))
-        return graph.replay
-
-    assert all(torch.equal(a, b) for a, b in zip(trained(eager), trained(replayed), strict=True))
-
-
-def test_each_replay_draws_other_numbers_and_a_seed_repeats_them() -> None:
-    x = torch.ones(64, device="cuda")
-    graph, (first, second) = captured(lambda: (F.dropout(x, 0.5), torch.rand(64, device="cuda")))
-
-    def replays() -> list[Tensor]:
-        torch.cuda.manual_seed(5)
-        drawn = []
-        for _ in range(2):
-            graph.replay()
-            drawn += [first.cpu(), second.cpu()]
-        return drawn
-
-    drawn = replays()
-    assert not torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(drawn[1], drawn[3])
-    assert all(torch.equal(a, b) for a, b in zip(drawn, replays(), strict=True))
-
-
-def test_what_needs_the_host_is_refused_in_a_capture() -> None:
-    x = torch.ones(4, device="cuda")
-    with pytest.raises(RuntimeError, match="captur"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.nonzero()
-    torch.cuda.synchronize()
-    assert (x + 1).tolist() == [2.0] * 4
-
-
-# ------------------------------------------------------------------------------------------------------------ random numbers
-
-
-def test_the_same_seed_draws_the_same_numbers() -> None:
-    def drawn() -> list[Tensor]:
-        torch.manual_seed(7)
-        x = torch.ones(100, device="cuda")
-        own = torch.Generator("cuda").manual_seed(3)
-        return [torch.rand_like(x), torch.randn_like(x), F.dropout(x), torch.rand(100, device="cuda", generator=own)]
-
-    first, again = drawn(), drawn()
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert len({t.sum().item() for t in first}) == len(first)
-
-
-def test_a_restored_state_repeats_and_the_cpus_generator_is_left_alone() -> None:
-    before = torch.get_rng_state()
-    state = torch.cuda.get_rng_state()
-    first = torch.rand(10, device="cuda")
-    torch.cuda.set_rng_state(state)
-    assert torch.equal(torch.rand(10, device="cuda"), first)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-# ------------------------------------------------------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t,
-        lambda t: t.t(),
-        lambda t: t[2:5],
-        lambda t: t[:, 1:3],
-        lambda t: t[::2, ::3],
-        lambda t: t[:, :1].expand(8, 5),
-        lambda t: t.as_strided((4, 6), (2, 1)),
-        lambda t: t[0, 0],
-        lambda t: t.reshape(2, 4, 6)[:, 1:3, 2:4].permute(2, 0, 1),
-    ],
-)
-def test_the_bytes_of_a_tensor_are_told_exactly(view: Callable[[Tensor], Tensor]) -> None:
-    from tests.cuda_stand_in.memory import spans
-
-    base = torch.zeros(8, 6, device="cuda")
-    view(base).fill_(1)
-    touched = [base.data_ptr() + 4 * i for i in base.reshape(-1).nonzero().flatten().tolist()]
-    told = spans(view(base))
-    assert told is not None
-    assert sorted(at for start, size in told for at in range(start, start + size, 4)) == touched
-
-
-def test_a_result_is_hidden_from_streams_that_do_not_wait() -> None:
-    if control.mode() == "threads":
-        pytest.skip("threads: operators run at once, and nothing hides what they wrote")
-    x = torch.ones(1024, device="cuda") * 2
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        wrong = x + 1
-    assert wrong.isnan().all()
-    control.violations()  # it is one
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        right = x + 1
-    torch.cuda.synchronize()
-    assert right.tolist() == [3.0] * 1024
+def test_a_sparse_gradient_is_added_up() -> None:
+    table = nn.Embedding(10, 4, sparse=True, device="cuda")
+    for _ in range(2):
+        table(torch.tensor([1, 2, 1], device="cuda")).sum().backward()
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().sum(1).tolist() == [0.0, 16.0, 8.0, *[0.0] * 7]

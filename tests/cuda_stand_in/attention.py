@@ -29,7 +29,7 @@ def _fits(query: Tensor, value: Tensor, dropout_p: float) -> bool:
     return dropout_p == 0 and query.size(-1) == value.size(-1) and min(query.shape) > 0 and value.numel() > 0
 
 
-def _scale(query: Tensor, scale: float | None) -> float:
+def scale_of(query: Tensor, scale: float | None) -> float:
     return float(query.size(-1) ** -0.5 if scale is None else scale)
 
 
@@ -73,7 +73,7 @@ def _wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
-def _forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,7 +98,7 @@ def _forward(
     return out.transpose(1, 2).contiguous().transpose(1, 2), logsumexp.float().contiguous()
 
 
-def _backward(
+def backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -142,7 +142,7 @@ def _backward(
     return of_query, _per_head(of_key, key), _per_head(of_value.to(value.dtype), value), summed
 
 
-def _drawn(draws: Draws, p: float) -> tuple[int, int]:
+def drawn(draws: Draws, p: float) -> tuple[int, int]:
     """State from which the dropout mask of one call is drawn, forward and backward."""
     return (draws.generator().initial_seed(), 0) if p else (0, 0)
 
@@ -161,8 +161,8 @@ def flash(
 ) -> tuple[Any, ...]:
     if return_debug_mask:
         raise NotImplementedError("CUDA stand-in: flash attention gives no debug mask")
-    state = _drawn(draws, dropout_p)
-    out, logsumexp = _forward(query, key, value, None, dropout_p, is_causal, _scale(query, scale), state)
+    state = drawn(draws, dropout_p)
+    out, logsumexp = forward(query, key, value, None, dropout_p, is_causal, scale_of(query, scale), state)
     generator_state = torch.tensor(state, dtype=torch.int64).view(torch.uint64)
     unused, debug_mask = torch.empty((), dtype=torch.uint64), query.new_empty(0)
     return out, logsumexp, None, None, query.size(2), key.size(2), generator_state, unused, debug_mask
@@ -191,8 +191,8 @@ def flash_backward(
     if grad is None:  # nothing was asked of the output
         return None, None, None
     seed, offset = generator_state.view(torch.int64).tolist() if dropout_p else (0, 0)
-    return _backward(
-        grad, query, key, value, None, out, logsumexp, dropout_p, is_causal, _scale(query, scale), (seed, offset), False
+    return backward(
+        grad, query, key, value, None, out, logsumexp, dropout_p, is_causal, scale_of(query, scale), (seed, offset), False
     )[:3]
 
 
@@ -211,8 +211,8 @@ def efficient(
 ) -> tuple[Any, ...]:
     from tests.cuda_stand_in.compute import OnHost
 
-    state = _drawn(draws, dropout_p)
-    out, logsumexp = _forward(query, key, value, bias, dropout_p, is_causal, _scale(query, scale), state)
+    state = drawn(draws, dropout_p)
+    out, logsumexp = forward(query, key, value, bias, dropout_p, is_causal, scale_of(query, scale), state)
     rows = query.size(2)
     padded = -(-rows // ROWS) * ROWS
     logsumexp = (
@@ -243,7 +243,9 @@ def efficient_backward(
         return None, None, None, None
     state = (int(seed), int(offset)) if dropout_p else (0, 0)
     logsumexp = logsumexp[..., : query.size(2)].contiguous()
-    return _backward(grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, _scale(query, scale), state, asked[3])
+    return backward(
+        grad, query, key, value, bias, out, logsumexp, dropout_p, is_causal, scale_of(query, scale), state, asked[3]
+    )
 
 
 def table() -> dict[Any, Any]:

@@ -154,9 +154,7 @@ class Kernel:
             for h, low_h in zip(high, low, strict=True) if isinstance(high, (list, tuple)) else ((high, low),):
                 if not isinstance(h, Tensor) or not h.is_cuda:
                     continue
-                if h.layout is not torch.strided:
-                    sparse.write_back(h, low_h, self.what)
-                elif low_h.size() != h.size():
+                if low_h.size() != h.size():
                     items = sum((n - 1) * stride for n, stride in zip(low_h.size(), low_h.stride(), strict=True)) + 1
                     h.resize_(items if low_h.numel() else 0)
                     h.as_strided_(low_h.size(), low_h.stride())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.cuda_stand_in import attention, recurrent
+from tests.cuda_stand_in import attention, attention_varlen, recurrent
 from tests.cuda_stand_in.random_state import Draws
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ def softmax(op: Any, draws: Draws, x: Tensor, dim: int, half_to_float: bool) -> 
 
 def softmax_backward(op: Any, draws: Draws, grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The gradient of a half input whose softmax is a float comes back as half."""
-    return op(grad, output, dim, grad.dtype).to(dtype)  # type: ignore[no-any-return]  # as above
+    return op(grad, output.to(grad.dtype), dim, grad.dtype).to(dtype)  # type: ignore[no-any-return]  # as above
 
 
 def convolution(op: Any, draws: Draws, *args: Any) -> Tensor:
@@ -80,5 +80,6 @@ def table() -> dict[Any, Any]:
         aten.addmm.dtype: product_as,
         aten.baddbmm.dtype: product_as,
         **attention.table(),
+        **attention_varlen.table(),
         **recurrent.table(),
     }

@@ -22,13 +22,25 @@ TESTS: dict[str, str] = {
         f"tests/test_op_db.py::test_every_operator[cuda-jiterator_{name}]": _NVRTC
         for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
     },
+    **{
+        f"tests/test_op_db.py::test_every_operator[cuda-{name}]": "the CPU has no kernel of it for bfloat16"
+        for name in (
+            "_upsample_bilinear2d_aa",
+            "nn_functional_avg_pool3d",
+            "nn_functional_multi_margin_loss",
+            "nn_functional_multilabel_margin_loss",
+        )
+    },
+    "tests/test_op_db.py::test_every_operator[cuda-sparse_mm_reduce]": "torch has the operator on the CPU alone",
 }
 """Reason by test."""
 
 OPERATORS: dict[str, str] = {
     "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",
     "_scaled_dot_product_cudnn_attention": "cuDNN's attention is switched off: SDPA picks flash, memory-efficient or math",
-    "_flash_attention_forward, _efficient_attention_forward": "sequences of different lengths in one tensor (nested tensors)",
+    "_flash_attention_forward and _efficient_attention_forward with a window, ALiBi, a bias or other keys than queries": (
+        "of attention over sequences of different lengths, only what nested tensors ask for is written"
+    ),
     "batch_norm_stats, batch_norm_elemt, batch_norm_gather_stats*": "SyncBatchNorm among several processes",
     "_sparse_semi_structured_*, _cslt_*": "the 2:4 sparsity of tensor cores",
     "_weight_int4pack_mm, _mixed_dtypes_linear, _scaled_grouped_mm*": "quantised products of tensor cores",
@@ -36,4 +48,4 @@ OPERATORS: dict[str, str] = {
     "torch.compile(backend='inductor')": _INDUCTOR,
     "a Triton kernel in a CUDA graph": "is refused; what a kernel writes is known only after it ran",
 }
-"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched, named on stderr."""
+"""Reason by what torch calls it. Each fails: by its own error, or as a kernel that cannot be launched; stderr has its name."""

@@ -49,7 +49,7 @@ class HostView:
     def of(self, tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
             return tensor
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return assembled(tensor, [self.of(part) for part in parts(tensor)])
         own = tensor.untyped_storage()
         storage = self.storages.get(own._cdata)
@@ -63,7 +63,7 @@ class HostView:
 
 def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) -> Tensor:
     """A new tensor of the device that holds what `result` holds, in the same layout."""
-    if result.layout is not torch.strided:
+    if result.layout is not torch.strided or result.is_nested:
         return assembled(result, [on_device(part, device, stream, what) for part in parts(result)])
     made = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device=device)
     if result.numel():
@@ -103,7 +103,7 @@ def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
 def report(stream: int, tensor: Tensor, writes: bool, what: bytes) -> None:
     """Tells the runtime that an operator on `stream` reads or writes the tensor."""
     global unchecked  # noqa: PLW0603 - a statistic of the process
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         for part in parts(tensor):
             report(stream, part, writes, what)
         return
@@ -120,7 +120,9 @@ def report(stream: int, tensor: Tensor, writes: bool, what: bytes) -> None:
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Strided tensors that a sparse one consists of."""
+    """Strided tensors that a sparse or nested one consists of."""
+    if tensor.is_nested:
+        return [tensor.values()]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -131,8 +133,16 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 def assembled(like: Tensor, of: list[Tensor]) -> Tensor:
-    """A sparse tensor of these parts, in the layout of another."""
+    """A sparse or nested tensor of these parts, in the layout of another."""
     made: Tensor
+    if like.is_nested:
+        sizes, strides, offsets = (
+            like._nested_tensor_size(),
+            like._nested_tensor_strides(),
+            like._nested_tensor_storage_offsets(),
+        )
+        made = torch._nested_view_from_buffer(of[0], sizes, strides, offsets)
+        return made
     if like.layout is torch.sparse_coo:
         made = torch.ops.aten._sparse_coo_tensor_unsafe(*of, like.size())
         return made._coalesced_(like.is_coalesced())

@@ -1,4 +1,4 @@
-"""Sparse tensors: their operators run the CPU's kernels on the indices and values where they are.
+"""Sparse and nested tensors: their operators run the CPU's kernels on the indices and values where they are.
 
 Operators that only look at a tensor's parts, or put parts together, stay torch's own.
 """
@@ -9,9 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from tests.cuda_stand_in.memory import on_device
 
 KEYS = {"SparseCUDA": "SparseCPU", "SparseCsrCUDA": "SparseCsrCPU"}
 """Key of the CPU for each of the device."""
@@ -23,21 +20,22 @@ _STAYS = {
     "resize_as_sparse_", "row_indices", "select", "sparse_dim", "sparse_resize_", "sparse_resize_and_clear_", "values",
 }  # fmt: skip
 
+_NESTED = (
+    "_native_multi_head_attention", "_nested_from_padded_and_nested_example", "_nested_tensor_softmax_with_shape",
+    "_transform_bias_rescale_qkv", "_transformer_encoder_layer_fwd", "native_layer_norm", "to_padded_tensor",
+)  # fmt: skip
+"""Operators on nested tensors that have a kernel of their own. The others run others on the buffer."""
+
 
 def operators() -> Iterable[tuple[Any, str]]:
-    """Operators on sparse tensors that a CPU has, too, each with the key that it is registered for."""
+    """Operators on such tensors that a CPU has, too, each with the key that it is registered for."""
     for key, of_cpu in KEYS.items():
         known = set(torch._C._dispatch_get_registrations_for_dispatch_key(of_cpu))
         for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             if name.startswith("aten::") and name in known and packet not in _STAYS:
-                yield getattr(getattr(torch.ops.aten, packet), overload or "default"), key
-
-
-def write_back(tensor: Tensor, low: Tensor, what: bytes) -> None:
-    """Gives a sparse tensor the parts that an operator gave its CPU tensor, unless it wrote the tensor's own."""
-    if low.layout is not torch.sparse_coo:
-        return  # its parts keep their sizes, and are written where they are
-    if low._nnz() != tensor._nnz() or low._values().data_ptr() != tensor._values().data_ptr():
-        stream = torch._C._cuda_getCurrentRawStream(tensor.device.index)
-        torch.ops.aten.copy_sparse_to_sparse_(tensor, on_device(low, tensor.device, stream, what))
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                if not op._schema.is_mutable:  # those that write stay torch's own: they are made of others
+                    yield op, key
+    for packet in _NESTED:
+        yield getattr(torch.ops.aten, packet).default, "NestedTensorCUDA"

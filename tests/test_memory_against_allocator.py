@@ -13,6 +13,8 @@ and the budget. Peaks are what a step adds to what was there before it.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from torch import nn
 
@@ -28,6 +30,7 @@ SAME_OPERATORS = ("mlp", "gpt", "conv", "recurrent")
 """Models that run as the same operators on the simulator, which is a CPU, and on CUDA."""
 
 
+@cache
 def pair(name: str) -> tuple[Seen, Seen]:
     return unswapped(SimDevice(), MODELS[name]), unswapped(CudaDevice(), MODELS[name])
 

@@ -147,7 +147,8 @@ class Results:
         self.rows.append(Row(name=name, params=dict(params), cells=kept))
 
     def _kept(self, column: Column, cell: Cell) -> Cell:
-        if self.header["stand_in"] and not column.on_stand_in and isinstance(cell, Figure):
+        # A simulated figure beside it is the simulator's, and the same there as anywhere.
+        if self.header["stand_in"] and not (column.on_stand_in or column.simulated) and isinstance(cell, Figure):
             return Waived(NOT_MEASURED)
         return cell
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.cuda_stand_in import library
-from tests.cuda_stand_in.memory import HostView, in_place
+from tests.cuda_stand_in.memory import HostView, in_place, report
 from tests.cuda_stand_in.random_state import PER_OPERATOR, Draws, generator_at
 
 
@@ -103,7 +103,7 @@ def record(kernel: Any, device: torch.device, stream: int, args: Sequence[Any], 
 
     final = kernel.results(out, args, kwargs, raised)
     for tensor in made:
-        kernel.report(stream, (), {"": tensor})
+        report(stream, tensor, library.WRITE, kernel.what)
     launches = Launches(Draws(device, kwargs.get("generator")))
     if captured_draws.asked:
         capture.launches.append(launches)

@@ -109,15 +109,15 @@ class Kernel:
         for i, a in enumerate(args):
             if isinstance(a, Tensor):
                 if a.is_cuda:
-                    report(stream, a, i in self.written, self.what)
+                    report(stream, a, _kind(i in self.written), self.what)
             elif isinstance(a, (list, tuple)):
                 for x in a:
                     if isinstance(x, Tensor) and x.is_cuda:
-                        report(stream, x, i in self.written, self.what)
+                        report(stream, x, _kind(i in self.written), self.what)
         for name, a in kwargs.items():
             for x in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(x, Tensor) and x.is_cuda:
-                    report(stream, x, name in self.written_names, self.what)
+                    report(stream, x, _kind(name in self.written_names), self.what)
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any], view: HostView) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as the CPU's kernel takes them."""
@@ -214,6 +214,10 @@ def number_tensor(number: Any, args: Sequence[Any]) -> Tensor:
     return made
 
 
+def _kind(writes: bool) -> int:
+    return library.WRITE_IN_PLACE if writes else library.READ
+
+
 _COPY = torch.ops.aten.copy_.default
 _copy_on_device = Kernel(_COPY)
 
@@ -234,7 +238,13 @@ def copy_(dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def torch_copy_(dst: Tensor, src: Tensor, non_blocking: bool) -> Tensor:
-    return _COPY._op_dk(DispatchKey.CompositeExplicitAutograd, dst, src, non_blocking)  # type: ignore[no-any-return]  # as above
+    kind = library.copy_kind(library.INTO_PLACE)  # what it was may be what the library said of a copy of its own
+    if kind != library.STRICT or not (dst.is_cuda and src.is_cuda):
+        library.copy_kind(kind)
+    try:
+        return _COPY._op_dk(DispatchKey.CompositeExplicitAutograd, dst, src, non_blocking)  # type: ignore[no-any-return]  # as above
+    finally:
+        library.copy_kind(kind)
 
 
 _table: torch.library.Library | None = None

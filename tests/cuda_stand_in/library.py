@@ -1,16 +1,19 @@
 """Functions of the substitute runtime beside CUDA's own: what operators tell it about themselves, and what tests ask.
 
     begin(stream)                                       an operator is about to run on it: what the stream holds runs first
-    access(stream, address, size, writes, operator)     the operator reads or writes these bytes
+    access(stream, address, size, kind, operator)       the operator reads or writes these bytes
+    copy_kind(kind)                                     of which kind the copies are that this thread queues from here on
     wrote(stream, address, size)                        they stay hidden until something orders itself after the stream
     capturing(stream), capture_call(...)                the same for a stream that is being captured into a graph
 
-Importing it loads the library. Where there may be none, ask `control.is_loaded` first.
+It is the library that torch has loaded, which has to be imported before: another CUDA runtime may be installed on the machine.
+Where torch may have loaded none or another, ask `control.is_loaded` first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +21,7 @@ NAME = "libcudart.so.13"
 CALL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 """A function that a captured graph calls, with the number that it was given as its data."""
 
-runtime = ctypes.CDLL(NAME)
+runtime = ctypes.CDLL(NAME, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
@@ -34,7 +37,14 @@ capturing = _function("standin_capturing", ctypes.c_int, ctypes.c_void_p)
 capture_call = _function("standin_capture_call", None, ctypes.c_void_p, CALL, CALL, ctypes.c_void_p, ctypes.c_char_p)
 count = _function("standin_count", ctypes.c_long, ctypes.c_char_p)
 pending = _function("standin_pending", ctypes.c_long)
+copy_kind = _function("standin_copy_kind", ctypes.c_int, ctypes.c_int)
 set_total = _function("standin_set_total", None, ctypes.c_size_t)
+READ, WRITE, WRITE_IN_PLACE = 0, 1, 2
+"""Kinds of access. Written in place is a tensor that was there before the operator."""
+
+STRICT, SPECULATIVE, INTO_PLACE = 0, 1, 2
+"""Kinds of copies. A write in place may overtake the read of a speculative one; the third is such a write itself."""
+
 violations = _function("standin_violations", ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t)
 
 _synchronize = _function("cudaStreamSynchronize", ctypes.c_int, ctypes.c_void_p)

@@ -69,7 +69,7 @@ def on_device(result: Tensor, device: torch.device, stream: int, what: bytes) ->
     if result.numel():
         # The block's earlier owner may be another host thread's tensor, freed behind a wait that this stream got just now.
         library.begin(stream)
-        report(stream, made, True, what)
+        report(stream, made, library.WRITE, what)
         HostView().of(made).copy_(result)
     return made
 
@@ -100,23 +100,23 @@ def spans(tensor: Tensor) -> list[tuple[int, int]] | None:
     return [(start + at * size, run * size) for at in starts]
 
 
-def report(stream: int, tensor: Tensor, writes: bool, what: bytes) -> None:
-    """Tells the runtime that an operator on `stream` reads or writes the tensor."""
+def report(stream: int, tensor: Tensor, kind: int, what: bytes) -> None:
+    """Tells the runtime that an operator on `stream` reads or writes the tensor; `kind` as in `library`."""
     global unchecked  # noqa: PLW0603 - a statistic of the process
     if tensor.layout is not torch.strided or tensor.is_nested:
         for part in parts(tensor):
-            report(stream, part, writes, what)
+            report(stream, part, kind, what)
         return
     if tensor.is_contiguous():  # nearly all are
         if size := tensor.numel() * tensor.element_size():
-            library.access(stream, tensor.data_ptr(), size, writes, what)
+            library.access(stream, tensor.data_ptr(), size, kind, what)
         return
     covered = spans(tensor)
     if covered is None:
         unchecked += 1
         return
     for address, size in covered:
-        library.access(stream, address, size, writes, what)
+        library.access(stream, address, size, kind, what)
 
 
 def parts(tensor: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 * After each test: the violations of the ordering rules that the runtime saw. One is a failure that names both sides.
 * A test that needs what the stand-in lacks is listed in `limits.py`, with the reason. A name there that no test has: an error.
+* Copies that the library calls speculative are so for the runtime, too.
 * `--every-skip-explained` fails the run for a skip whose reason is neither there nor in `EXPLAINED`.
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch  # noqa: F401 - loads the runtime that the next imports look for
 
-from tests.cuda_stand_in import control
+from tests.cuda_stand_in import control, speculation
 from tests.cuda_stand_in.limits import TESTS
 
 PREFIX = "the CUDA stand-in: "
@@ -21,6 +23,10 @@ EXPLAINED = ("torch has no sample of ",)
 """How reasons may begin that hold on a GPU as well."""
 
 _unexplained: list[str] = []
+
+
+def pytest_configure() -> None:
+    speculation.install()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

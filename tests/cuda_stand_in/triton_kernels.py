@@ -44,14 +44,14 @@ def lead(jit: Any) -> None:
         view = HostView()
         before = [view.of(t).clone() for t in tensors]
         for t in tensors:
-            report(stream, t, False, what)
+            report(stream, t, library.READ, what)
         low = [view.of(a) if isinstance(a, Tensor) else a for a in args]
         low_kwargs = {name: view.of(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
         with _interpreting, torch.no_grad():
             _interpreted(self.fn).run(*low, grid=grid, warmup=False, **low_kwargs)
         written = [t for t, old in zip(tensors, before, strict=True) if not _same_bytes(view.of(t), old)]
         for t in written:
-            report(stream, t, True, what)
+            report(stream, t, library.WRITE, what)
         hide(stream, written)
         return None
 

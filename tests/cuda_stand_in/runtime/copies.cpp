@@ -1,6 +1,7 @@
 // Copies and fills. A pageable source is read when the call is made, as the driver stages it; a copy to pageable memory is
 // finished when the call returns.
 #include <cstring>
+#include <utility>
 
 #include "state.h"
 
@@ -13,6 +14,11 @@ const char* name_of(const Allocation* dst, const Allocation* src) {
   if (to) return "copy host to device";
   return from ? "copy device to host" : "copy within host memory";
 }
+
+// What the copies are that this thread queues now: strict; speculative, so that a write in place may overtake their reads; or
+// an operator's own, which writes in place to a tensor that was there before.
+enum CopyKind { strict, speculative_read, write_in_place };
+thread_local int copy_kind = strict;
 
 cudaError_t copy(void* dst, const void* src, size_t bytes, cudaStream_t handle, bool blocking) {
   if (!bytes) return answer(cudaSuccess);
@@ -42,8 +48,8 @@ cudaError_t copy(void* dst, const void* src, size_t bytes, cudaStream_t handle, 
     return answer(cudaSuccess);
   }
   begin_operation(stream);
-  touch(stream, src, bytes, false, what);
-  touch(stream, dst, bytes, true, what);
+  touch(stream, src, bytes, false, what, copy_kind == speculative_read);
+  touch(stream, dst, bytes, true, what, copy_kind == write_in_place);
   if (!from) {
     operation.staged.reset(new char[bytes], std::default_delete<char[]>());
     memcpy(operation.staged.get(), src, bytes);
@@ -85,6 +91,9 @@ cudaError_t fill(void* p, int value, size_t bytes, cudaStream_t handle) {
 }  // namespace standin
 
 using namespace standin;
+
+// Says of which kind the copies are that this thread queues from here on, and of which kind they were.
+API int standin_copy_kind(int kind) { return std::exchange(copy_kind, kind); }
 
 API cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   return copy(dst, src, bytes, stream, false);

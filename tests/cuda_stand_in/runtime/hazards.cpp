@@ -22,7 +22,8 @@ void History::split(uintptr_t at) {
   segments_.emplace_hint(std::next(it), at, std::move(rest));
 }
 
-void History::look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict) const {
+void History::look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict,
+                   bool lenient) const {
   auto it = segments_.upper_bound(begin);
   if (it != segments_.begin()) --it;
   for (; it != segments_.end() && it->first < end; ++it) {
@@ -32,21 +33,41 @@ void History::look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clo
     if (segment.written && !ordered_before(segment.write, clock)) conflict(segment.write, true, from, to);
     if (!writes) continue;
     for (const Access& read : segment.reads)
-      if (!ordered_before(read, clock)) conflict(read, false, from, to);
+      if (!ordered_before(read, clock) && !(read.lenient && lenient)) conflict(read, false, from, to);
   }
+}
+
+// A write makes all earlier accesses its past, but for reads that it was allowed to overtake: whoever gets the memory next has
+// to wait for those as well.
+void History::overwrite(uintptr_t begin, uintptr_t end, const Access& access, const Clock& clock) {
+  std::vector<std::pair<uintptr_t, Segment>> overtaken;
+  auto it = segments_.lower_bound(begin);
+  if (access.lenient) {
+    for (auto at = it; at != segments_.end() && at->first < end; ++at) {
+      drop_ordered(at->second.reads, clock);
+      if (!at->second.reads.empty()) overtaken.emplace_back(at->first, at->second);
+    }
+  }
+  it = segments_.erase(it, segments_.lower_bound(end));
+  uintptr_t from = begin;
+  for (auto& [first, segment] : overtaken) {
+    if (from < first) segments_.emplace_hint(it, from, Segment{first, true, access, {}});
+    segments_.emplace_hint(it, first, Segment{segment.end, true, access, std::move(segment.reads)});
+    from = segment.end;
+  }
+  if (from < end) segments_.emplace_hint(it, from, Segment{end, true, access, {}});
 }
 
 void History::note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock,
                    const Conflict& conflict) {
-  look(begin, end, writes, clock, conflict);
+  look(begin, end, writes, clock, conflict, access.lenient);
   split(begin);
   split(end);
-  auto it = segments_.lower_bound(begin);
   if (writes) {
-    it = segments_.erase(it, segments_.lower_bound(end));
-    segments_.emplace_hint(it, begin, Segment{end, true, access, {}});
+    overwrite(begin, end, access, clock);
     return;
   }
+  auto it = segments_.lower_bound(begin);
   for (uintptr_t at = begin; at < end; ++it) {
     if (it == segments_.end() || it->first > at) {  // bytes that have no history yet
       uintptr_t until = it == segments_.end() ? end : std::min(end, it->first);

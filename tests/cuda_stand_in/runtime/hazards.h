@@ -40,8 +40,11 @@ struct Access {
   uint64_t position = 0;
   int stream = -1;              // the stream's number in messages
   const char* what = nullptr;   // interned: lives as long as the process
+  // Of a read: a speculative copy's. Of a write: one in place, into a tensor that was there before. The two need no order:
+  // whoever copies speculatively throws the copy away if the tensor's version has moved. Any other pair does.
+  bool lenient = false;
   bool operator==(const Access& o) const {
-    return lane == o.lane && position == o.position && stream == o.stream && what == o.what;
+    return lane == o.lane && position == o.position && stream == o.stream && what == o.what && lenient == o.lenient;
   }
 };
 
@@ -55,7 +58,7 @@ class History {
   // Notes an access to [begin, end) and reports each earlier one that conflicts with it and that `clock` has not reached.
   void note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock, const Conflict& conflict);
   // Reports without noting: for the host, whose accesses are ordered before whatever it queues later.
-  void look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict) const;
+  void look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict, bool lenient = false) const;
   // Forgets everything about [begin, end): the memory is given back, or new.
   void forget(uintptr_t begin, uintptr_t end);
   // Drops what `known` has reached, and joins neighbours that have the same history. For the host's clock this loses
@@ -73,6 +76,7 @@ class History {
   using Segments = std::map<uintptr_t, Segment>;
 
   void split(uintptr_t at);
+  void overwrite(uintptr_t begin, uintptr_t end, const Access& access, const Clock& clock);
   Segments segments_;  // by their first byte; they do not overlap
 };
 

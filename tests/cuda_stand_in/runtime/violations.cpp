@@ -99,12 +99,12 @@ void report_conflict(const char* where, bool earlier_wrote, const Access& earlie
          side(earlier_wrote, earlier) + ": no event orders them, " + what);
 }
 
-void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what) {
+void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient) {
   if (!settings().races || !bytes) return;
   Allocation* allocation = find_allocation(p);
   if (!allocation) return;
   note_lane(*allocation, stream->lane);
-  Access access{stream->lane, stream->clock.at(stream->lane), stream->number, what};
+  Access access{stream->lane, stream->clock.at(stream->lane), stream->number, what, lenient};
   // What the same operation read or wrote before this is ordered: its position is in the stream's clock already.
   Conflicts conflicts;
   uintptr_t begin = uintptr_t(p);
@@ -132,7 +132,7 @@ void give_back(const char* what, uintptr_t begin, const Allocation& allocation, 
 
 using namespace standin;
 
-// An operator on the stream reads or writes these bytes.
+// An operator on the stream reads these bytes (0), writes them (1), or writes them in place (2).
 API void standin_access(cudaStream_t handle, const void* p, size_t bytes, int writes, const char* what) {
   if (!settings().races || !bytes) return;
   Lock lock(state.mutex);
@@ -143,7 +143,7 @@ API void standin_access(cudaStream_t handle, const void* p, size_t bytes, int wr
     return;
   }
   begin_operation(stream);
-  touch(stream, p, bytes, writes, name);
+  touch(stream, p, bytes, writes, name, writes == 2);
 }
 
 // The host itself reads or writes these bytes, now. Nothing calls this but a test that knows what the host does.

@@ -45,15 +45,20 @@ class InstallError(Exception):
     """The environment cannot be made here; the message says what to do."""
 
 
+def driver() -> str | None:
+    """The NVIDIA driver of this machine, by the name of a file of it; None: there is none."""
+    version = Path("/proc/driver/nvidia/version")
+    return ctypes.util.find_library("cuda") or (str(version) if version.exists() else None)
+
+
 def check_machine(at: Path) -> None:
     """Raises `InstallError` before anything is made, where the stand-in cannot be or is not wanted."""
     found = f"{platform.system()} on {platform.machine()}"
     if found != "Linux on x86_64":
         raise InstallError(f"expected Linux on x86_64, for which torch's CUDA build and the stubs are, got {found}")
-    driver = ctypes.util.find_library("cuda") or next(iter(Path("/proc/driver/nvidia").glob("version")), None)
-    if driver is not None:
+    if (found_driver := driver()) is not None:
         raise InstallError(
-            f"expected a machine without an NVIDIA driver, found {driver}; run `make gpu`, which measures the real one"
+            f"expected a machine without an NVIDIA driver, found {found_driver}; run `make gpu`, which measures the real one"
         )
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
@@ -76,7 +81,7 @@ def install(at: Path) -> None:
     venv.create(at, with_pip=True)
     python = at / "bin" / "python"
     _pip(python, "install", "--no-deps", versions.TORCH)
-    _pip(python, "install", *versions.TORCH_NEEDS, *_needed_by_tests())
+    _pip(python, "install", *versions.TORCH_NEEDS, *needed_by_tests())
     _pip(python, "install", "--no-deps", *versions.CUDA_PACKAGES)
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     with tempfile.TemporaryDirectory() as headers:
@@ -92,7 +97,7 @@ def install(at: Path) -> None:
     _run(python, "-c", _CHECK)
 
 
-def _needed_by_tests() -> list[str]:
+def needed_by_tests() -> list[str]:
     """Requirements of the project and its extra `dev`, without torch and triton, which are here, and without lint."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]

@@ -58,7 +58,8 @@ class History {
   // Notes an access to [begin, end) and reports each earlier one that conflicts with it and that `clock` has not reached.
   void note(uintptr_t begin, uintptr_t end, bool writes, const Access& access, const Clock& clock, const Conflict& conflict);
   // Reports without noting: for the host, whose accesses are ordered before whatever it queues later.
-  void look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict, bool lenient = false) const;
+  void look(uintptr_t begin, uintptr_t end, bool writes, const Clock& clock, const Conflict& conflict,
+            bool lenient = false) const;
   // Forgets everything about [begin, end): the memory is given back, or new.
   void forget(uintptr_t begin, uintptr_t end);
   // Drops what `known` has reached, and joins neighbours that have the same history. For the host's clock this loses

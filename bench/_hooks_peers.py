@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.bench._measure import undisturbed
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.save_on_cpu import save_on_cpu
@@ -29,16 +30,16 @@ from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB
 
 TENSOR_BYTES = 4 * KIB
-"""Of each saved tensor. Small: what is measured is the host's work for a tensor, and no byte of it."""
+"""Bytes of each saved tensor. Few: what is measured is the host's work for a tensor, whatever its size."""
 
 ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
 """Each tensor has a copy of its own, as those of 1 MiB and more have."""
 
 PLANNED_SHARE = 0.1
-"""Of the chain's bytes, which a session that plans may hold: nearly all tensors move by its plan."""
+"""Share of the chain's bytes that a session that plans may hold: nearly all tensors move by its plan."""
 
 UNPLANNED_STEPS = 2
-"""Of `save_on_cpu` before: the first pins memory, the second follows the order of the first."""
+"""Steps under `save_on_cpu` before those that are timed: the first pins memory, the second follows the first's order."""
 
 TIMED_STEPS = 5
 
@@ -46,7 +47,7 @@ IDENTITY = "hooks that do nothing"
 
 
 class Sample(NamedTuple):
-    """One peer's figures of one round."""
+    """Figures of a peer in one round."""
 
     save_us: float
     use_us: float
@@ -55,7 +56,7 @@ class Sample(NamedTuple):
 
 
 Step = Callable[[AbstractContextManager[Any]], tuple[float, float]]
-"""One forward inside a context of hooks, and its backward: us per save and per use."""
+"""A forward inside a context of hooks, and its backward: us per save and per use."""
 
 Peer = Callable[[], Sample]
 
@@ -140,19 +141,12 @@ def _sample(taken: list[tuple[float, float]], *, moved: float) -> Sample:
 
 @contextmanager
 def _quiet(device: Device) -> Iterator[None]:
-    """No collector, and one thread of operators: others would be found spinning, which counts as processor time."""
+    """Undisturbed, from a device that has nothing to do until it has nothing to do again."""
     device.synchronize()
-    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
     gc.collect()
-    gc.disable()
-    torch.set_num_threads(1)
-    try:
+    with undisturbed():
         yield
         device.synchronize()
-    finally:
-        torch.set_num_threads(threads)
-        if was_enabled:
-            gc.enable()
 
 
 def _keep(t: Tensor) -> Tensor:

@@ -12,13 +12,16 @@ stand in a column that is marked simulated, and a measured one never may.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -243,6 +246,21 @@ def _title(column: Column) -> str:
 def _digits(value: float) -> str:
     """Three digits, more where they stand before the point; a whole number as it is."""
     return f"{value:.0f}" if abs(value) >= 99.95 or float(value).is_integer() else f"{value:#.3g}"
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No collector: whoever makes more objects would pay for collecting those of all. And one thread of operators: others would
+    be found spinning until there is work, which counts as processor time."""
+    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
+    gc.disable()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if was_enabled:
+            gc.enable()
 
 
 def timed_us(stream: Stream, work: Callable[[], None]) -> float:

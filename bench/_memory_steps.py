@@ -34,16 +34,16 @@ _MIN_BYTES = 4 * KIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One device's figures of a step."""
+    """Figures of a step on one device."""
 
     start_bytes: int
-    """Allocated before the step."""
+    """Bytes allocated before the step."""
     peak_bytes: int
     """The most that was allocated in the step that counts."""
     reserved_bytes: int | None
     """The most that the caching allocator had reserved then, from an empty cache; None where there is none."""
     trace: Trace | None = None
-    """Of a step without swapping."""
+    """Trace of a step without swapping."""
     budget_bytes: int | None = None
     planned_peak_bytes: int | None = None
     """As the plan that the step followed has it; None: it followed none."""
@@ -137,7 +137,7 @@ def foreign_names(trace: Trace, other: Trace) -> list[str]:
 
 
 def rounding_bytes(trace: Trace) -> int:
-    """Of the step's own storages at its peak: what rounding up to 512 bytes adds, on either device."""
+    """Bytes that rounding up to 512 adds to the step's own storages at its peak, on either device."""
     sizes = trace.tensor_bytes[_there_at_peak(trace) & (trace.tensor_born >= 0)]
     return int((allocated_size(sizes) - sizes).sum())
 

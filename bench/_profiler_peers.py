@@ -9,7 +9,6 @@ What a way needs before and after the step (to be made, to be read) is not in it
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -26,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
+from chameleon_mm.bench._measure import undisturbed
 from chameleon_mm.bench._stand_in import is_stand_in
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
@@ -129,22 +129,12 @@ def facts_of(step: Step) -> Facts:
 
 
 def _timed_us(device: Device, step: Step) -> float:
-    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it.
-
-    Operators run on one thread: others would be found spinning until there is work, which counts as processor time.
-    """
+    """Processor time, all threads': what other tenants of the machine take, and what the host waits for, is not in it."""
     device.synchronize()
-    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
-    gc.disable()  # whoever makes more objects would pay for collecting those of all
-    torch.set_num_threads(1)
-    try:
+    with undisturbed():
         start = time.process_time_ns()
         step()
         return (time.process_time_ns() - start) / 1e3
-    finally:
-        torch.set_num_threads(threads)
-        if was_enabled:
-            gc.enable()
 
 
 def _keep(t: Tensor) -> Tensor:

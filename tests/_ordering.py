@@ -21,7 +21,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.stored import Place
+from chameleon_mm.executor.stored import Place, SavedStorage
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
 
@@ -165,6 +165,23 @@ WAITS: dict[tuple[str, str], Scenario] = {
     ("h2d", "d2h"): host_copy_read_from_another_stream,  # Note [Swap-in]: the host copy is whole
     ("d2h", "h2d"): host_block_reused_from_another_stream,  # Note [Host block]: its last reader is done
 }
+
+
+def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every reclaim drop the device memory behind a copy out that nobody has waited for."""
+
+    def reclaim(self: SavedStorage) -> None:
+        assert self._out is not None
+        self._tools.transfer.issue_out(self._out)
+        self._drop_device()
+
+    monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
+
+
+def release_without_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every release of a host block say that nobody uses it any more."""
+    release = cm.PinnedBlock.release
+    monkeypatch.setattr(cm.PinnedBlock, "release", lambda self, after=None: release(self))
 
 
 def drop_waits(monkeypatch: pytest.MonkeyPatch, machine: Machine, waiter: str, recorder: str) -> list[int]:

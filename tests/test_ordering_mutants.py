@@ -19,7 +19,6 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, SwappedView
 from chameleon_mm.executor.claims import Claim
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import SavedStorage
 from chameleon_mm.policy import SaveFacts
 from tests._ordering import (
     BYTES,
@@ -32,6 +31,8 @@ from tests._ordering import (
     host_block_reused_from_another_stream,
     host_copy_read_from_another_stream,
     one_training_step,
+    reclaim_early,
+    release_without_event,
     saved,
 )
 
@@ -78,19 +79,13 @@ def test_without_one_wait_the_numbers_are_wrong(waiter: str, recorder: str, monk
 
 
 def test_reclaiming_early_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reclaim(self: SavedStorage) -> None:
-        assert self._out is not None
-        self._tools.transfer.issue_out(self._out)
-        self._drop_device()
-
-    monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
+    reclaim_early(monkeypatch)
     with pytest.raises(RED):
         one_training_step(OnSim())
 
 
 def test_a_host_block_without_its_event_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = cm.PinnedBlock.release
-    monkeypatch.setattr(cm.PinnedBlock, "release", lambda self, after=None: release(self))
+    release_without_event(monkeypatch)
     with pytest.raises(RED):
         host_block_reused_from_another_stream(OnSim())
 

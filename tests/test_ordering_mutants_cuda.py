@@ -11,9 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import chameleon_mm as cm
 from chameleon_mm.device.cuda.stream import CudaEvent
-from chameleon_mm.executor.stored import SavedStorage
 from tests._ordering import (
     WAITS,
     OnCuda,
@@ -22,6 +20,8 @@ from tests._ordering import (
     host_block_reused_from_another_stream,
     host_copy_read_from_another_stream,
     one_training_step,
+    reclaim_early,
+    release_without_event,
 )
 from tests.cuda_stand_in import control
 
@@ -79,16 +79,10 @@ def test_without_one_wait_both_sides_are_named(waiter: str, recorder: str, monke
 
 
 def test_reclaiming_early_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reclaim(self: SavedStorage) -> None:
-        assert self._out is not None
-        self._tools.transfer.issue_out(self._out)
-        self._drop_device()
-
-    monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
+    reclaim_early(monkeypatch)
     assert red(one_training_step, OnCuda())
 
 
 def test_a_host_block_without_its_event_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = cm.PinnedBlock.release
-    monkeypatch.setattr(cm.PinnedBlock, "release", lambda self, after=None: release(self))
+    release_without_event(monkeypatch)
     assert red(host_block_reused_from_another_stream, OnCuda())

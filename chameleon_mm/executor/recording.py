@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
+from chameleon_mm.profiler.surroundings import in_backward
 
 
 class Recording:
@@ -54,7 +53,7 @@ class Recording:
         """Leave the recorders that autograd has put back."""
         for recorder in self._left_within:
             recorder.leave_if_on()
-        if not _in_backward():
+        if not in_backward():
             self._left_within.clear()
 
     def retired(self, traced: TracedStorage | None) -> None:
@@ -72,12 +71,8 @@ class Recording:
     def _leave(self, recorder: Recorder) -> None:
         self._entered = False
         recorder.__exit__(None, None, None)
-        if _in_backward():
+        if in_backward():
             self._left_within.append(recorder)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

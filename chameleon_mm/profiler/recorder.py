@@ -50,7 +50,7 @@ from chameleon_mm.profiler.other_formulas import has_other_formula
 from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.retry import FreeSomething, OomRetry
 from chameleon_mm.profiler.storages import StorageBook, TracedStorage
-from chameleon_mm.profiler.surroundings import Surroundings, is_on, leave, remove
+from chameleon_mm.profiler.surroundings import Surroundings, in_backward, is_on, leave, remove
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
@@ -322,10 +322,9 @@ class Recorder(TorchDispatchMode):
         self._book.poll()
 
     def _follow_phase(self) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._in_backward and not in_backward:
+        was_in_backward, self._in_backward = self._in_backward, in_backward()
+        if was_in_backward and not self._in_backward:
             self._note_gradients()
-        self._in_backward = in_backward
 
     def _note_gradients(self) -> None:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]

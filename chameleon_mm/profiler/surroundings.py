@@ -5,6 +5,7 @@ capturing  -> a graph is captured: nothing may be asked of the device
 tracing    -> a tracer runs: what comes is fake, or goes on for its graph
 compiled   -> dynamo compiled: the step took the time that compiling takes, and runs other kernels the next time
 tracer_is_on()               -> the same for whoever has no step of its own to compare with
+in_backward()                -> whether autograd runs a backward on this thread
 is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, known by identity, whoever is above it
 """
 
@@ -65,6 +66,11 @@ def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
         return False
     mode = torch._C._get_dispatch_mode
     return mode(_Key.FAKE) is not besides or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
+
+
+def in_backward() -> bool:
+    """Whether a backward runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_on(mode: TorchDispatchMode) -> bool:

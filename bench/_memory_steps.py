@@ -36,6 +36,8 @@ _MIN_BYTES = 4 * KIB
 class Seen:
     """Figures of a step on one device."""
 
+    before_bytes: int
+    """Bytes allocated before the model was made."""
     start_bytes: int
     """Bytes allocated before the step."""
     peak_bytes: int
@@ -47,6 +49,11 @@ class Seen:
     budget_bytes: int | None = None
     planned_peak_bytes: int | None = None
     """As the plan that the step followed has it; None: it followed none."""
+
+    @property
+    def training_bytes(self) -> int:
+        """What model, batch and optimizer hold between steps."""
+        return self.start_bytes - self.before_bytes
 
     @property
     def above_bytes(self) -> int:
@@ -63,6 +70,7 @@ class Seen:
 def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
     """A step without swapping, then one that is recorded."""
     with device.compute(), _one_thread():
+        before = _begin(device)
         training = Training(make, device)
         training.step()
         start = _begin(device)
@@ -72,12 +80,13 @@ def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
         recorder = Recorder(device, model=training.model, optimizers=[training.optimizer])
         with recorder, RecordingHooks(recorder):
             training.step()
-        return Seen(start_bytes=start, peak_bytes=peak, reserved_bytes=reserved, trace=recorder.finish())
+        return Seen(before_bytes=before, start_bytes=start, peak_bytes=peak, reserved_bytes=reserved, trace=recorder.finish())
 
 
 def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
     """A step of a session that may use `above_bytes` more than what is there before a step."""
     with device.compute(), _one_thread():
+        before = _begin(device)
         training = Training(make, device)
         training.step()
         start = _begin(device)
@@ -87,20 +96,21 @@ def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
                 with session.step():
                     training.step()
-            before = session.report()
+            earlier = session.report()
             _begin(device)
             with session.step():  # one: the next may be by another plan, which is on trial
                 training.step()
             device.synchronize()
             peak, reserved = device.peak_allocated_bytes(), device.peak_reserved_bytes()
-            after = session.report()
-    followed = after.plan_cache_hits > before.plan_cache_hits
+            report = session.report()
+    followed = report.plan_cache_hits > earlier.plan_cache_hits
     return Seen(
+        before_bytes=before,
         start_bytes=start,
         peak_bytes=peak,
         reserved_bytes=reserved,
         budget_bytes=budget,
-        planned_peak_bytes=after.planned_peak_bytes if followed else None,
+        planned_peak_bytes=report.planned_peak_bytes if followed else None,
     )
 
 

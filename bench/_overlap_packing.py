@@ -81,7 +81,7 @@ def packing(device: Device, buffers: Buffers, sizes: Sizes, *, repeats: int) -> 
     nbytes = sizes.chunk_bytes * (2 if isinstance(device, CudaDevice) else 1)
     for name, packer in packers.items():
         packs = Packs(packer, buffers, nbytes)
-        launches = count_for(partial(packs.run_us, Packs.NAMES), _PACK_SHARE * alone_us)
+        launches = sizes.launches or count_for(partial(packs.run_us, Packs.NAMES), _PACK_SHARE * alone_us)
         beside = Beside(packs, gemm, count, Packs.NAMES, launches)
         params = {"operators": count, "launches": launches, "bytes": launches * nbytes}
         results.add(f"gemm, {name}", params, _cells(device, _taken(beside.peers(), repeats), launches * nbytes))
@@ -99,7 +99,7 @@ def packed(device: Device, buffers: Buffers, sizes: Sizes, *, repeats: int) -> R
     count = count_for(partial(compute_us, device, gemm), sizes.target_us)
     alone_us = compute_us(device, gemm, count)
     copier, batches = Copier(device, buffers, sizes.chunk_bytes), PackedCopies(device, buffers, sizes.chunk_bytes)
-    units = count_for(partial(copier.run_us, PackedCopies.NAMES), _LONGER * alone_us)
+    units = sizes.launches or count_for(partial(copier.run_us, PackedCopies.NAMES), _LONGER * alone_us)
     peers = Beside(batches, gemm, count, PackedCopies.NAMES, units).peers()
     peers["copies"] = partial(copier.run, PackedCopies.NAMES, units)
     nbytes = units * sizes.chunk_bytes

@@ -38,6 +38,8 @@ class Sizes:
     """Size of one copy."""
     target_us: float
     """How long the compute alone should take: the number of operators follows."""
+    launches: int | None = None
+    """Pack kernels in a run; None: as many as last as long as the compute beside them."""
 
 
 class Sample(NamedTuple):

@@ -124,7 +124,7 @@ def about(name: str, simulated: Seen, allocated: Seen | None) -> str:
     for where, here, there in (("CUDA", allocated.trace, simulated.trace), ("the simulator", simulated.trace, allocated.trace)):
         if names := foreign_names(here, there):
             parts.append(f"on {where} alone: {', '.join(names)}")
-    before = allocated.start_bytes - simulated.start_bytes
+    before = allocated.training_bytes - simulated.training_bytes
     parts.append(f"before the step: {before:+d} bytes (AdamW's step counts lie on the host, but in the simulator's memory)")
     low, high = bounds(simulated.trace, allocated.trace)
     parts.append(f"so the difference may be {low} to {high:+d}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,7 +27,7 @@ from chameleon_mm.bench._overlap_latency import CPU_RELOAD, GPU_RELOAD, Reload
 from chameleon_mm.bench._overlap_packing import WAYS, beside_its_kind, bounds, packed, packing, saturated
 from chameleon_mm.bench._overlap_work import Beside, Copier, Sample, Sizes, compute_us, count_for, operators
 from chameleon_mm.bench._report import Report
-from chameleon_mm.bench._stand_in import computes_on_cpu
+from chameleon_mm.bench._stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import MIB
@@ -36,6 +37,7 @@ _LIMIT_S = 3.0
 
 _GPU_SIZES = Sizes(gemm=8192, stream_elements=128 * MIB, dtype=torch.bfloat16, chunk_bytes=32 * MIB, target_us=30_000)
 _CPU_SIZES = Sizes(gemm=768, stream_elements=4 * MIB, dtype=torch.float32, chunk_bytes=1 * MIB, target_us=150)
+_STAND_IN_SIZES = replace(_CPU_SIZES, launches=1)  # Triton's interpreter takes a quarter of a second for each MiB
 
 
 def _columns(*, simulated: bool) -> tuple[Column, ...]:
@@ -61,9 +63,16 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, print, write what was asked for. Returns 0; raises `ValueError` for an unknown device."""
     device = resolve_device(args.device)
     with console.status("measuring ..."):
-        report = measure_all(device, _CPU_SIZES if computes_on_cpu(device) else _GPU_SIZES, repeats=args.repeats)
+        report = measure_all(device, sizes_for(device), repeats=args.repeats)
     report.deliver(args, console)
     return 0
+
+
+def sizes_for(device: Device) -> Sizes:
+    """Work that `device` does in milliseconds."""
+    if is_stand_in(device.name):
+        return _STAND_IN_SIZES
+    return _CPU_SIZES if device.simulated else _GPU_SIZES
 
 
 def measure_all(device: Device, sizes: Sizes, *, repeats: int = 7, reload: Reload | None = None) -> Report:

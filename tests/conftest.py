@@ -10,6 +10,7 @@ Tests marked `gpu` are skipped, with that reason, where torch finds no CUDA GPU.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chameleon_mm.bench._stand_in import is_stand_in
+from chameleon_mm.device import cuda_is_available
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.recorder import Recorder
@@ -72,6 +75,14 @@ def device(request: pytest.FixtureRequest) -> Device:
     from chameleon_mm.device.cuda import CudaDevice
 
     return CudaDevice()
+
+
+@pytest.fixture
+def calibrates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton's interpreter packs, 4 MiB a second, a calibration that leaves the large sizes out."""
+    if cuda_is_available() and is_stand_in(torch.cuda.get_device_name()):
+        module = importlib.import_module("chameleon_mm.transfer.calibrate")
+        monkeypatch.setattr(module, "SIZES_BYTES", module.SIZES_BYTES[:4])
 
 
 @pytest.fixture

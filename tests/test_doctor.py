@@ -386,7 +386,7 @@ def test_the_curve_fits_an_ordinary_terminal() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_trial_pins() -> None:
+def test_on_a_gpu_the_trial_pins(calibrates_fast: None) -> None:
     report = collect()
     assert report.find("device", "pinned allocation").value["gbps"] > 0
     assert report.find("gpu", "0").available

@@ -52,7 +52,7 @@ def test_before_a_step_only_the_step_counts_differ(name: str) -> None:
     """AdamW keeps its number of steps, one tensor for each parameter, on the host: in the simulator all of the host is its."""
     simulated, allocated = pair(name)
     parameters = sum(isinstance(p, nn.Parameter) for p in MODELS[name]().model.parameters())
-    assert simulated.start_bytes - allocated.start_bytes == parameters * allocated_size(4)
+    assert simulated.training_bytes - allocated.training_bytes == parameters * allocated_size(4)
 
 
 def test_dropout_is_known_to_differ() -> None:

@@ -349,7 +349,7 @@ def test_sessions_take_what_was_kept_for_their_device(
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_measured_and_remembered(tmp_path: FilePath) -> None:
+def test_a_gpu_is_measured_and_remembered(calibrates_fast: None, tmp_path: FilePath) -> None:
     device, cache = CudaDevice(), CalibrationCache(tmp_path)
     calibration = cache.get(device)
     assert (calibration.device, calibration.driver, calibration.simulated) == (device.name, device.driver, False)

@@ -139,7 +139,14 @@ class Kernel:
                     call = self.scalar_form
                 else:
                     args = [*args[:i], number_tensor(args[i], args), *args[i + 1 :]]
-        return call(*args, **kwargs)
+        if self.written or not (reduced := reduced_dtype(args)):
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if not any(f"not implemented for '{name}'" in str(error) for name in ("Half", "BFloat16")):
+                raise
+            return in_float32(call, args, kwargs, reduced)
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any], i: int) -> Any:
         return args[i] if i < len(args) else kwargs.get(self.names[i])
@@ -202,6 +209,23 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(x, Tensor):
         return raised(x)
     return [on_high(y, raised) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def reduced_dtype(args: Iterable[Any]) -> torch.dtype | None:
+    """The 16-bit dtype among tensors that are arguments; None: there is none."""
+    found = (a.dtype for a in args if isinstance(a, Tensor))
+    return next((dtype for dtype in found if dtype in (torch.float16, torch.bfloat16)), None)
+
+
+def in_float32(call: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    """An operator that a GPU has for a 16-bit `dtype` and the CPU does not: computed in float32, its results rounded."""
+    wide = [a.float() if isinstance(a, Tensor) and a.dtype == dtype else a for a in args]
+
+    def narrow(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.dtype == torch.float32 else x
+
+    out = call(*wide, **kwargs)
+    return type(out)(map(narrow, out)) if isinstance(out, (tuple, list)) else narrow(out)
 
 
 def number_tensor(number: Any, args: Sequence[Any]) -> Tensor:

@@ -56,6 +56,12 @@ def masked_scale(op: Any, draws: Draws, x: Tensor, mask: Tensor, scale: float) -
     return x * mask.to(x.dtype) * scale
 
 
+def histc(op: Any, draws: Draws, x: Tensor, bins: int = 100, least: float = 0, most: float = 0) -> Tensor:
+    """Of integers, too, which the CPU does not count."""
+    counts: Tensor = op(x if x.is_floating_point() else x.double(), bins, least, most)
+    return counts.to(x.dtype)
+
+
 def product_as(op: Any, draws: Draws, *args: Any, **kwargs: Any) -> Tensor:
     """A matrix product with a result of another dtype: mm.dtype(a, b, out_dtype), addmm.dtype(c, a, b, out_dtype)."""
     tensors: Sequence[Tensor] = [a for a in args if isinstance(a, Tensor)]
@@ -75,6 +81,7 @@ def table() -> dict[Any, Any]:
         aten.native_dropout.default: native_dropout,
         aten._fused_dropout.default: fused_dropout,
         aten._masked_scale.default: masked_scale,
+        aten.histc.default: histc,
         aten.mm.dtype: product_as,
         aten.bmm.dtype: product_as,
         aten.addmm.dtype: product_as,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,30 @@ def _interpreted(fn: Any) -> Any:
     from triton.runtime.interpreter import InterpretedFunction
 
     return InterpretedFunction(fn)
+
+
+_scopes: dict[int, Any] = {}
+"""Modules of functions that the running kernel has called, by the id of their globals -> what to restore when it ends."""
+
+
+def _interpret_module_of(fn: Any) -> None:
+    """Put the interpreter in the language's place for a function's module, which may know it by another name than the kernel's.
+
+    Triton does so at each call, which takes as long as the call.
+    """
+    from triton.runtime.interpreter import _patch_lang
+
+    if id(fn.__globals__) not in _scopes:
+        _scopes[id(fn.__globals__)] = _patch_lang(fn)
+
+
+@contextmanager
+def _scopes_restored() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        while _scopes:
+            _scopes.popitem()[1].restore()  # the latest first: each put back what it had found
 
 
 def lead(jit: Any) -> None:
@@ -47,7 +73,7 @@ def lead(jit: Any) -> None:
             report(stream, t, library.READ, what)
         low = [view.of(a) if isinstance(a, Tensor) else a for a in args]
         low_kwargs = {name: view.of(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
-        with _interpreting, torch.no_grad():
+        with _interpreting, _scopes_restored(), torch.no_grad():
             _interpreted(self.fn).run(*low, grid=grid, warmup=False, **low_kwargs)
         written = [t for t, old in zip(tensors, before, strict=True) if not _same_bytes(view.of(t), old)]
         for t in written:
@@ -57,15 +83,10 @@ def lead(jit: Any) -> None:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """A function that a kernel calls."""
-        from triton.runtime.interpreter import _patch_lang
-
         if not _interpreting._is_owned():  # type: ignore[attr-defined]  # what threading.Condition asks a lock
             return plain_call(self, *args, **kwargs)
-        scope = _patch_lang(self.fn)  # its module may know the language by another name than the kernel's
-        try:
-            return _interpreted(self.fn).rewrite()(*args, **kwargs)
-        finally:
-            scope.restore()
+        _interpret_module_of(self.fn)
+        return _interpreted(self.fn).rewrite()(*args, **kwargs)
 
     jit.JITFunction.run, jit.JITFunction.__call__ = run, call
 

@@ -95,8 +95,7 @@ def registered_memory_given_back(cuda: Runtime, right: bool) -> list[str]:
 def device_memory_freed(_: Runtime, right: bool) -> list[str]:
     """Torch's allocator gives a segment back: cudaFree waits for the device, but nobody's stream had waited for the copy."""
     side, source = torch.cuda.Stream(), torch.empty(WIDE, dtype=torch.uint8, pin_memory=True)
-    x = torch.empty(WIDE, dtype=torch.uint8, device="cuda")
-    x.copy_(source, non_blocking=True)
+    x = torch.full((WIDE,), 3, dtype=torch.uint8, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         source.copy_(x, non_blocking=True)

@@ -61,6 +61,15 @@ def _no_recorder_stays() -> Iterator[None]:
     assert not stay, f"{len(stay)} recorders are still on this thread's stack of dispatch modes"
 
 
+@pytest.fixture(autouse=True)
+def _current_stream_stays() -> Iterator[None]:
+    """What a test makes current, later tests of this thread would run on, and other threads would not."""
+    yield
+    if torch.cuda.is_initialized() and (left := torch.cuda.current_stream()) != (default := torch.cuda.default_stream()):
+        torch.cuda.set_stream(default)
+        pytest.fail(f"expected the default stream to be current when the test ends, got {left}")
+
+
 @pytest.fixture
 def sim() -> SimDevice:
     """A fresh simulated H200."""

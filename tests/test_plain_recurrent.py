@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests._plain_models import Case
-from tests._plain_training import check_save_on_cpu, check_session
+from tests._plain_training import CUDA, check_save_on_cpu, check_session
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -97,3 +97,17 @@ def test_a_session_trains_the_others(layer: str, dtype: torch.dtype, contiguous:
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), ALL)
 def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)
+def test_a_session_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
+    """By the fused kernels of a GPU, which save one workspace for all gates."""
+    check_session(case_of(layer, dtype, contiguous=contiguous), CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), ALL[1::5])
+def test_save_on_cpu_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
+    check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous), CUDA)

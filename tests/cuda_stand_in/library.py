@@ -30,7 +30,7 @@ def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]  # ctypes types no function of a library
 
 
-begin = _function("standin_stream_begin", None, ctypes.c_void_p)
+_begin = _function("standin_stream_begin", ctypes.c_int, ctypes.c_void_p)
 access = _function("standin_access", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_char_p)
 wrote = _function("standin_stream_wrote", None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 capturing = _function("standin_capturing", ctypes.c_int, ctypes.c_void_p)
@@ -50,6 +50,12 @@ violations = _function("standin_violations", ctypes.c_size_t, ctypes.c_char_p, c
 _synchronize = _function("cudaStreamSynchronize", ctypes.c_int, ctypes.c_void_p)
 _capture_info = _function("cudaStreamGetCaptureInfo", ctypes.c_int, ctypes.c_void_p, *[ctypes.c_void_p] * 6)
 _error_text = _function("cudaGetErrorString", ctypes.c_char_p, ctypes.c_int)
+
+
+def begin(stream: int) -> None:
+    """Raises `RuntimeError` for an error that an earlier call of this thread left behind, as torch does at a launch."""
+    if error := _begin(stream):
+        raise RuntimeError(f"CUDA error: {_error_text(error).decode()}")
 
 
 def synchronize(stream: int) -> None:

@@ -226,14 +226,17 @@ void hide(Stream* stream, void* p, size_t bytes) {
 
 using namespace standin;
 
-// An operator is about to run on the stream: what the stream holds runs first.
-API void standin_stream_begin(cudaStream_t handle) {
+// An operator is about to run on the stream: what the stream holds runs first. Returns the error that an earlier call of this
+// thread left behind and nobody has read: torch looks for one at each launch, and takes it for the launch's own.
+API cudaError_t standin_stream_begin(cudaStream_t handle) {
   Lock lock(state.mutex);
   Stream* stream = stream_of(handle);
-  if (stream->capture) return;
-  enqueue_implicit_waits(stream);
-  force(lock, stream);
-  advance(lock);
+  if (!stream->capture) {
+    enqueue_implicit_waits(stream);
+    force(lock, stream);
+    advance(lock);
+  }
+  return cudaGetLastError();
 }
 
 // Hides what an operator of the stream wrote until something is ordered behind it.

@@ -115,7 +115,8 @@ struct Allocation {
   size_t bytes;
   int device_index;
   long number;               // counts within its kind, for messages
-  std::vector<int> lanes{};  // of the streams that have used it
+  std::vector<int> lanes{};            // of the streams that have used it
+  std::vector<int> computing_lanes{};  // of those that ran operators on it
   bool on_device() const { return kind == device || kind == mapped; }
 };
 

@@ -1,5 +1,7 @@
 // Accesses that nothing orders, and memory given back while it is in use: each becomes a line that names both sides.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <set>
 #include <unordered_set>
 
@@ -53,8 +55,7 @@ struct Conflicts {
   }
 };
 
-void note_lane(Allocation& allocation, int lane) {
-  auto& lanes = allocation.lanes;
+void note_lane(std::vector<int>& lanes, int lane) {
   if (std::find(lanes.begin(), lanes.end(), lane) == lanes.end()) lanes.push_back(lane);
 }
 
@@ -66,12 +67,20 @@ void prune_now_and_then() {
   next = std::max(size_t(1024), 2 * state.history.size());
 }
 
-// Whether some other stream has waited for the access: the memory is then that stream's to give back.
-bool awaited(const Access& access, const Allocation& allocation) {
-  if (allocation.lanes.size() == 1) return true;  // one stream alone: in its order
-  for (Stream* stream : state.streams)
-    if (stream->lane >= 0 && stream->lane != access.lane && ordered_before(access, stream->clock)) return true;
-  return false;
+// The accesses that keep the memory from being one stream's to give back: of those streams that ran operators on it, where any
+// did, one counts as the owner, and it has to have waited for what others did. Which one is not known: the best one.
+std::vector<Conflicts::Found> not_the_owners(const Allocation& allocation, const std::vector<Conflicts::Found>& accesses) {
+  const auto& candidates = allocation.computing_lanes.empty() ? allocation.lanes : allocation.computing_lanes;
+  auto fewest = accesses;
+  for (const Stream* stream : state.streams) {
+    if (std::find(candidates.begin(), candidates.end(), stream->lane) == candidates.end()) continue;
+    std::vector<Conflicts::Found> others;
+    std::copy_if(accesses.begin(), accesses.end(), std::back_inserter(others), [&](const Conflicts::Found& found) {
+      return found.earlier.lane != stream->lane && !ordered_before(found.earlier, stream->clock);
+    });
+    if (others.size() < fewest.size()) fewest = others;
+  }
+  return fewest;
 }
 
 }  // namespace
@@ -103,7 +112,7 @@ void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char*
   if (!settings().races || !bytes) return;
   Allocation* allocation = find_allocation(p);
   if (!allocation) return;
-  note_lane(*allocation, stream->lane);
+  note_lane(allocation->lanes, stream->lane);
   Access access{stream->lane, stream->clock.at(stream->lane), stream->number, what, lenient};
   // What the same operation read or wrote before this is ordered: its position is in the stream's clock already.
   Conflicts conflicts;
@@ -119,8 +128,9 @@ void give_back(const char* what, uintptr_t begin, const Allocation& allocation, 
   Conflicts conflicts;
   uintptr_t end = begin + allocation.bytes;
   state.history.look(begin, end, true, state.host, [&](const Access& e, bool wrote, uintptr_t b, uintptr_t z) {
-    if (!waits || !awaited(e, allocation)) conflicts.add(e, wrote, b, z);
+    conflicts.add(e, wrote, b, z);
   });
+  if (waits) conflicts.found = not_the_owners(allocation, conflicts.found);
   for (auto& c : conflicts.found) {
     report(std::string("freed while in use: ") + what + " by the host while " + side(c.wrote, c.earlier) +
            " may still use it: nothing orders the two, " + bytes_of(c.begin, c.end, allocation, begin));
@@ -143,6 +153,7 @@ API void standin_access(cudaStream_t handle, const void* p, size_t bytes, int wr
     return;
   }
   begin_operation(stream);
+  if (Allocation* allocation = find_allocation(p)) note_lane(allocation->computing_lanes, stream->lane);
   touch(stream, p, bytes, writes, name, writes == 2);
 }
 

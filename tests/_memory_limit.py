@@ -1,0 +1,27 @@
+"""A GPU of which the process may use a part: torch's caching allocator runs out of memory for real."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+@contextmanager
+def fraction_of_memory(nbytes: int, index: int) -> Iterator[None]:
+    """The process may hold `nbytes` of the GPU's memory; what it may hold otherwise is put back."""
+    before = torch.cuda.get_per_process_memory_fraction(index)
+    torch.cuda.set_per_process_memory_fraction(nbytes / torch.cuda.mem_get_info(index)[1], index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, index)
+
+
+def without_litter() -> None:
+    """What failed or is over holds nothing, and the allocator keeps nothing for later."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

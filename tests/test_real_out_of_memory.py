@@ -1,0 +1,151 @@
+"""CUDA's caching allocator runs out of memory inside a step: operators and steps are run again, and the bits are torch's own.
+
+The reference is torch alone on a device with enough memory. What is short is real: `set_per_process_memory_fraction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.units import MIB
+from tests._memory_limit import fraction_of_memory, without_litter
+from tests._plain_training import image
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = GPTConfig(layers=6, width=128, heads=4, context=256, dropout=0.1)
+BATCH, STEPS = 12, 4
+
+
+class Training:
+    """A GPT that draws random numbers, and what its steps gave."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        torch.manual_seed(1)
+        at = device.torch_device
+        self.model = GPT(CONFIG).to(at)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.rows = [torch.randint(256, (2, BATCH, CONFIG.context)).to(at) for _ in range(STEPS)]
+        self.losses: list[Tensor] = []
+
+    def step(self, row: Tensor) -> Tensor:
+        loss = self.model.loss(row[0], row[1])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def outcome(self) -> list[object]:
+        state = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        return [image(t) for t in (*self.losses, *self.model.parameters(), *state, torch.cuda.get_rng_state())]
+
+
+class Plain(NamedTuple):
+    """The run by torch alone."""
+
+    peak_bytes: int
+    """Above what was there before it."""
+    outcome: list[object]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Plain:
+    without_litter()
+    device = CudaDevice()
+    before = device.allocated_bytes()
+    device.reset_peaks()
+    training = Training(device)
+    training.losses = [training.step(row) for row in training.rows]
+    return Plain(device.peak_allocated_bytes() - before, training.outcome())
+
+
+@contextmanager
+def short_of_memory(peak_bytes: int) -> Iterator[CudaDevice]:
+    """A device on which the process may reserve four tenths of `peak_bytes` more than it has."""
+    without_litter()
+    device = CudaDevice()
+    with fraction_of_memory(torch.cuda.memory_reserved(device.index) + peak_bytes * 4 // 10, device.index):
+        yield device
+    without_litter()
+
+
+def test_torch_alone_runs_out(plain: Plain) -> None:
+    with short_of_memory(plain.peak_bytes) as device:
+        training = Training(device)
+        with pytest.raises(torch.OutOfMemoryError):
+            training.step(training.rows[0])
+        del training
+
+
+class Chain:
+    """Layers whose activations are 12 MiB each, one of the allocator's segments. A short step, then two whole ones."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        torch.manual_seed(2)
+        layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1))]
+        self.model = nn.Sequential(*layers).to(device.torch_device)
+        whole = torch.randn(6144, 512).to(device.torch_device)
+        self.batches = [whole[:3072], whole, whole]
+        self.losses: list[Tensor] = []
+
+    def step(self, batch: Tensor) -> None:
+        self.model.zero_grad()
+        loss = self.model(batch).square().mean()
+        loss.backward()
+        self.losses.append(loss.detach())
+
+    def outcome(self) -> list[object]:
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [image(t) for t in (*self.losses, *grads, torch.cuda.get_rng_state())]
+
+
+@pytest.mark.parametrize("segments", [5, 12])
+def test_an_operator_without_memory_is_run_again_after_something_was_swapped(segments: int) -> None:
+    """A recorded step of a session that has learned what steps take, and so keeps what its budget has room for: the memory is
+    gone all the same, as where another process takes it. Torch alone needs 19 activations at a time."""
+    without_litter()
+    device = CudaDevice()
+    plain = Chain(device)
+    for batch in plain.batches:
+        plain.step(batch)
+    expected = plain.outcome()
+    del plain
+    chain = Chain(device)
+    with cm.SwapSession("1GiB", device=device, model=chain.model, min_bytes="64KiB") as session:
+        for batch in chain.batches[:-1]:
+            with session.step():
+                chain.step(batch)
+        chain.model.zero_grad()
+        without_litter()
+        held = torch.cuda.memory_reserved(device.index)
+        with fraction_of_memory(held + (segments * 12 + 8) * MIB, device.index), session.step():
+            chain.step(chain.batches[-1])
+    report = session.report()
+    assert report.steps_by_phase == {"recorded": 2, "by rule": 1}
+    assert report.oom_retries > 0
+    assert chain.outcome() == expected
+
+
+@pytest.mark.parametrize("plans", [True, False], ids=["planned", "by the rule"])
+def test_a_step_that_ran_out_is_run_again_within_less(plain: Plain, plans: bool) -> None:
+    with short_of_memory(plain.peak_bytes) as device:
+        training = Training(device)
+        budget = 2 * plain.peak_bytes
+        with cm.SwapSession(budget, device=device, model=training.model, min_bytes="64KiB", plans=plans) as session:
+            training.losses = [session.run_step(partial(training.step, row)) for row in training.rows]
+        report = session.report()
+        assert report.steps == STEPS
+        assert report.steps_run_again + report.oom_retries > 0
+        assert report.bytes_swapped_out > 0
+        assert training.outcome() == plain.outcome
+        del training

@@ -125,7 +125,7 @@ def check_session(case: Case, kind: Kind = SIM) -> None:
         assert report.detailed_steps > 0
         if report.plan_cache_hits:
             return
-    raise AssertionError("expected a step that follows a plan, got none in any session")
+    raise AssertionError(f"expected a step that follows a plan, got none in any session; of the last: {report}")
 
 
 def trained_in_session(case: Case, room: float, kind: Kind = SIM) -> tuple[Outcome, cm.SwapReport]:

@@ -22,6 +22,7 @@ from chameleon_mm.bench._memory_models import MODELS
 from chameleon_mm.bench._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.executor.adaptation import SLACK_PART
 from chameleon_mm.units import allocated_size
 
 pytestmark = pytest.mark.gpu
@@ -70,13 +71,15 @@ def test_dropout_is_known_to_differ() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_hold_on_the_real_allocator(name: str, share: float) -> None:
     simulated, allocated = pair(name)
-    least = max(simulated.least_above_bytes, allocated.least_above_bytes)
-    above = max(least, int(share * simulated.above_bytes))  # or the smallest for which there is a plan
+    # Or the smallest for which there is a plan, and a part more: the caching allocator may hand out more than is asked for.
+    least = max(simulated.least_above_bytes, allocated.least_above_bytes) + simulated.above_bytes // SLACK_PART
+    above = max(least, int(share * simulated.above_bytes))
     for device, plain in ((SimDevice(), simulated), (CudaDevice(), allocated)):
         seen = swapped(device, MODELS[name], above)
         assert plain.trace is not None
         assert seen.budget_bytes is not None
         assert seen.planned_peak_bytes is not None, "expected steps that follow a plan"
         inner = inner_bytes(plain.trace)
-        assert seen.planned_peak_bytes - inner <= seen.peak_bytes <= seen.planned_peak_bytes <= seen.budget_bytes
+        slack = min(device.block_slack_bytes, seen.budget_bytes - seen.planned_peak_bytes)
+        assert seen.planned_peak_bytes - inner <= seen.peak_bytes <= seen.planned_peak_bytes + slack <= seen.budget_bytes
         assert plain.least_above_bytes - inner <= seen.above_bytes <= above

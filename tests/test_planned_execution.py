@@ -20,7 +20,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.executor import Executor
-from chameleon_mm.executor.adaptation import SPARE_PART
+from chameleon_mm.executor.adaptation import SLACK_PART, SPARE_PART
 from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least_memory, memory_curve, simulate
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
@@ -104,6 +104,24 @@ def test_planned_steps_are_as_simulated(seed: int) -> None:
         for plan, step in zip(assert_as_simulated(steps[1:], link_of(SLOW_GPU)), steps[1:], strict=True):
             assert plan.peak_bytes == step.peak_bytes
         assert executor.meter.totals.budget_misses == 0
+
+
+@pytest.mark.parametrize(("slack_bytes", "part_left"), [(0, SPARE_PART), (256, SPARE_PART), (1 << 20, SLACK_PART)])
+def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_bytes: int, part_left: int) -> None:
+    """Budgets here are a few MiB: of four blocks' slack there is no more than the part that may be left."""
+    seed, peaks = 0, []
+    (budget,) = budgets_of(seed, (0.3,))
+    for slack in (slack_bytes, 0):
+        device = far_ahead()
+        executor = planning(device, budget)
+        assert executor.adaptation is not None
+        executor.adaptation._slack_bytes = slack
+        train(seed, device, executor, steps=2)
+        assert executor.adaptation.latest_plan is not None
+        peaks.append(executor.adaptation.latest_plan.peak_bytes)
+    assert peaks[0] <= budget - budget // part_left
+    assert peaks[0] == peaks[1] or part_left == SLACK_PART
+    assert peaks[1] > budget - budget // SLACK_PART
 
 
 def test_planned_steps_move_storages_in_part_too() -> None:

@@ -161,6 +161,11 @@ class Device(Protocol):
         """Bytes of device memory that the allocator may hand out."""
         ...
 
+    @property
+    def block_slack_bytes(self) -> int:
+        """Most bytes by which a block is larger than what was asked for, rounded up to 512: 0 where blocks are always cut."""
+        ...
+
     def current_stream(self) -> Stream:
         """The calling thread's compute stream. Ask on the thread and at the moment of use; never inside one's own
         `with stream(...)`."""

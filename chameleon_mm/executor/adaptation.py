@@ -49,6 +49,13 @@ SPARE_PART = 256
 """Of the budget a plan leaves this part, where it can: a step of the same fingerprint may differ in what the hooks do not see,
 such as a scalar that the loop keeps."""
 
+SLACK_BLOCKS = 4
+"""At a step's peak so many blocks may be larger than what was asked for, each by the device's `block_slack_bytes`. A plan
+leaves room for them as well."""
+
+SLACK_PART = 32
+"""Of the budget: a plan leaves no more than this part for the slack of blocks."""
+
 TIMES_OFF = 0.05
 """Share by which operators may take longer or shorter than the trace has it before they are planned for again. A recorded step
 is slower than others: kernels are loaded in it, and the host has more to do for each operator."""
@@ -81,8 +88,8 @@ _NEXT = {
 class Adaptation:
     """Not thread-safe: the executor holds its lock.
 
-    `make_recorder` makes one for the step that begins; `link_cost` says what is known of the link; `host_budget` how much
-    pinned memory there may be.
+    `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
+    is known of the link; `host_budget` how much pinned memory there may be.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class Adaptation:
         meter: Meter,
         *,
         hbm_budget_bytes: int,
+        slack_bytes: int,
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
@@ -108,6 +116,7 @@ class Adaptation:
         self._guide = guide
         self._meter = meter
         self._hbm_budget_bytes = hbm_budget_bytes
+        self._slack_bytes = slack_bytes
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
@@ -124,6 +133,12 @@ class Adaptation:
         """That of the step that was planned last; None: there is none within the budget."""
         current = None if self.latest is None else self.latest.current
         return None if current is None else current.script.plan
+
+    @property
+    def _spare_bytes(self) -> int:
+        """What a plan leaves of the budget, where it can."""
+        budget = self._hbm_budget_bytes
+        return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
     def limit_to(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
@@ -203,7 +218,7 @@ class Adaptation:
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []
-        for spare_bytes in (self._hbm_budget_bytes // SPARE_PART, 0):
+        for spare_bytes in (self._spare_bytes, 0):
             try:
                 plans = candidate_plans(
                     course.trace,
@@ -236,12 +251,12 @@ class Adaptation:
         return True
 
     def _learn_need(self, course: Course, seen: Seen) -> None:
-        need = course.took(seen.need, self._hbm_budget_bytes // SPARE_PART)
+        need = course.took(seen.need, self._spare_bytes)
         if seen.passed_plan:
             need = course.need | seen.need
         if need is not None:
             course.plan_for(need)
-        if course.held_less(seen.spared, self._hbm_budget_bytes // SPARE_PART) or need is not None:
+        if course.held_less(seen.spared, self._spare_bytes) or need is not None:
             self._offer(course)
 
     def _learn_times(self) -> None:

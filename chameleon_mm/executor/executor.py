@@ -115,6 +115,7 @@ class Executor:
                 self._guide,
                 self.meter,
                 hbm_budget_bytes=limits.hbm_budget_bytes,
+                slack_bytes=device.block_slack_bytes,
                 host_budget=lambda: pool.limit_bytes,
                 make_recorder=lambda: Recorder(
                     device,

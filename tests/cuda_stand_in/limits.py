@@ -25,6 +25,12 @@ TESTS: dict[str, str] = {
         f"tests/test_op_db.py::test_every_operator[cuda-jiterator_{name}]": _NVRTC
         for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
     },
+    **{
+        f"tests/test_op_db.py::test_every_operator[cuda-torch_ops_aten__{name}_attention_forward]": (
+            "called by itself with other keys than queries: see OPERATORS"
+        )
+        for name in ("flash", "efficient")
+    },
     "tests/test_op_db.py::test_every_operator[cuda-sparse_mm_reduce]": "torch has the operator on the CPU alone",
 }
 """Reason by test."""

@@ -28,6 +28,7 @@ from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.pinning import PageLocker
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
+from chameleon_mm.units import MIB
 
 _MAX_KNOWN_STREAMS = 64  # torch itself has 32 per priority; more come only from other libraries
 
@@ -106,6 +107,12 @@ class CudaDevice:
         held = int(self._stat("reserved_bytes", "current"))
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
         return min(allowed, held + free)
+
+    @property
+    def block_slack_bytes(self) -> int:
+        """1 MiB: torch's allocator hands out a cached block whole where cutting it would leave no more (`should_split` in
+        c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
+        return MIB
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.index}, {self.name}>"

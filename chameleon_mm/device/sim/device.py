@@ -73,6 +73,10 @@ class SimDevice:
         return self._capacity
 
     @property
+    def block_slack_bytes(self) -> int:
+        return 0
+
+    @property
     def host_us(self) -> float:
         """The host's virtual clock, in microseconds: what launching has cost so far, and what it waited for."""
         return self._machine.host_us

@@ -35,6 +35,16 @@ TESTS: dict[str, str] = {
 }
 """Reason by test."""
 
+LATE_ALONE: dict[str, str] = {
+    "tests/test_bench_rehearsal.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
+        "rehearsed in mode late alone: that the whole script runs has nothing to do with the mode"
+    ),
+    "tests/test_stand_in_compute.py::test_operators_give_the_cpus_bits": (
+        "compared in mode late alone: which kernel of the CPU an operator runs has nothing to do with the mode"
+    ),
+}
+"""Reason by test that runs in one mode, which is enough."""
+
 OPERATORS: dict[str, str] = {
     "_cudnn_*, cudnn_*, miopen_*": "another library's kernels; `torch.backends.cudnn.enabled` is off",
     "_scaled_dot_product_cudnn_attention": "cuDNN's attention is switched off: SDPA picks flash, memory-efficient or math",

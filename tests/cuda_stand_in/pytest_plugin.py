@@ -14,7 +14,7 @@ import pytest
 import torch  # noqa: F401 - loads the runtime that the next imports look for
 
 from tests.cuda_stand_in import control, speculation
-from tests.cuda_stand_in.limits import TESTS
+from tests.cuda_stand_in.limits import LATE_ALONE, TESTS
 
 PREFIX = "the CUDA stand-in: "
 """Reasons of skips begin with it where the stand-in is what lacks something."""
@@ -35,13 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def limit_of(nodeid: str) -> str | None:
     """Why the test cannot run here: the entry for itself, or for all of its function's parameters; None: it can."""
-    return TESTS.get(nodeid) or TESTS.get(nodeid.partition("[")[0])
+    entries = TESTS if control.mode() == "late" else TESTS | LATE_ALONE
+    return entries.get(nodeid) or entries.get(nodeid.partition("[")[0])
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = {name for item in items for name in (item.nodeid, item.nodeid.partition("[")[0])}
-    if config.args == config.getini("testpaths") and (unknown := sorted(TESTS.keys() - names)):
+    if config.args == config.getini("testpaths") and (unknown := sorted((TESTS | LATE_ALONE).keys() - names)):
         raise pytest.UsageError(f"tests/cuda_stand_in/limits.py: expected names of tests, got {', '.join(unknown)}")
     for item in items:
         if (limit := limit_of(item.nodeid)) is not None:

@@ -52,7 +52,7 @@ class Seen:
 
     @property
     def training_bytes(self) -> int:
-        """What model, batch and optimizer hold between steps."""
+        """Bytes that model, batch and optimizer hold between steps."""
         return self.start_bytes - self.before_bytes
 
     @property

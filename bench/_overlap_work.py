@@ -39,7 +39,7 @@ class Sizes:
     target_us: float
     """How long the compute alone should take: the number of operators follows."""
     launches: int | None = None
-    """Pack kernels in a run; None: as many as last as long as the compute beside them."""
+    """Number of pack launches, or of packed batches, in a run; None: it follows from the time of the compute beside them."""
 
 
 class Sample(NamedTuple):

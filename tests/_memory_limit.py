@@ -20,8 +20,8 @@ def fraction_of_memory(nbytes: int, index: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, index)
 
 
-def without_litter() -> None:
-    """What failed or is over holds nothing, and the allocator keeps nothing for later."""
+def free_unused() -> None:
+    """Collects cycles and empties the allocator's cache, so that what is over holds no memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -63,7 +63,7 @@ def _no_recorder_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _current_stream_stays() -> Iterator[None]:
-    """What a test makes current, later tests of this thread would run on, and other threads would not."""
+    """A stream that a test leaves current would be that of later tests in this thread, and not in others."""
     yield
     if torch.cuda.is_initialized() and (left := torch.cuda.current_stream()) != (default := torch.cuda.default_stream()):
         torch.cuda.set_stream(default)

@@ -1,4 +1,7 @@
-"""A Llama-shaped stack on a device with a quarter of the memory that it needs: the same bits, from its first step on."""
+"""A Llama-shaped stack on a device with a quarter of the memory that it needs (on CUDA: and two of the allocator's segments).
+
+The bits are the same, from its first step on.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import GIB, KIB, MIB
-from tests._memory_limit import fraction_of_memory, without_litter
+from tests._memory_limit import fraction_of_memory, free_unused
 
 STEPS = 4
 """A recorded one, and some that follow a plan."""
@@ -127,19 +130,19 @@ def test_a_quarter_of_the_peak_is_enough_for_the_caching_allocator(shape: Shape)
     from chameleon_mm.device.cuda import CudaDevice
 
     device = CudaDevice()
-    without_litter()
+    free_unused()
     if shape is LARGE and (device.capacity < 32 * GIB or available_host_bytes() < 40 * GIB):
         pytest.skip("needs 32 GiB of device memory and 40 GiB of host memory")
     held = torch.cuda.memory_reserved(device.index)
     device.reset_peaks()
     plain = train(device, shape, hbm_budget=None)
     quarter = device.peak_allocated_bytes() // 4
-    without_litter()
+    free_unused()
     # What is bounded is what the allocator reserves, of which blocks in use are a part: two segments more, and a part of the
     # quarter, are for its gaps.
     with fraction_of_memory(held + quarter + 2 * SEGMENT_BYTES, device.index):
         with pytest.raises(torch.OutOfMemoryError):
             train(device, shape, hbm_budget=None, steps=1)
-        without_litter()
+        free_unused()
         swapped = train(device, shape, hbm_budget=quarter * 3 // 4)
     assert_same_bits(plain, swapped)

@@ -102,7 +102,7 @@ def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, d
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)
 def test_a_session_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
-    """By the fused kernels of a GPU, which save one workspace for all gates."""
+    """A GPU's fused kernels run, which save one workspace for all gates."""
     check_session(case_of(layer, dtype, contiguous=contiguous), CUDA)
 
 

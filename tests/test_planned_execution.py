@@ -124,6 +124,17 @@ def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_byte
     assert peaks[1] > budget - budget // SLACK_PART
 
 
+def test_where_there_is_no_room_for_their_slack_the_smaller_part_is_left() -> None:
+    (budget,) = budgets_of(0, (0.0,))
+    device = far_ahead()
+    executor = planning(device, budget)
+    assert executor.adaptation is not None
+    executor.adaptation._slack_bytes = 1 << 20
+    train(0, device, executor, steps=2)
+    assert executor.adaptation.latest_plan is not None
+    assert budget - budget // SLACK_PART < executor.adaptation.latest_plan.peak_bytes <= budget - budget // SPARE_PART
+
+
 def test_planned_steps_move_storages_in_part_too() -> None:
     in_part = 0
     for seed in range(4):

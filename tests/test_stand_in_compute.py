@@ -5,6 +5,7 @@ These tests are about the stand-in itself. On a GPU there is nothing to test her
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -295,3 +296,21 @@ def test_a_sparse_gradient_is_added_up() -> None:
         table(torch.tensor([1, 2, 1], device="cuda")).sum().backward()
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense().sum(1).tolist() == [0.0, 16.0, 8.0, *[0.0] * 7]
+
+
+# ------------------------------------------------------------------------------------------------------------------ Triton
+
+
+def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> None:
+    tl = importlib.import_module("triton.language")
+    pack = importlib.import_module("chameleon_mm.kernels.pack").pack
+
+    def own() -> tuple[object, ...]:
+        of_tensors = vars(tl.tensor)
+        return of_tensors.get("__bool__"), of_tensors["__str__"], tl.range, tl.static_range, tl.dtype.to_ir, tl.load
+
+    before = own()
+    x, out = torch.arange(64, device="cuda"), torch.empty(512, dtype=torch.uint8, device="cuda")
+    pack([x], out, num_programs=1)
+    assert torch.equal(out.view(torch.int64), x)
+    assert own() == before

@@ -148,6 +148,14 @@ def test_cuda_free_waits_for_the_one_stream_that_used_the_memory(cuda: Runtime) 
     assert cuda.violations() == []
 
 
+def test_memory_whose_only_stream_was_destroyed_may_be_freed(cuda: Runtime) -> None:
+    memory, stream = cuda.malloc(64), cuda.stream()
+    cuda.access(stream, memory, 64, writes=True)
+    cuda.call("cudaStreamDestroy", c_void_p(stream))
+    cuda.call("cudaFree", c_void_p(memory))
+    assert cuda.violations() == []
+
+
 @pytest.mark.parametrize(("mode", "bytes_read"), [("late", [5, 255]), ("early", [7, 255])])
 def test_a_missing_wait_is_a_wrong_number(mode: str, bytes_read: list[int]) -> None:
     """Late: the copy to wait for has not run. Both: what an operator wrote is hidden until something is ordered after it."""

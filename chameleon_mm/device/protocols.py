@@ -163,7 +163,7 @@ class Device(Protocol):
 
     @property
     def block_slack_bytes(self) -> int:
-        """Most bytes by which a block is larger than what was asked for, rounded up to 512: 0 where blocks are always cut."""
+        """The most bytes by which a block is larger than the request, rounded up to 512. 0: blocks are always cut."""
         ...
 
     def current_stream(self) -> Stream:

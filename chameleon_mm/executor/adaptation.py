@@ -54,7 +54,7 @@ SLACK_BLOCKS = 4
 leaves room for them as well."""
 
 SLACK_PART = 32
-"""Of the budget: a plan leaves no more than this part for the slack of blocks."""
+"""A plan leaves no more than this part of the budget for the slack of blocks."""
 
 TIMES_OFF = 0.05
 """Share by which operators may take longer or shorter than the trace has it before they are planned for again. A recorded step
@@ -136,7 +136,7 @@ class Adaptation:
 
     @property
     def _spare_bytes(self) -> int:
-        """What a plan leaves of the budget, where it can."""
+        """Bytes of the budget that a plan leaves, where it can."""
         budget = self._hbm_budget_bytes
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
@@ -218,7 +218,7 @@ class Adaptation:
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []
-        for spare_bytes in (self._spare_bytes, 0):
+        for spare_bytes in dict.fromkeys((self._spare_bytes, self._hbm_budget_bytes // SPARE_PART, 0)):
             try:
                 plans = candidate_plans(
                     course.trace,

@@ -212,13 +212,18 @@ def on_high(x: Any, raised: Callable[[Tensor], Tensor]) -> Any:
 
 
 def reduced_dtype(args: Iterable[Any]) -> torch.dtype | None:
-    """The 16-bit dtype among tensors that are arguments; None: there is none."""
-    found = (a.dtype for a in args if isinstance(a, Tensor))
-    return next((dtype for dtype in found if dtype in (torch.float16, torch.bfloat16)), None)
+    """The 16-bit dtype of tensors that are arguments; None: there is none, or one in float32 beside it."""
+    found = {a.dtype for a in args if isinstance(a, Tensor)}
+    if torch.float32 in found:
+        return None
+    return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in found), None)
 
 
 def in_float32(call: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
-    """An operator that a GPU has for a 16-bit `dtype` and the CPU does not: computed in float32, its results rounded."""
+    """Computes in float32, and rounds the results of, an operator that the CPU lacks for a 16-bit `dtype`.
+
+    Whether a GPU has it is not checked.
+    """
     wide = [a.float() if isinstance(a, Tensor) and a.dtype == dtype else a for a in args]
 
     def narrow(x: Tensor) -> Tensor:

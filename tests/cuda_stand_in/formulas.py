@@ -57,7 +57,7 @@ def masked_scale(op: Any, draws: Draws, x: Tensor, mask: Tensor, scale: float) -
 
 
 def histc(op: Any, draws: Draws, x: Tensor, bins: int = 100, least: float = 0, most: float = 0) -> Tensor:
-    """Of integers, too, which the CPU does not count."""
+    """Counts integers as well, which the CPU's kernel does not."""
     counts: Tensor = op(x if x.is_floating_point() else x.double(), bins, least, most)
     return counts.to(x.dtype)
 

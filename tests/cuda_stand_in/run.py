@@ -1,4 +1,4 @@
-"""Runs the tests marked `gpu` on the stand-in: in modes late and early all of them, with threads a chosen part.
+"""Runs the tests marked `gpu` on the stand-in: in mode late all, in mode early all but `limits.LATE_ALONE`, with threads some.
 
     .venv-cuda/bin/python -m tests.cuda_stand_in.run [pytest's arguments]
 

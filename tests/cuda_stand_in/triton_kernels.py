@@ -74,6 +74,7 @@ def lead(jit: Any) -> None:
         low = [view.of(a) if isinstance(a, Tensor) else a for a in args]
         low_kwargs = {name: view.of(a) if isinstance(a, Tensor) else a for name, a in kwargs.items()}
         with _interpreting, _scopes_restored(), torch.no_grad():
+            _interpret_module_of(self.fn)  # first, so restored last: the executor restores its own patch before the helpers'
             _interpreted(self.fn).run(*low, grid=grid, warmup=False, **low_kwargs)
         written = [t for t, old in zip(tensors, before, strict=True) if not _same_bytes(view.of(t), old)]
         for t in written:

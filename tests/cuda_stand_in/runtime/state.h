@@ -182,7 +182,7 @@ const char* intern(const char* text);
 // Checks and notes an access by the stream's current operation; memory that is not allocated here has no history.
 void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient = false);
 // Memory is given back to the system. Whether something may still use it is checked first; its history ends here.
-// `waits`: the call itself waits for the device, as cudaFree does, so what its own stream has queued is no violation.
+// `waits`: the call itself waits for the device, as cudaFree does, so what the memory's owner has queued, or has waited for, is none.
 void give_back(const char* what, uintptr_t begin, const Allocation& allocation, bool waits);
 void report(std::string text);
 

@@ -67,16 +67,17 @@ void prune_now_and_then() {
   next = std::max(size_t(1024), 2 * state.history.size());
 }
 
-// The accesses that keep the memory from being one stream's to give back: of those streams that ran operators on it, where any
-// did, one counts as the owner, and it has to have waited for what others did. Which one is not known: the best one.
+// The accesses that keep the memory from being one stream's to give back. One of the streams that ran operators on it (where
+// none did: of those that used it) is its owner, and has to have waited for what the others did. The runtime is not told
+// which: the stream for which the fewest accesses are left counts as the owner.
 std::vector<Conflicts::Found> not_the_owners(const Allocation& allocation, const std::vector<Conflicts::Found>& accesses) {
-  const auto& candidates = allocation.computing_lanes.empty() ? allocation.lanes : allocation.computing_lanes;
   auto fewest = accesses;
-  for (const Stream* stream : state.streams) {
-    if (std::find(candidates.begin(), candidates.end(), stream->lane) == candidates.end()) continue;
+  for (int lane : allocation.computing_lanes.empty() ? allocation.lanes : allocation.computing_lanes) {
+    auto owner = std::find_if(state.streams.begin(), state.streams.end(), [&](const Stream* s) { return s->lane == lane; });
+    bool destroyed = owner == state.streams.end();
     std::vector<Conflicts::Found> others;
     std::copy_if(accesses.begin(), accesses.end(), std::back_inserter(others), [&](const Conflicts::Found& found) {
-      return found.earlier.lane != stream->lane && !ordered_before(found.earlier, stream->clock);
+      return found.earlier.lane != lane && (destroyed || !ordered_before(found.earlier, (*owner)->clock));
     });
     if (others.size() < fewest.size()) fewest = others;
   }

@@ -248,17 +248,34 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 or float(value).is_integer() else f"{value:#.3g}"
 
 
+def free_unused() -> None:
+    """Collects cycles and empties the allocator's cache, so that what is over holds no memory."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """No collector: whoever makes more objects would pay for collecting those of all. And one thread of operators: others would
-    be found spinning until there is work, which counts as processor time."""
-    was_enabled, threads = gc.isenabled(), torch.get_num_threads()
-    gc.disable()
+def one_thread() -> Iterator[None]:
+    """Operators run on one thread."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """No collector: whoever makes more objects would pay for collecting those of all. And one thread of operators: others would
+    be found spinning until there is work, which counts as processor time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with one_thread():
+            yield
+    finally:
         if was_enabled:
             gc.enable()
 

@@ -11,14 +11,12 @@ A step makes the same tensors on both, in the same order, each rounded up to 512
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
+from chameleon_mm.bench._measure import free_unused, one_thread
 from chameleon_mm.bench._memory_models import Job, Training
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device.protocols import Device
@@ -69,7 +67,7 @@ class Seen:
 
 def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
     """A step without swapping, then one that is recorded."""
-    with device.compute(), _one_thread():
+    with device.compute(), one_thread():
         before = _begin(device)
         training = Training(make, device)
         training.step()
@@ -85,7 +83,7 @@ def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
 
 def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
     """A step of a session that may use `above_bytes` more than what is there before a step."""
-    with device.compute(), _one_thread():
+    with device.compute(), one_thread():
         before = _begin(device)
         training = Training(make, device)
         training.step()
@@ -160,18 +158,6 @@ def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 def _begin(device: Device) -> int:
     """The bytes allocated now, when steps begin that count."""
     device.synchronize()
-    gc.collect()  # cycles of earlier jobs are not this one's memory
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    free_unused()  # what earlier jobs left is not this one's memory
     device.reset_peaks()
     return device.allocated_bytes()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

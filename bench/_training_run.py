@@ -9,7 +9,6 @@ The wait lets a session read at once how long a plan on trial took, so that its 
 
 from __future__ import annotations
 
-import gc
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
+from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
@@ -94,9 +94,7 @@ def warmup_steps(peer: Peer, device: Device) -> int:
 
 def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
     """Train a fresh model inside `peer`: its warm-up, then `steps` steps. Raises what the peer and the device raise."""
-    gc.collect()  # a cycle of torch's keeps the last peer's optimizer and with it the model: not this peer's memory
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()  # else an earlier peer's cached blocks count as this one's reserved memory
+    free_unused()  # a cycle of torch's keeps the last peer's optimizer and with it the model; cached blocks count as reserved
     device.reset_peaks()
     with reproducible(), device.compute():
         torch.manual_seed(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,10 +17,3 @@ def fraction_of_memory(nbytes: int, index: int) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(before, index)
-
-
-def free_unused() -> None:
-    """Collects cycles and empties the allocator's cache, so that what is over holds no memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

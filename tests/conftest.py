@@ -18,12 +18,11 @@ import torch
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from chameleon_mm.bench._stand_in import is_stand_in
-from chameleon_mm.device import cuda_is_available
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.surroundings import remove
+from tests.cuda_stand_in import control
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -89,7 +88,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 @pytest.fixture
 def calibrates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton's interpreter packs, 4 MiB a second, a calibration that leaves the large sizes out."""
-    if cuda_is_available() and is_stand_in(torch.cuda.get_device_name()):
+    if control.is_loaded():
         module = importlib.import_module("chameleon_mm.transfer.calibrate")
         monkeypatch.setattr(module, "SIZES_BYTES", module.SIZES_BYTES[:4])
 

@@ -114,7 +114,7 @@ struct Allocation {
   enum Kind { host, device, registered, mapped } kind;  // mapped: physical memory at an address range that was reserved
   size_t bytes;
   int device_index;
-  long number;               // counts within its kind, for messages
+  long number;                         // counts within its kind, for messages
   std::vector<int> lanes{};            // of the streams that have used it
   std::vector<int> computing_lanes{};  // of those that ran operators on it
   bool on_device() const { return kind == device || kind == mapped; }
@@ -180,9 +180,11 @@ bool within_allocations(const void* p, size_t bytes);  // false: begins in one a
 
 const char* intern(const char* text);
 // Checks and notes an access by the stream's current operation; memory that is not allocated here has no history.
-void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient = false);
+// Returns the allocation; null where there is none, or nothing is checked.
+Allocation* touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient = false);
 // Memory is given back to the system. Whether something may still use it is checked first; its history ends here.
-// `waits`: the call itself waits for the device, as cudaFree does, so what the memory's owner has queued, or has waited for, is none.
+// `waits`: the call itself waits for the device, as cudaFree does, so what the memory's owner has queued, or has waited for, is
+// no violation.
 void give_back(const char* what, uintptr_t begin, const Allocation& allocation, bool waits);
 void report(std::string text);
 

@@ -109,10 +109,10 @@ void report_conflict(const char* where, bool earlier_wrote, const Access& earlie
          side(earlier_wrote, earlier) + ": no event orders them, " + what);
 }
 
-void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient) {
-  if (!settings().races || !bytes) return;
+Allocation* touch(Stream* stream, const void* p, size_t bytes, bool writes, const char* what, bool lenient) {
+  if (!settings().races || !bytes) return nullptr;
   Allocation* allocation = find_allocation(p);
-  if (!allocation) return;
+  if (!allocation) return nullptr;
   note_lane(allocation->lanes, stream->lane);
   Access access{stream->lane, stream->clock.at(stream->lane), stream->number, what, lenient};
   // What the same operation read or wrote before this is ordered: its position is in the stream's clock already.
@@ -122,6 +122,7 @@ void touch(Stream* stream, const void* p, size_t bytes, bool writes, const char*
                      [&](const Access& e, bool wrote, uintptr_t b, uintptr_t z) { conflicts.add(e, wrote, b, z); });
   for (auto& c : conflicts.found) report_conflict("", c.wrote, c.earlier, writes, access, c.begin, c.end);
   prune_now_and_then();
+  return allocation;
 }
 
 void give_back(const char* what, uintptr_t begin, const Allocation& allocation, bool waits) {
@@ -154,8 +155,7 @@ API void standin_access(cudaStream_t handle, const void* p, size_t bytes, int wr
     return;
   }
   begin_operation(stream);
-  if (Allocation* allocation = find_allocation(p)) note_lane(allocation->computing_lanes, stream->lane);
-  touch(stream, p, bytes, writes, name, writes == 2);
+  if (Allocation* used = touch(stream, p, bytes, writes, name, writes == 2)) note_lane(used->computing_lanes, stream->lane);
 }
 
 // The host itself reads or writes these bytes, now. Nothing calls this but a test that knows what the host does.

@@ -27,6 +27,8 @@ ARGS ?=
 # (nproc tells what OMP_NUM_THREADS says where that is set, which is about the threads of one process.)
 CORES := $(shell unset OMP_NUM_THREADS; nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
+# Each process begins with a part of the files, so that what a file's tests share is made once, and ends with others' rest.
+SHARED = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -39,13 +41,13 @@ demo: $(STAMP) ## Train a small GPT with swapping, without, and in plain PyTorch
 	@$(BIN)/python -m chameleon_mm demo $(ARGS)
 
 test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-k pool")
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "$(MARKERS)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SHARED) -m "$(MARKERS)" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the slow ones
-	@$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
 
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
-	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run -n $(WORKERS) $(PYTEST_ARGS)
+	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -26,8 +26,9 @@ from rich.console import Console
 from chameleon_mm.bench import codec, gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning, pack, pinned
 from chameleon_mm.bench._codec_activations import Shape
 from chameleon_mm.bench._environment import environment, write_record
-from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in, withheld
+from chameleon_mm.bench._stand_in import NOT_MEASURED, withheld
 from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.units import KIB, MIB
 
 _CPU_PIN_BYTES = 16 * MIB

@@ -21,9 +21,9 @@ from rich.console import Console
 
 from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
-from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.units import format_size
 
 _LIMIT_S = 240.0

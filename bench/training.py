@@ -29,13 +29,13 @@ from chameleon_mm.bench._llama import DTYPES, Shape
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
 from chameleon_mm.bench._planned import Outcome, add_bound, add_planned, bound_table, planned_table
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_peers import Peer, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import GIB

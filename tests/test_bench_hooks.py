@@ -13,8 +13,8 @@ from rich.console import Console
 from chameleon_mm.bench import hooks
 from chameleon_mm.bench._hooks_peers import IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Waived
-from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import Device
+from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 
 STAYS = ("stays, save_on_cpu", "stays, session")
 MOVES = ("moves by the rule, alone", "moves by the rule, packed", "moves by plan, alone", "moves by plan, packed")

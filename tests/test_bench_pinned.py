@@ -26,9 +26,10 @@ from chameleon_mm.bench._pinned_models import GPT, GPTShape, MoE, MoEShape
 from chameleon_mm.bench._pinned_record import Recorder, record, routing
 from chameleon_mm.bench._pinned_traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
+from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.pinned.plan_offsets import plan_offsets
 from chameleon_mm.units import GIB, MIB

@@ -18,8 +18,10 @@ from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived
 from chameleon_mm.bench._parts import Part
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import NO_SANITIZER, NOT_MEASURED, NOT_RUN, computes_on_cpu, is_stand_in, withheld
-from chameleon_mm.device import SimDevice
+from chameleon_mm.bench._stand_in import NO_SANITIZER, NOT_MEASURED, NOT_RUN, withheld
+from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
+from tests._fakes import PlayedStandIn
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "CUDA stand-in, no GPU"
@@ -29,18 +31,6 @@ RECORD = {
 }  # fmt: skip
 RATE = Column(key="rate", title="GB/s", formula="bytes / time")
 PEAK = Column(key="peak", title="peak GiB", formula="bytes / 2**30", on_stand_in=True)
-
-
-class PlayedStandIn(SimDevice):
-    """A device of the stand-in's name that says it is not simulated, as the stand-in says."""
-
-    @property
-    def name(self) -> str:
-        return NAME
-
-    @property
-    def simulated(self) -> bool:
-        return False
 
 
 def table(rate: float = 55.5) -> Results:

@@ -118,6 +118,7 @@ class _Job:
         from chameleon_mm.demo.model import GPTConfig
         from chameleon_mm.demo.program import TrainConfig
         from chameleon_mm.demo.text import draw_batches, read_text
+        from chameleon_mm.device.stand_in import computes_on_cpu
 
         self._args = args
         check_outputs({"--json": args.json, "--report": args.report, "--trace": args.trace})
@@ -129,7 +130,7 @@ class _Job:
                 ("min_bytes", args.min_bytes),
             )
         }
-        sizes = SIZES["simulated" if self.device().simulated else "real"]
+        sizes = SIZES["simulated" if computes_on_cpu(self.device()) else "real"]
         size = {name: default if (given := getattr(args, name)) is None else given for name, default in sizes.items()}
         self.config = TrainConfig(
             model=GPTConfig(

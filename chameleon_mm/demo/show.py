@@ -19,6 +19,7 @@ from chameleon_mm.demo.notes import KindFigures
 from chameleon_mm.demo.outcome import Outcome
 from chameleon_mm.demo.schedule import StepKind
 from chameleon_mm.demo.train import RunResult
+from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.outputs import print_table
 from chameleon_mm.units import format_size, format_size_up, format_us
 
@@ -26,7 +27,7 @@ from chameleon_mm.units import format_size, format_size_up, format_us
 def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
     """The table's rows: what, without swapping, with swapping."""
     report, unswapped, swapped = outcome.report, outcome.unswapped, outcome.swapped
-    clock = " (simulated)" if outcome.device.simulated else ""
+    clock = _clock(outcome)
     return [
         ("peak device memory", format_size(unswapped.peak_bytes), format_size(swapped.peak_bytes)),
         ("HBM budget", "-", f"{format_size(outcome.hbm_budget_bytes)}, {'held' if outcome.budget_held else 'NOT held'}"),
@@ -34,8 +35,12 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("peak host memory", "-", format_size(report["peak_host_bytes"])),
         ("swapped out, all steps", "-", format_size(report["bytes_swapped_out"])),
         ("swapped in, all steps", "-", format_size(report["bytes_swapped_in"])),
-        (f"share of copy time hidden{clock}", "-", _measured(report["hidden_fraction"], "{:.1%}".format)),
-        (f"stall, {_timed(report)}{clock}", "-", _measured(report["stall_us"], format_us)),
+        (
+            f"share of copy time hidden{clock}",
+            "-",
+            _measured(outcome, report["hidden_fraction"], "{:.1%}".format),
+        ),
+        (f"stall, {_timed(report)}{clock}", "-", _measured(outcome, report["stall_us"], format_us)),
         ("what the steps were", "-", _what_steps_were(report)),
         ("steps recorded in detail", "-", str(report["detailed_steps"])),
         ("plans made, host time", "-", f"{report['plans']}, {format_us(report['planning_us'])}"),
@@ -47,12 +52,16 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
 
 def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     """The second table's rows: what, and a column for each of `outcome.by_kind()`."""
-    clock = " (simulated)" if outcome.device.simulated else ""
+    clock = _clock(outcome)
+
+    def time_text(us: float) -> str:
+        return _measured(outcome, us, format_us)
+
     cells: list[tuple[str, Callable[[KindFigures], str]]] = [
         ("steps, of them recorded", lambda kind: f"{kind.steps}, {kind.recorded}"),
-        (f"step, no swapping{clock}", lambda kind: format_us(kind.unswapped_us)),
-        (f"step, planned{clock}", lambda kind: _or_none(kind.planned_us, format_us)),
-        (f"step, measured{clock}", lambda kind: format_us(kind.measured_us)),
+        (f"step, no swapping{clock}", lambda kind: time_text(kind.unswapped_us)),
+        (f"step, planned{clock}", lambda kind: _or_none(kind.planned_us, time_text)),
+        (f"step, measured{clock}", lambda kind: time_text(kind.measured_us)),
         ("peak, no swapping", lambda kind: format_size(kind.unswapped_peak_bytes)),
         ("peak, planned", lambda kind: _or_none(kind.planned_peak_bytes, format_size)),
         ("peak, measured", lambda kind: format_size(kind.measured_peak_bytes)),
@@ -118,6 +127,8 @@ def show(outcome: Outcome, console: Console) -> None:
     _line(console, f"steps {config.steps}: {_sequence(config.kinds)}")
     if outcome.device.simulated:
         _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
+    elif is_stand_in(outcome.device.name):
+        _line(console, "no GPU took part: torch's CUDA build ran over a stand-in for its runtime, whose times mean nothing")
     for line in verdicts(outcome):
         _line(console, line, style="bold" if outcome.passed else "bold red")
 
@@ -138,8 +149,13 @@ def _losses(unswapped: RunResult, swapped: RunResult, step: int) -> tuple[str, s
     return f"{first.item():.9g}", f"{second.item():.9g} ({mark})"  # nine digits tell any two float32 apart
 
 
-def _measured(value: float | None, text: Callable[[float], str]) -> str:
-    return "not measured" if value is None else text(value)
+def _measured(outcome: Outcome, value: float | None, text: Callable[[float], str]) -> str:
+    """Text of a time, or of a share of times. The stand-in's are the CPU's, and stand for nothing."""
+    return "not measured" if value is None or is_stand_in(outcome.device.name) else text(value)
+
+
+def _clock(outcome: Outcome) -> str:
+    return " (simulated)" if outcome.device.simulated else ""
 
 
 def _or_none(value: float | None, text: Callable[[float], str]) -> str:

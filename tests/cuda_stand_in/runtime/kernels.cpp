@@ -36,14 +36,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t handle) 
   if (cudaError_t error = capture_conflict(stream)) return answer(error);
   if (strstr(name, "spin_kernel")) {  // torch.cuda._sleep(cycles): at 2 GHz
     long cycles = *(long*)arguments[0];
-    Operation operation{Operation::call};
-    operation.run = [cycles] { usleep(cycles / 2000); };
-    if (stream->capture) {
-      capture_operation(stream, std::move(operation));
-      return answer(cudaSuccess);
-    }
-    begin_operation(stream);
-    enqueue(stream, std::move(operation));
+    queue_call(stream, [cycles] { usleep(cycles / 2000); });
     return answer(cudaSuccess);
   }
   const std::string& mode = settings().on_kernel;

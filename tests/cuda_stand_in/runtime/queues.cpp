@@ -163,6 +163,17 @@ void enqueue(Stream* stream, Operation operation) {
   push(stream, std::move(operation));
 }
 
+void queue_call(Stream* stream, std::function<void()> run) {
+  Operation operation{Operation::call};
+  operation.run = std::move(run);
+  if (stream->capture) {
+    capture_operation(stream, std::move(operation));
+    return;
+  }
+  begin_operation(stream);
+  enqueue(stream, std::move(operation));
+}
+
 void force(Lock& lock, Stream* stream, uint64_t upto) {
   if (threaded()) {
     state.moved.wait(lock, [&] { return stream->done >= upto; });

@@ -151,6 +151,8 @@ bool is_legacy(const Stream* stream);
 void begin_operation(Stream* stream);
 // Queues an operation, behind what the legacy null stream's implicit order puts before it.
 void enqueue(Stream* stream, Operation operation);
+// Queues a function of the host's, or notes it where the stream is captured.
+void queue_call(Stream* stream, std::function<void()> run);
 void enqueue_wait(Stream* stream, Stream* other, uint64_t position);
 // Queues the waits of that implicit order alone.
 void enqueue_implicit_waits(Stream* stream);

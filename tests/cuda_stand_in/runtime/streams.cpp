@@ -71,14 +71,7 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t function, v
   Lock lock(state.mutex);
   Stream* stream = stream_of(handle);
   if (cudaError_t error = capture_conflict(stream)) return answer(error);
-  Operation operation{Operation::call};
-  operation.run = [=] { function(data); };
-  if (stream->capture) {
-    capture_operation(stream, std::move(operation));
-    return answer(cudaSuccess);
-  }
-  begin_operation(stream);
-  enqueue(stream, std::move(operation));
+  queue_call(stream, [=] { function(data); });
   return answer(cudaSuccess);
 }
 
@@ -86,9 +79,6 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t 
   Lock lock(state.mutex);
   Stream* stream = stream_of(handle);
   if (cudaError_t error = refuse_in_capture(stream)) return answer(error);
-  Operation operation{Operation::call};
-  operation.run = [=] { callback(handle, cudaSuccess, data); };
-  begin_operation(stream);
-  enqueue(stream, std::move(operation));
+  queue_call(stream, [=] { callback(handle, cudaSuccess, data); });
   return answer(cudaSuccess);
 }

@@ -136,22 +136,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     demo = _add(
         commands, "demo", "train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG
     )
-    if command == "demo":
-        from chameleon_mm.demo.command import add_arguments
-
-        add_arguments(demo)
-        demo.set_defaults(handler=_run_demo)
-
     doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     doctor.set_defaults(handler=_run_doctor)
-
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
-    if command == "plan":
-        from chameleon_mm.planning.command import add_arguments
-
-        add_arguments(plan)
-        plan.set_defaults(handler=_run_plan)
+    for name, parser_of_command, path in (("demo", demo, "demo.command"), ("plan", plan, "planning.command")):
+        if command == name:
+            module = importlib.import_module(f"chameleon_mm.{path}")
+            module.add_arguments(parser_of_command)
+            parser_of_command.set_defaults(handler=partial(module.run, environment=_environment))
 
     bench = _add(
         commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."
@@ -186,18 +179,6 @@ def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse
         if path.exists():  # one that failed early wrote none
             tell_written(console, path)
     return code
-
-
-def _run_demo(args: argparse.Namespace, console: Console) -> int:
-    from chameleon_mm.demo.command import run
-
-    return run(args, console, _environment)
-
-
-def _run_plan(args: argparse.Namespace, console: Console) -> int:
-    from chameleon_mm.planning.command import run
-
-    return run(args, console, _environment)
 
 
 def _environment(theme: str, device: Device) -> Mapping[str, Any]:

@@ -25,15 +25,12 @@ class Reclaimable(Protocol):
     @property
     def reclaimed(self) -> bool:
         """Already given back, or not leaving any more: the queue forgets it."""
-        ...
 
     def copied(self) -> bool:
         """If the host sees the copy complete, drop the buffer: no wait is needed. Returns whether it did."""
-        ...
 
     def reclaim(self) -> None:
         """Order the owner stream after the copy, issuing what was still queued of it, and drop the buffer."""
-        ...
 
 
 class ReclaimQueue:

@@ -67,34 +67,34 @@ class OpFacts:
     """One operator overload."""
 
     name: str
-    composite: bool
+    composite: bool = False
     """Whether dense tensors run it as the operators that it is made of: the device has no kernel of its own for it."""
-    kernel: bool
+    kernel: bool = False
     """Whether it launches one: no view, no bare allocation, no question about a shape."""
-    question: bool
+    question: bool = False
     """Whether it only asks what a tensor is: nothing runs, and nothing is made."""
-    uninitialised: bool
-    copies: bool
-    gathers: bool
-    host_reads: bool
-    in_place: bool
+    uninitialised: bool = False
+    copies: bool = False
+    gathers: bool = False
+    host_reads: bool = False
+    in_place: bool = False
     """Whether it returns nothing but what it was given."""
-    overwrites: bool
+    overwrites: bool = False
     """Whether what it mutates is not read."""
-    mutated: tuple[int, ...]
-    mutated_names: tuple[str, ...]
-    repeatable: bool
+    mutated: tuple[int, ...] = ()
+    mutated_names: tuple[str, ...] = ()
+    repeatable: bool = False
     """Whether one that failed may run again: it writes nothing that it was given, and talks to nobody."""
-    random: bool
+    random: bool = False
     """Whether it may draw from a generator."""
-    flops: FlopFormula | None
+    flops: FlopFormula | None = None
 
     @staticmethod
     def of(func: torch._ops.OpOverload[Any, Any] | torch._ops.HigherOrderOperator, device_type: str = "cpu") -> OpFacts:
         """Facts of an overload where it runs on a device of this type, "cuda" on a machine without one, too; of a higher-order
         operator, which has no schema, what is safe to assume of any."""
         if isinstance(func, torch._ops.HigherOrderOperator):
-            return _opaque(func.name())
+            return OpFacts(func.name(), kernel=True, random=True)
         return _from_schema(func, device_type)
 
 
@@ -150,26 +150,6 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
         repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
         random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
         flops=_flop_formula(func),
-    )
-
-
-def _opaque(name: str) -> OpFacts:
-    return OpFacts(
-        name,
-        composite=False,
-        kernel=True,
-        question=False,
-        uninitialised=False,
-        copies=False,
-        gathers=False,
-        host_reads=False,
-        in_place=False,
-        overwrites=False,
-        mutated=(),
-        mutated_names=(),
-        repeatable=False,
-        random=True,
-        flops=None,
     )
 
 

@@ -29,15 +29,12 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether the event is complete now. Never waits. True orders the caller's later launches after the event."""
-        ...
 
     def synchronize(self) -> None:
         """The host waits until the event is complete."""
-        ...
 
     def elapsed_us(self, since: Event) -> float:
         """Microseconds on the device from `since` to this event. Both must be `timed` and complete (`ValueError` otherwise)."""
-        ...
 
 
 @runtime_checkable
@@ -47,14 +44,12 @@ class Stream(Protocol):
     @property
     def name(self) -> str:
         """`compute`, `d2h`, `h2d`, or what `new_stream` was given."""
-        ...
 
     def alloc(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of device memory that belongs to this stream: usable by it at once, by others after a wait.
 
         Raises `torch.OutOfMemoryError` when the device has no such memory left.
         """
-        ...
 
     def free(self, buffer: Tensor) -> None:
         """Say that this stream hands `buffer` back: call it right before dropping the last reference.
@@ -62,14 +57,12 @@ class Stream(Protocol):
         Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
         complete by the host). On CUDA this costs nothing; the simulator checks it.
         """
-        ...
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Enqueue an asynchronous copy between two flat uint8 tensors of equal size; the direction follows from where they
         live. The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator
         may write `src` meanwhile; what arrives is then undefined, and the caller knows not to use it. Raises `ValueError`
         for unequal sizes or other dtypes or layouts."""
-        ...
 
     def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
         """Enqueue many copies `(dst, src)`, each as `copy` takes it, as one call where the driver has one.
@@ -78,7 +71,6 @@ class Stream(Protocol):
         given before, and not among each other: no destination may share bytes with another end. Lifetimes and `speculative`
         are as in `copy`. Raises `ValueError`, naming the pair by its index, before anything is enqueued.
         """
-        ...
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies each of `sources` to `dst` from its offset on; the other bytes of `dst` stay.
@@ -89,14 +81,12 @@ class Stream(Protocol):
         order, as an operator's work: the caller keeps the buffers as for `copy`. Raises `ValueError`, naming the buffer by its
         index, before anything is enqueued.
         """
-        ...
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """Enqueue a kernel that copies to each of `destinations`, whole, what lies in `src` from its offset on.
 
         The inverse of `pack`, under the same conditions; destinations share no bytes with anything.
         """
-        ...
 
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
         """Enqueue one kernel that writes `src`, (n,) uint8, in `codec`'s shorter form to `dst`, (codec.encoded_bytes(n),)
@@ -105,19 +95,15 @@ class Stream(Protocol):
         All in device memory, 16-byte aligned, sharing no byte. In this stream's order, as an operator's work: the caller keeps
         the buffers as for `copy`. For compute streams. Raises `ValueError` before anything is enqueued.
         """
-        ...
 
     def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
         """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as there."""
-        ...
 
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
-        ...
 
     def wait(self, event: Event) -> None:
         """Order this stream's later work after `event`, on the device. The host does not wait."""
-        ...
 
 
 class MemoryReading(NamedTuple):
@@ -136,7 +122,6 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """For people: "NVIDIA H200" or "simulated H200"."""
-        ...
 
     @property
     def simulated(self) -> bool: ...
@@ -144,32 +129,26 @@ class Device(Protocol):
     @property
     def driver(self) -> str:
         """What carries the work out, by its versions: figures measured under one driver say nothing of another."""
-        ...
 
     @property
     def host_us(self) -> float:
         """The host's clock in microseconds from some fixed point: real, or on the simulator virtual."""
-        ...
 
     @property
     def torch_device(self) -> torch.device:
         """Where models and batches for this device are put: `cuda:N`, or `cpu` for the simulator."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Bytes of device memory that the allocator may hand out."""
-        ...
 
     @property
     def block_slack_bytes(self) -> int:
         """The most bytes by which a block is larger than the request, rounded up to 512. 0: blocks are always cut."""
-        ...
 
     def current_stream(self) -> Stream:
         """The calling thread's compute stream. Ask on the thread and at the moment of use; never inside one's own
         `with stream(...)`."""
-        ...
 
     def new_stream(self, name: str) -> Stream: ...
 
@@ -180,18 +159,15 @@ class Device(Protocol):
         capture or says nothing of the replay, and a copy would be replayed without the host that has to follow it. Never
         waits, never raises, and starts no context. The simulator captures nothing: always False.
         """
-        ...
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of `nbytes` of page-locked host memory (plain memory on the simulator).
 
         Page-aligned. Raises `HostMemoryExhausted` (a `MemoryError`) saying what was asked and why it failed.
         """
-        ...
 
     def free_pinned(self, memory: Tensor) -> None:
         """Give back what `alloc_pinned` returned, whole. All device work on it must be complete."""
-        ...
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of `nbytes` of ordinary host memory, for where no more can be pinned: slower, never wrong.
@@ -199,39 +175,30 @@ class Device(Protocol):
         A copy to or from it may keep the host waiting. Its last reference frees it: keep one until device work on it is
         complete. Raises `HostMemoryExhausted` (a `MemoryError`).
         """
-        ...
 
     def allocated_bytes(self) -> int:
         """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
-        ...
 
     def read_memory(self) -> MemoryReading:
         """Allocated bytes and the odometer, in one call into the allocator: cheap enough for a hook."""
-        ...
 
     def peak_allocated_bytes(self) -> int:
         """The most `allocated_bytes` has been since the process or the last reset by the user."""
-        ...
 
     def peak_reserved_bytes(self) -> int | None:
         """The most the caching allocator has reserved, or None where there is no such allocator (the simulator)."""
-        ...
 
     def reset_peaks(self) -> None:
         """Start both peaks again from now. For benchmarks and demos: the library itself never resets what a user reads."""
-        ...
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor`'s memory is this device's (the simulator: a plain CPU tensor that is not pinned memory of its)."""
-        ...
 
     def synchronize(self) -> None:
         """The host waits for all streams of the device."""
-        ...
 
     def compute(self) -> AbstractContextManager[Any]:
         """A context in which this thread's torch ops are this device's compute. Re-entrant.
 
         On CUDA nothing needs doing. The simulator prices, counts and orders the CPU ops that run inside.
         """
-        ...

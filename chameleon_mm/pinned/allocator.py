@@ -32,7 +32,6 @@ class Stats(Protocol):
 
     def to_dict(self) -> Mapping[str, Any]:
         """The fields by name, for JSON."""
-        ...
 
 
 class Allocator(Protocol):
@@ -46,11 +45,9 @@ class Allocator(Protocol):
 
         Raises `HostMemoryExhausted` (a `MemoryError`) where that much cannot be had.
         """
-        ...
 
     def stats(self) -> Stats:
         """What it holds now."""
-        ...
 
 
 def block_nbytes(nbytes: int | str) -> int:

@@ -45,7 +45,6 @@ class Owner(Protocol):
 
     def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
-        ...
 
 
 class PinnedBlock:

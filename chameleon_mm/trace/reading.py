@@ -8,16 +8,12 @@ trace = reader.finish()
 from __future__ import annotations
 
 import json
-from array import array
 from math import isfinite
 from reprlib import repr as shown  # short, however long or deeply nested a value is
 from typing import Any, NoReturn
 
-import numpy as np
-from numpy.typing import NDArray
-
 from chameleon_mm.trace.records import StepPhase, TensorKind
-from chameleon_mm.trace.trace import NEVER, Trace
+from chameleon_mm.trace.trace import NEVER, Trace, growing_columns, trace_columns
 
 _PHASES = {phase.name.lower(): phase for phase in StepPhase}
 _KINDS = {kind.name.lower(): kind for kind in TensorKind}
@@ -44,16 +40,8 @@ class TraceReader:
         self._names: dict[str, int] = {}
         self._ended = False
         self._fingerprint = 0
-        self._op_name, self._op_content, self._op_phase = array("i"), array("Q"), array("B")
-        self._op_us, self._op_tick = array("d"), array("i")
-        self._reads, self._read_offsets = array("q"), array("q", [0])
-        self._writes, self._write_offsets = array("q"), array("q", [0])
-        self._inner_bytes = array("q")
-        self._bytes, self._kind, self._born = array("q"), array("B"), array("q")
-        self._released, self._sendable, self._dies = array("q"), array("q"), array("q")
+        self._columns = growing_columns()
         self._outlives: list[int] = []
-        self._hook_tick, self._hook_use, self._hook_tensor = array("i"), array("B"), array("q")
-        self._features = array("Q")
 
     def line(self, text: str) -> None:
         """The next line of the file."""
@@ -76,16 +64,18 @@ class TraceReader:
                 len(inner) == self._num_inner
             ):
                 self._op(name, content, phase, reads, writes)
-                self._inner_bytes.append(self._int(inner[0]) if inner else 0)
+                self._columns["op_inner_bytes"].append(self._int(inner[0]) if inner else 0)
             case ["save" | "use" as kind, tensor]:
-                self._hook_tick.append(self._ticks)
-                self._hook_use.append(kind == "use")
-                self._hook_tensor.append(-1 if tensor is None else len(self._bytes) - self._int(tensor))
+                self._columns["hook_tick"].append(self._ticks)
+                self._columns["hook_use"].append(kind == "use")
+                self._columns["hook_tensor"].append(
+                    -1 if tensor is None else len(self._columns["tensor_bytes"]) - self._int(tensor)
+                )
             case ["us", first, list() as times]:
                 self._times(first, times)
             case ["features", int() as fingerprint, list() as features]:
                 self._fingerprint, self._ended = fingerprint, True
-                self._features.extend(self._hash(feature) for feature in features)
+                self._columns["hook_feature"].extend(self._hash(feature) for feature in features)
             case _:
                 self.fail("a tensor, op, save, use, us or features line with all its values", f"{text[:60]!r}")
 
@@ -97,42 +87,24 @@ class TraceReader:
                 "a header" if not self._header else "more lines, and features in the last", f"the end of the file; {_CUT}"
             )
         counts = {
-            "ops": (len(self._op_name), len(self._op_us)),
-            "tensors": (len(self._bytes), len(self._bytes)),
-            "hooks": (len(self._hook_tick), len(self._features)),
+            "ops": (len(self._columns["op_name"]), len(self._columns["op_us"])),
+            "tensors": (len(self._columns["tensor_bytes"]), len(self._columns["tensor_bytes"])),
+            "hooks": (len(self._columns["hook_tick"]), len(self._columns["hook_feature"])),
         }
         for what, got in counts.items():
             if got != (self._header[what],) * 2:
                 self.fail(f"{self._header[what]} {what}, as the header says", f"{min(got)}; {_CUT}")
-        dies = np.array(self._dies, np.int64)
-        dies[self._outlives] = self._ticks
+        dies = self._columns["tensor_dies"]
+        for tensor in self._outlives:
+            dies[tensor] = self._ticks
         try:
             return Trace(
                 device=self._header["device"],
                 simulated=self._header["simulated"],
                 start_bytes=self._header["start_bytes"],
                 op_names=tuple(self._names),
-                op_name=np.array(self._op_name, np.int32),
-                op_content=np.array(self._op_content, np.uint64),
-                op_phase=np.array(self._op_phase, np.uint8),
-                op_us=np.array(self._op_us, np.float64),
-                op_tick=np.array(self._op_tick, np.int32),
-                read_offsets=np.array(self._read_offsets, np.int64),
-                read_tensors=_narrow(self._reads),
-                write_offsets=np.array(self._write_offsets, np.int64),
-                write_tensors=_narrow(self._writes),
-                op_inner_bytes=np.array(self._inner_bytes, np.int64),
-                tensor_bytes=np.array(self._bytes, np.int64),
-                tensor_kind=np.array(self._kind, np.uint8),
-                tensor_born=_narrow(self._born),
-                tensor_released=_narrow(self._released),
-                tensor_sendable=_narrow(self._sendable),
-                tensor_dies=_narrow(dies),
-                hook_tick=np.array(self._hook_tick, np.int32),
-                hook_use=np.array(self._hook_use, np.bool_),
-                hook_tensor=_narrow(self._hook_tensor),
-                hook_feature=np.array(self._features, np.uint64),
                 fingerprint=self._fingerprint,
+                **trace_columns(self._columns),
             )
         except ValueError as error:
             raise ValueError(f"{self._name}: {error}") from error
@@ -148,7 +120,7 @@ class TraceReader:
 
     @property
     def _ticks(self) -> int:
-        return len(self._op_name) + len(self._hook_tick)
+        return len(self._columns["op_name"]) + len(self._columns["hook_tick"])
 
     def _read_header(self, header: Any) -> None:
         schema = header.get("schema") if isinstance(header, dict) else None
@@ -170,37 +142,39 @@ class TraceReader:
         begins = -1 if born is None else self._ticks - self._int(born)
         since = max(begins, 0)
         if dies is None:
-            self._outlives.append(len(self._bytes))
-        self._bytes.append(self._int(nbytes))
-        self._kind.append(_KINDS[kind])
-        self._born.append(begins)
-        self._released.append(NEVER if released is None else since + self._int(released))
-        self._sendable.append(NEVER if sendable is None else len(self._hook_tick) + self._int(sendable))
-        self._dies.append(0 if dies is None else since + self._int(dies))
+            self._outlives.append(len(self._columns["tensor_bytes"]))
+        self._columns["tensor_bytes"].append(self._int(nbytes))
+        self._columns["tensor_kind"].append(_KINDS[kind])
+        self._columns["tensor_born"].append(begins)
+        self._columns["tensor_released"].append(NEVER if released is None else since + self._int(released))
+        self._columns["tensor_sendable"].append(
+            NEVER if sendable is None else len(self._columns["hook_tick"]) + self._int(sendable)
+        )
+        self._columns["tensor_dies"].append(0 if dies is None else since + self._int(dies))
 
     def _op(self, name: str, content: str, phase: str, reads: list[Any], writes: list[Any]) -> None:
         if name not in self._names:
             self.fail("an operator that the header names", shown(name))
         if phase not in _PHASES:
             self.fail(f"a phase: {', '.join(_PHASES)}", shown(phase))
-        self._op_tick.append(self._ticks)
-        self._op_name.append(self._names[name])
-        self._op_content.append(self._hash(content))
-        self._op_phase.append(_PHASES[phase])
+        self._columns["op_tick"].append(self._ticks)
+        self._columns["op_name"].append(self._names[name])
+        self._columns["op_content"].append(self._hash(content))
+        self._columns["op_phase"].append(_PHASES[phase])
         for tensors, values, offsets in (
-            (reads, self._reads, self._read_offsets),
-            (writes, self._writes, self._write_offsets),
+            (reads, self._columns["read_tensors"], self._columns["read_offsets"]),
+            (writes, self._columns["write_tensors"], self._columns["write_offsets"]),
         ):
-            values.extend(len(self._bytes) - self._int(tensor) for tensor in tensors)
+            values.extend(len(self._columns["tensor_bytes"]) - self._int(tensor) for tensor in tensors)
             offsets.append(len(values))
 
     def _times(self, first: Any, times: list[Any]) -> None:
-        if first != len(self._op_us):
-            self.fail(f"times from operator {len(self._op_us)} on", f"{shown(first)}; is a line missing?")
+        if first != len(self._columns["op_us"]):
+            self.fail(f"times from operator {len(self._columns['op_us'])} on", f"{shown(first)}; is a line missing?")
         for us in times:
             if type(us) not in (int, float) or not isfinite(us):
                 self.fail("finite times in microseconds", shown(us))
-        self._op_us.extend(times)
+        self._columns["op_us"].extend(times)
 
     def _int(self, value: Any) -> int:
         # Far below 64 bits: sums and differences of two stay within them.
@@ -226,8 +200,3 @@ class TraceReader:
 
     def _no_number(self, constant: str) -> NoReturn:
         self.fail("finite numbers", constant)
-
-
-def _narrow(values: array[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-    """Numbers of ticks, hooks and tensors. What does not fit becomes what `Trace` refuses."""
-    return np.clip(np.array(values, np.int64), -(1 << 31), (1 << 31) - 1).astype(np.int32)

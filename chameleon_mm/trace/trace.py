@@ -8,9 +8,10 @@ Ticks number what happened, operators and hook calls together, from 0: two thing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +76,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         self._check()
-        for column in _COLUMNS:
+        for column in COLUMNS:
             getattr(self, column).flags.writeable = False
 
     # Made when asked for: kept, they would hold the trace that holds them, until the collector runs.
@@ -135,7 +136,7 @@ class Trace:
         n, m, k = len(self.op_us), len(self.tensor_bytes), len(self.hook_tick)
         cut = "was the trace cut short? Record the step again"
         lengths = {"op": n, "tensor": m, "hook": k}
-        for column in _COLUMNS:
+        for column in COLUMNS:
             values, of = getattr(self, column), column.split("_")[0]
             if of in lengths and len(values) != lengths[of]:
                 raise ValueError(f"trace: expected {lengths[of]} values in {column}, got {len(values)}; {cut}")
@@ -175,28 +176,36 @@ class Trace:
             raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
 
 
-_COLUMNS = (
-    "op_name",
-    "op_content",
-    "op_phase",
-    "op_us",
-    "op_tick",
-    "read_offsets",
-    "read_tensors",
-    "write_offsets",
-    "write_tensors",
-    "op_inner_bytes",
-    "tensor_bytes",
-    "tensor_kind",
-    "tensor_born",
-    "tensor_released",
-    "tensor_sendable",
-    "tensor_dies",
-    "hook_tick",
-    "hook_use",
-    "hook_tensor",
-    "hook_feature",
-)
+COLUMNS: dict[str, type[np.generic]] = {
+    "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
+    "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
+    "op_inner_bytes": np.int64,
+    "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
+    "tensor_sendable": np.int32, "tensor_dies": np.int32,
+    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_feature": np.uint64,
+}  # fmt: skip
+"""Columns of a `Trace`, and what each holds."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+def growing_columns() -> dict[str, array[Any]]:
+    """The columns of a trace of nothing yet, to append to. Whole numbers may be larger there than a trace takes."""
+    codes = {np.float64: "d", np.uint64: "Q", np.bool_: "B", np.uint8: "B"}
+    columns = {name: array(codes.get(dtype, "q")) for name, dtype in COLUMNS.items()}
+    columns["read_offsets"].append(0)
+    columns["write_offsets"].append(0)
+    return columns
+
+
+def trace_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """`columns` as `Trace` takes them. Numbers of ticks, hooks and tensors that are too large become ones that it refuses."""
+    return {
+        name: np.clip(np.array(columns[name], np.int64), _INT32.min, _INT32.max).astype(dtype)
+        if dtype is np.int32
+        else np.array(columns[name], dtype)
+        for name, dtype in COLUMNS.items()
+    }
 
 
 def _are_the_ticks(count: int, *columns: Int32s) -> bool:

@@ -102,10 +102,10 @@ def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, threshold
     with hooks.pool, device.compute():
         with _quiet(device):
             taken = [step(hooks) for _ in range(UNPLANNED_STEPS)]
-            before = hooks._executor.meter.totals.bytes_swapped_out  # what it moved is in no report: there is no session
+            before = hooks._executor.metrics.totals.bytes_swapped_out  # what it moved is in no report: there is no session
             taken += [step(hooks) for _ in range(TIMED_STEPS)]
         return _sample(
-            taken, moved=(hooks._executor.meter.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
+            taken, moved=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
         )
 
 

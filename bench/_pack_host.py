@@ -31,7 +31,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import KIB
 
 COUNTS = (16, 64, 256, 1024, 4096)
-"""Tensors in a batch: 4 MiB of them, a carrier's load, are 32 of 128 KiB and 1024 of 4 KiB."""
+"""Tensors in a batch: 4 MiB of them, a group's load, are 32 of 128 KiB and 1024 of 4 KiB."""
 
 _TENSOR_BYTES = 4 * KIB
 _CALLS = 2048  # tensors per sample, whatever the batch: enough that the clock's own time is nothing

@@ -28,7 +28,7 @@ from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.swap_outs import CARRIER_BYTES
+from chameleon_mm.executor.swap_outs import GROUP_BYTES
 from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
 
 Layout = Literal["contiguous", "strided"]
@@ -182,8 +182,8 @@ class Ways:
         return host_us
 
     def _carried(self, sources: Sequence[Tensor]) -> list[Move]:
-        """As the executor's carriers: as many as fit one, packed by a kernel, in one move."""
-        work, moves, size = self._work, [], CARRIER_BYTES // self._work.nbytes
+        """As the executor's packed_groups: as many as fit one, packed by a kernel, in one move."""
+        work, moves, size = self._work, [], GROUP_BYTES // self._work.nbytes
         for first in range(0, len(sources), size):
             group = sources[first : first + size]
             offsets, total = packed_offsets([t.numel() for t in group])

@@ -23,8 +23,8 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.executor import link_cost_for
 from chameleon_mm.executor.adaptation import Adaptation
-from chameleon_mm.executor.course import MOST_PLANS, SAMPLES
 from chameleon_mm.executor.link_rates import rates_of
+from chameleon_mm.executor.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.session import TIMED_EVERY, SwapSession
 from chameleon_mm.trace import Trace
@@ -161,15 +161,15 @@ class _Watch:
     def end(self) -> Followed | None:
         """None: no plan was within the budget."""
         before, after = self._before, self._session.report()
-        course, plan = self._adaptation.latest, self._adaptation.latest_plan
-        if course is None or plan is None:
+        planned, plan = self._adaptation.latest, self._adaptation.latest_plan
+        if planned is None or plan is None:
             return None
         timed = after.timed_steps - before.timed_steps
         followed = after.plan_cache_hits - before.plan_cache_hits == after.steps - before.steps
         return Followed(
             plan=plan,
             stall_us=((after.stall_us or 0.0) - (before.stall_us or 0.0)) / timed if timed else None,
-            steady=followed and course.settled and plan is self._plan,
-            trace=course.trace,
+            steady=followed and planned.settled and plan is self._plan,
+            trace=planned.trace,
             link=rates_of(after.spans, link_cost_for(self._session.device)),
         )

@@ -19,7 +19,7 @@ from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Adaptation, CopySpan
-from chameleon_mm.executor.meter import Meter, StepKind
+from chameleon_mm.executor.metrics import Metrics, StepKind
 from chameleon_mm.executor.peak import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.units import format_size, format_us
@@ -35,7 +35,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 table{border-collapse:collapse;width:100%}
 th,td{border-bottom:1px solid var(--line);padding:.3rem 0;text-align:left;vertical-align:top}
 th{font-weight:600;padding-right:2rem;white-space:nowrap}
-td{font-variant-numeric:tabular-nums}
+td{font-trial-numeric:tabular-nums}
 svg{width:100%;height:auto}
 text{font-size:12px;fill:currentColor}
 .lane{fill:var(--line)}.out{fill:var(--out)}.in{fill:var(--in)}
@@ -109,7 +109,7 @@ class SwapReport:
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int
     """Small views that were kept without the rest of their storage."""
-    carriers: int
+    packed_groups: int
     """Packs of small storages that travelled together."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
@@ -131,7 +131,7 @@ class SwapReport:
     @classmethod
     def of(
         cls,
-        meter: Meter,
+        metrics: Metrics,
         pool: PoolStats,
         device: Device,
         *,
@@ -142,12 +142,12 @@ class SwapReport:
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
     ) -> SwapReport:
-        """The figures that `meter` and `pool` stand at now."""
-        spans = meter.resolve()
-        totals = meter.totals
+        """The figures that `metrics` and `pool` stand at now."""
+        spans = metrics.resolve()
+        totals = metrics.totals
         timed = totals.timed_steps > 0
-        course = None if adaptation is None else adaptation.latest
-        followed = None if course is None else course.current
+        planned = None if adaptation is None else adaptation.latest
+        followed = None if planned is None else planned.current
         return cls(
             device=device.name,
             simulated=device.simulated,
@@ -158,8 +158,8 @@ class SwapReport:
             plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
             steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
             planning_us=0.0 if adaptation is None else adaptation.planning_us,
-            planned_step_us=None if followed is None else followed.script.plan.step_us,
-            planned_peak_bytes=None if followed is None else followed.script.plan.peak_bytes,
+            planned_step_us=None if followed is None else followed.schedule.plan.step_us,
+            planned_peak_bytes=None if followed is None else followed.schedule.plan.peak_bytes,
             measured_step_us=None if followed is None or not followed.times_us else median(followed.times_us),
             bytes_swapped_out=totals.bytes_swapped_out,
             bytes_swapped_in=totals.bytes_swapped_in,
@@ -182,7 +182,7 @@ class SwapReport:
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             fallbacks=totals.fallbacks,
             gathers=totals.gathers,
-            carriers=totals.carriers,
+            packed_groups=totals.packed_groups,
             encoded_by_codec=_by_codec(totals.encoded),
             refused_by_codec=_by_codec(totals.refused_by_codec),
             pageable_swap_outs=totals.pageable_swap_outs,
@@ -237,7 +237,7 @@ class SwapReport:
             (f"stall{clock}", _measured(self.stall_us, format_us)),
             ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
             ("kept on the device", kept),
-            ("views gathered, packs of small ones", f"{self.gathers}, {self.carriers}"),
+            ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
             *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._run_again()),
@@ -342,7 +342,7 @@ class SwapReport:
         before = len(self.spans) - len(spans)
         older = f" The {before} copies before them are in the trace." if before else ""
         return (
-            f'<svg viewBox="0 0 1000 125" role="img" aria-label="{label}">{lanes}{bars}'
+            f'<svg viewBox="0 0 1000 125" storage_action="img" aria-label="{label}">{lanes}{bars}'
             f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'
             f"<p>{label}; the pointer over a bar shows its size and time.{older}</p>"
         )

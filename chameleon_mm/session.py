@@ -257,7 +257,7 @@ class SwapSession:
             self._note_peak()
         problem = self._problem()
         return SwapReport.of(
-            self._executor.meter,
+            self._executor.metrics,
             self.pool.stats(),
             self.device,
             steps=self._steps,

@@ -141,10 +141,10 @@ class Swapped(Way):
         return self.executor.pool.stats().num_live
 
     def moved_bytes(self) -> int:
-        return self.executor.meter.totals.bytes_swapped_out
+        return self.executor.metrics.totals.bytes_swapped_out
 
     def close(self) -> None:
-        totals = self.executor.meter.totals
+        totals = self.executor.metrics.totals
         moved = totals.bytes_swapped_out > 0 and totals.bytes_swapped_in > 0
         assert moved == (self.executor.swapped > 0), f"{self.executor.swapped} saves were to move"
 

@@ -21,7 +21,7 @@ from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
 
@@ -121,7 +121,7 @@ def host_copy_read_from_another_stream(machine: Machine) -> None:
         other.wait(seen_by_other)
         swapper.save(randn(machine, 8, requires_grad=True))  # queues the copy out
         handle.claim.saved.reclaim()
-        assert handle.claim.saved.place is Place.ON_HOST
+        assert handle.claim.saved.state is State.ON_HOST
         with machine.on(other):
             got = swapper.use(handle) + 0
         device.synchronize()
@@ -172,7 +172,7 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def reclaim(self: SavedStorage) -> None:
         assert self._out is not None
-        self._tools.transfer.issue_out(self._out)
+        self._context.transfer.issue_out(self._out)
         self._drop_device()
 
     monkeypatch.setattr(SavedStorage, "reclaim", reclaim)

@@ -188,12 +188,12 @@ def _swapped_step(
     assert adaptation is not None
     executor.begin_step(timed=True)
     hits = adaptation.plan_cache_hits
-    course = adaptation.latest
+    planned = adaptation.latest
     with torch.autograd.graph.saved_tensors_hooks(executor.save, executor.use):
         loss = _one_step(model, optimizer, batches)
-    variant = None if course is None else course.current
-    trace = None if course is None else course.trace
+    trial = None if planned is None else planned.current
+    trace = None if planned is None else planned.trace
     executor.end_step(completed=True)
-    if variant is None or trace is None or adaptation.plan_cache_hits == hits:
+    if trial is None or trace is None or adaptation.plan_cache_hits == hits:
         return loss, None
-    return loss, (variant.script.plan, trace)
+    return loss, (trial.schedule.plan, trace)

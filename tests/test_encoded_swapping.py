@@ -22,7 +22,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device, Stream
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView, codecs_by_name
 from chameleon_mm.executor.encoding import Encoding
-from chameleon_mm.executor.stored import Place
+from chameleon_mm.executor.saved_storage import State
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
@@ -79,7 +79,7 @@ class Swapping:
             codecs=codecs_by_name(("all",)),
             verify=verify,
         )
-        self.totals = self.executor.meter.totals
+        self.totals = self.executor.metrics.totals
 
     def save(self, t: Tensor) -> SwappedView:
         handle = self.executor.save(t)
@@ -130,7 +130,7 @@ def test_its_kind_crosses_shorter_and_comes_back_bit_for_bit(kind: str, swapping
         out = swapping.totals.bytes_swapped_out
         handle, expected = swapping.saved_and_gone(KINDS[kind])
         swapping.settle()
-        assert handle.claim.saved.place is Place.ON_HOST
+        assert handle.claim.saved.state is State.ON_HOST
         assert swapping.totals.bytes_swapped_out - out == pytest.approx(len(expected) / SHORTER[kind] + 16, abs=16)
         swapping.assert_back(handle, expected)
         for each in earlier:
@@ -149,7 +149,7 @@ def test_another_crosses_as_it_is_and_is_soon_not_tried(kind: str, swapping: Swa
         tried = sum(swapping.totals.refused_by_codec.values())
         assert not swapping.totals.encoded
         assert tried in (4, 8)  # of each codec that takes the dtype: `give_up_after`
-        assert [handle.claim.saved.place for handle, _ in handles] == [Place.ON_HOST] * 12
+        assert [handle.claim.saved.state for handle, _ in handles] == [State.ON_HOST] * 12
         for handle, expected in handles:
             swapping.assert_back(handle, expected)
         del handles, handle
@@ -173,7 +173,7 @@ def test_used_before_it_was_sent_and_dropped_on_the_way() -> None:
         large, _ = swapping.saved_and_gone(lambda: torch.randn(8 * N))
         queued, expected = swapping.saved_and_gone(KINDS["bf16"])
         dropped, _ = swapping.saved_and_gone(KINDS["bf16"])
-        assert queued.claim.saved.place is Place.LEAVING
+        assert queued.claim.saved.state is State.LEAVING
         del dropped
         swapping.assert_back(queued, expected)
         del large, queued
@@ -264,7 +264,7 @@ def test_any_life_is_exact_and_leaves_nothing(actions: list[tuple[str, int]], sl
             elif what == "op":
                 swapping.next_op()
             elif what == "squeeze":
-                swapping.executor._guard.give_back_all(keep=None)
+                swapping.executor._guard.reclaim_all(keep=None)
             elif what == "wait":
                 device.synchronize()
             elif alive and what == "use":

@@ -16,7 +16,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
 from chameleon_mm.executor import swap_outs
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.transfer import Thresholds, Transfer
 from chameleon_mm.units import KIB
 
@@ -125,7 +125,7 @@ class Trainer:
 
 def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, fail_at: int, mode: str) -> bool:
     """One run with the N-th call failing. Returns whether there was an N-th call."""
-    monkeypatch.setattr(swap_outs, "CARRIER_BYTES", 8 * KIB)
+    monkeypatch.setattr(swap_outs, "GROUP_BYTES", 8 * KIB)
     trainer = Trainer(mode)
     with faults_at(site, monkeypatch) as faults, trainer.session:
         faults.fail_at, faults.error = fail_at, error
@@ -169,14 +169,14 @@ def test_every_single_fault(site: str, mode: str, error: type[BaseException], mo
 def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no end event: taken for one still under way, it would be looked at again for the rest of the session."""
     device = cm.SimDevice()
-    transfer, meter = Transfer(device, outstanding=1), Meter()
-    meter.begin_step(device.current_stream(), timed=True)
+    transfer, metrics = Transfer(device, outstanding=1), Metrics()
+    metrics.begin_step(device.current_stream(), timed=True)
     host = device.alloc_pinned(2 * 4096)
     buffers = [device.current_stream().alloc(4096) for _ in range(2)]
     for n, buffer in enumerate(buffers):
         ready = device.current_stream().record()
         move = transfer.swap_out(host[n * 4096 : (n + 1) * 4096], buffer, [ready], timed=True)
-        meter.moved(move, "out", 4096)
+        metrics.moved(move, "out", 4096)
     assert not move.begun, "the first copy was complete already: nothing was left to refuse"
     device.synchronize()
     with faults_at("copy", monkeypatch) as faults:
@@ -184,5 +184,5 @@ def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.Monke
         transfer.pump()
     assert move.failed
     device.synchronize()
-    assert len(meter.resolve()) == 1
-    assert not meter._moves
+    assert len(metrics.resolve()) == 1
+    assert not metrics._moves

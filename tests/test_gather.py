@@ -21,7 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device, Stream
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
 from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.stored import Place
+from chameleon_mm.executor.saved_storage import State
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
@@ -134,7 +134,7 @@ def test_the_last_row_moves_alone_and_its_storage_goes_at_once(device: Device, p
         got = swapper.use(handle)
         assert torch.equal(got, expected)
         assert (got.stride(), got.storage_offset()) == ((ROW, 1), 3 * ROW // 4)
-    totals = swapper.meter.totals
+    totals = swapper.metrics.totals
     assert (totals.gathers, totals.bytes_swapped_out, totals.bytes_swapped_in) == (1, BIG_BYTES // 4, BIG_BYTES // 4)
     del handle, got
     assert pool.stats().num_live == 0
@@ -154,7 +154,7 @@ def test_views_of_one_part_share_one_copy_and_one_storage(device: Device, pool: 
         assert torch.equal(second, rows.t())
         assert torch.equal(third, rows.view(torch.int32))
         assert first.untyped_storage() is second.untyped_storage() is third.untyped_storage()
-    assert swapper.meter.totals.bytes_swapped_out == 2 * ROW * 4
+    assert swapper.metrics.totals.bytes_swapped_out == 2 * ROW * 4
 
 
 def test_a_saved_storage_that_lives_on_is_used_itself(device: Device, pool: cm.PinnedPool) -> None:
@@ -164,7 +164,7 @@ def test_a_saved_storage_that_lives_on_is_used_itself(device: Device, pool: cm.P
         handle = saved(swapper, big[7])
         next_op(swapper)
         assert swapper.use(handle).untyped_storage() is big.untyped_storage()
-    assert swapper.meter.totals.bytes_swapped_in == 0
+    assert swapper.metrics.totals.bytes_swapped_in == 0
 
 
 def test_once_a_storage_is_saved_whole_its_views_share_that(device: Device, pool: cm.PinnedPool) -> None:
@@ -192,8 +192,8 @@ def test_many_views_end_in_one_copy_of_all(rows: int, alone: int, device: Device
         next_op(swapper)
         for start, handle in handles.items():
             assert torch.equal(swapper.use(handle), expected[start : start + rows])
-    assert swapper.meter.totals.gathers == alone
-    assert swapper.meter.totals.bytes_swapped_out == alone * rows * ROW * 4 + BIG_BYTES
+    assert swapper.metrics.totals.gathers == alone
+    assert swapper.metrics.totals.bytes_swapped_out == alone * rows * ROW * 4 + BIG_BYTES
     handles.clear()
     del handle
     assert swapper.live_storages == 0
@@ -211,8 +211,8 @@ def test_less_than_is_worth_a_copy_stays_packed(device: Device, pool: cm.PinnedP
         next_op(swapper)
         assert device.allocated_bytes() < before + 8192
         assert torch.equal(swapper.use(handle), expected)
-    assert handle.claim.saved.place is Place.RESIDENT
-    assert swapper.meter.totals.bytes_swapped_out == 0
+    assert handle.claim.saved.state is State.RESIDENT
+    assert swapper.metrics.totals.bytes_swapped_out == 0
 
 
 def test_what_was_written_to_is_not_gathered_and_raises(device: Device, pool: cm.PinnedPool) -> None:
@@ -224,7 +224,7 @@ def test_what_was_written_to_is_not_gathered_and_raises(device: Device, pool: cm
         next_op(swapper)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             swapper.use(handle)
-    assert swapper.meter.totals.gathers == 0
+    assert swapper.metrics.totals.gathers == 0
 
 
 def test_without_memory_to_gather_into_all_of_it_moves(
@@ -242,7 +242,7 @@ def test_without_memory_to_gather_into_all_of_it_moves(
         del big
         next_op(swapper)
         assert torch.equal(swapper.use(handle), expected)
-    assert (swapper.meter.totals.gathers, swapper.meter.totals.bytes_swapped_out) == (0, BIG_BYTES)
+    assert (swapper.metrics.totals.gathers, swapper.metrics.totals.bytes_swapped_out) == (0, BIG_BYTES)
 
 
 def test_a_use_that_does_not_fit_gives_back_and_tries_again(
@@ -264,7 +264,7 @@ def test_a_use_that_does_not_fit_gives_back_and_tries_again(
 
         monkeypatch.setattr(Part, "unpack", refuse_once)
         assert torch.equal(swapper.use(handle), expected)
-    assert swapper.meter.totals.oom_retries == 1
+    assert swapper.metrics.totals.oom_retries == 1
 
 
 def gathered_and_used(*, gathered_on_side: bool, used_on_side: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, compute
-from chameleon_mm.executor.course import LATELY
+from chameleon_mm.executor.planned_step import LATELY
 from chameleon_mm.units import KIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")

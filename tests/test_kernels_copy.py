@@ -16,7 +16,7 @@ SIZES = (0, 1, 15, 16, 17, 4095, 4096, 4097)
 OFFSETS = ((0, 0), (3, 3), (0, 5), (9, 2))  # of source and destination from a 16-byte boundary
 CANARY_BYTES = 64
 
-Place = Callable[[Tensor], Tensor]
+State = Callable[[Tensor], Tensor]
 ENDS: list[object] = [
     pytest.param(Tensor.pin_memory, Tensor.cuda, id="h2d", marks=pytest.mark.gpu),
     pytest.param(Tensor.cuda, Tensor.pin_memory, id="d2h", marks=pytest.mark.gpu),
@@ -32,8 +32,8 @@ def copied_exactly(
     dst_offset: int,
     num_programs: int,
     copy: Callable[..., None],
-    place_src: Place = Tensor.clone,
-    place_dst: Place = Tensor.clone,
+    place_src: State = Tensor.clone,
+    place_dst: State = Tensor.clone,
 ) -> bool:
     """Whether `copy` moved exactly the bytes asked for: none of the canaries around them, and none of the source."""
     source, before = torch.randint(0, 256, (2, nbytes + 2 * CANARY_BYTES), dtype=torch.uint8)
@@ -63,7 +63,7 @@ def test_a_copy_that_touches_a_canary_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(("place_src", "place_dst"), ENDS)
-def test_copies_are_exact(place_src: Place, place_dst: Place) -> None:
+def test_copies_are_exact(place_src: State, place_dst: State) -> None:
     from chameleon_mm.kernels.copy import copy_bytes
 
     def copy_and_wait(dst: Tensor, src: Tensor, **options: int) -> None:

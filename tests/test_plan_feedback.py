@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from chameleon_mm.executor import Executor
-from chameleon_mm.executor.course import MOST_PLANS, SAMPLES
+from chameleon_mm.executor.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.policy import LinkCost, least_memory, memory_curve
 from chameleon_mm.profiler.op_times import EventTimes
 from tests._random_models import SLOW_GPU, Step, far_ahead, link_of, planning, train
@@ -67,9 +67,9 @@ def test_operators_that_were_timed_wrong_cost_little_in_the_end(
     monkeypatch.setattr(EventTimes, "resolve", lambda self: ((op, us * times) for op, us in resolve(self)))
     steps, executor = trained(seed, TRUE, 0.4)
     assert executor.adaptation is not None and executor.adaptation.latest is not None
-    course = executor.adaptation.latest
-    assert course.times_corrected > 0
-    assert course.trace.duration_us == pytest.approx(true_us, rel=0.02)
+    planned = executor.adaptation.latest
+    assert planned.times_corrected > 0
+    assert planned.trace.duration_us == pytest.approx(true_us, rel=0.02)
     assert settled_us(steps) <= 1.03 * settled_us(right)
 
 
@@ -81,9 +81,9 @@ def test_stalls_that_nobody_foresaw_lead_to_plans_with_more_lead(seed: int) -> N
     adaptation = executor.adaptation
     assert adaptation is not None
     assert adaptation.latest is not None
-    course = adaptation.latest
-    assert 1 < len(course.variants) <= MOST_PLANS
-    assert course.settled
+    planned = adaptation.latest
+    assert 1 < len(planned.trials) <= MOST_PLANS
+    assert planned.settled
     first = median(step.step_us for step in steps[1 : 1 + SAMPLES])
     assert settled_us(steps) <= first
-    assert course.current is min(course.variants, key=lambda variant: variant.step_us)
+    assert planned.current is min(planned.trials, key=lambda trial: trial.step_us)

@@ -103,7 +103,7 @@ def test_planned_steps_are_as_simulated(seed: int) -> None:
         assert all(step.peak_bytes <= budget for step in steps)
         for plan, step in zip(assert_as_simulated(steps[1:], link_of(SLOW_GPU)), steps[1:], strict=True):
             assert plan.peak_bytes == step.peak_bytes
-        assert executor.meter.totals.budget_misses == 0
+        assert executor.metrics.totals.budget_misses == 0
 
 
 @pytest.mark.parametrize(("slack_bytes", "part_left"), [(0, SPARE_PART), (256, SPARE_PART), (1 << 20, SLACK_PART)])

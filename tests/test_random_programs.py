@@ -181,7 +181,7 @@ def check(program: list[Instruction], setting: Setting, kind: str, tally: Tally)
                 del swapped
             adaptation = manager.executor.adaptation
             tally.planned_steps += 0 if adaptation is None else adaptation.plan_cache_hits
-            tally.bytes_swapped_out += manager.executor.meter.totals.bytes_swapped_out
+            tally.bytes_swapped_out += manager.executor.metrics.totals.bytes_swapped_out
 
 
 def swap(
@@ -278,7 +278,7 @@ def test_nested_tensors_without_strides_stay(sim: cm.SimDevice) -> None:
     )
     handle = executor.save(nested)
     assert torch.equal(executor.use(handle).values(), nested.values())
-    assert executor.meter.totals.kept_by_reason == {"layout": 1}
+    assert executor.metrics.totals.kept_by_reason == {"layout": 1}
 
 
 def test_a_storage_emptied_before_its_copy_is_left_to_who_emptied_it(sim: cm.SimDevice) -> None:

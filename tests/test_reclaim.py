@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import SavedStorage, Tools
+from chameleon_mm.executor.saved_storage import SavedStorage, SwapContext
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.transfer import Transfer
@@ -181,7 +181,7 @@ def test_a_flush_gives_back_no_more_than_it_must(sizes: list[int], wanted: int) 
 def leaving(device: Device, pool: cm.PinnedPool, nbytes: int) -> SavedStorage:
     """A storage whose copy out is queued, and which nobody else holds."""
     buffer = device.current_stream().alloc(nbytes)
-    tools = Tools(pool, Transfer(device), Meter(), ComputeStreams(device))
+    tools = SwapContext(pool, Transfer(device), Metrics(), ComputeStreams(device))
     saved = SavedStorage(buffer, SavedBytes(buffer), device.current_stream(), tools, epoch=0, index=0)
     saved.swap_out()
     return saved

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim.poison import poison
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.verify import Checksums
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
@@ -45,7 +45,7 @@ class Life:
         if checksums is not None:
             checksums.prepare()
         self.bytes_before = self.device.allocated_bytes()
-        tools = Tools(self.pool, Transfer(self.device), Meter(), self.streams, checksums)
+        tools = SwapContext(self.pool, Transfer(self.device), Metrics(), self.streams, checksums)
         with self.device.compute():
             t = torch.randn(NBYTES // 4)
         self.expected = t.clone()
@@ -78,10 +78,10 @@ class Life:
 
     def assert_nothing_left(self) -> None:
         self.device.synchronize()
-        assert self.saved.place in (Place.RETIRED, Place.LEAVING)
-        if self.saved.place is Place.LEAVING:  # its copy still reads it: the reclaim queue ends it
+        assert self.saved.state in (State.RETIRED, State.LEAVING)
+        if self.saved.state is State.LEAVING:  # its copy still reads it: the reclaim queue ends it
             self.saved.reclaim()
-        assert self.saved.place is Place.RETIRED
+        assert self.saved.state is State.RETIRED
         assert self.device.allocated_bytes() == self.bytes_before
         assert self.pool.stats().live_bytes == 0
 
@@ -102,9 +102,9 @@ WAYS: dict[str, tuple[str, ...]] = {
 def test_it_is_whole_again_from_everywhere(way: str, verify: bool) -> None:
     life = Life(verify=verify)
     life.go(*WAYS[way])
-    if life.saved.place is Place.LEAVING:
+    if life.saved.state is State.LEAVING:
         life.reclaim()
-    if life.saved.place is Place.ON_HOST:
+    if life.saved.state is State.ON_HOST:
         life.arrive()
     life.use()
     life.saved.retire()
@@ -135,8 +135,8 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.allocated_bytes() == life.saved.arrival_bytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
-    life.saved.let_go()
-    assert life.saved.place is Place.RESTORED  # its head is nowhere else
+    life.saved.drop_if_held_elsewhere()
+    assert life.saved.state is State.RESTORED  # its head is nowhere else
     assert device.allocated_bytes() == NBYTES
     life.drop()
     assert device.allocated_bytes() == HEAD
@@ -152,7 +152,7 @@ def test_only_the_last_bytes_cross() -> None:
 def test_without_memory_for_the_head_all_of_it_stays() -> None:
     life = Life(hbm_bytes=NBYTES + HEAD - 1024)
     life.go("leave", "reclaim")
-    assert life.saved.place is Place.RESIDENT
+    assert life.saved.state is State.RESIDENT
     assert life.saved.remains_bytes == 0
     assert life.pool.stats().live_bytes == 0
     assert life.saved.device is not None
@@ -166,7 +166,7 @@ def test_without_memory_for_the_head_it_is_not_dropped_under_pressure() -> None:
     others = life.compute.alloc(NBYTES + HEAD)
     with pytest.raises(torch.OutOfMemoryError):
         life.drop()
-    assert life.saved.place is Place.RESTORED
+    assert life.saved.state is State.RESTORED
     life.compute.free(others)
     del others
     life.go("use", "drop", "arrive", "use")

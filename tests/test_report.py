@@ -15,7 +15,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import CopySpan
-from chameleon_mm.executor.meter import MAX_SPANS, Meter
+from chameleon_mm.executor.metrics import MAX_SPANS, Metrics
 from chameleon_mm.transfer import Transfer
 from chameleon_mm.units import MIB
 
@@ -62,7 +62,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         kept_by_reason={"leaf": 2, "small": 5},
         fallbacks=0,
         gathers=0,
-        carriers=0,
+        packed_groups=0,
         encoded_by_codec={},
         refused_by_codec={},
         pageable_swap_outs=0,
@@ -361,7 +361,7 @@ def test_a_long_session_draws_the_latest_copies_and_says_how_many_are_left_out(t
     assert any("The 400 copies before them" in text for text in page.text)
 
 
-# --- the meter behind it
+# --- the metrics behind it
 
 
 class Lane:
@@ -371,31 +371,31 @@ class Lane:
         self.sim = sim
         self.nbytes = nbytes
         self.transfer = Transfer(sim, piece_bytes=MIB)
-        self.meter = Meter()
+        self.metrics = Metrics()
         self.hbm, self.host = sim.current_stream().alloc(nbytes), sim.alloc_pinned(nbytes)
-        self.meter.begin_step(sim.current_stream(), timed=True)
+        self.metrics.begin_step(sim.current_stream(), timed=True)
         self.move = self.transfer.swap_out(self.host, self.hbm, [sim.current_stream().record()], timed=True)
-        self.meter.moved(self.move, "out", nbytes)
+        self.metrics.moved(self.move, "out", nbytes)
 
 
 def test_the_meter_never_waits_and_counts_each_piece_once(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
-    assert len(lane.meter.resolve()) <= 2  # as many as are handed over
+    assert len(lane.metrics.resolve()) <= 2  # as many as are handed over
     lane.transfer.issue_out(lane.move)
     sim.synchronize()
-    spans = lane.meter.resolve()
+    spans = lane.metrics.resolve()
     assert [span.nbytes for span in spans] == [MIB, MIB, MIB, 500]
-    copy_us = lane.meter.totals.copy_us
+    copy_us = lane.metrics.totals.copy_us
     assert copy_us == pytest.approx(sum(span.end_us - span.start_us for span in spans))
-    assert lane.meter.resolve() == spans
-    assert lane.meter.totals.copy_us == copy_us
+    assert lane.metrics.resolve() == spans
+    assert lane.metrics.totals.copy_us == copy_us
 
 
 def test_a_curtailed_move_counts_with_what_was_moved(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
     unsent = lane.transfer.curtail_out(lane.move)
     sim.synchronize()
-    assert sum(span.nbytes for span in lane.meter.resolve()) == 3 * MIB + 500 - unsent
+    assert sum(span.nbytes for span in lane.metrics.resolve()) == 3 * MIB + 500 - unsent
     assert unsent > 0
 
 
@@ -408,33 +408,33 @@ def test_an_overtaken_move_is_not_charged_for_what_overtook_it(sim: cm.SimDevice
     sim.synchronize()
     lane.transfer.issue_out(lane.move)
     sim.synchronize()
-    lane.meter.resolve()
+    lane.metrics.resolve()
     assert lane.move.next_byte == 3 * MIB + 500
-    assert 0 < lane.meter.totals.copy_us < 200  # 57 us at 54.9 GB/s, and what launching costs the host
+    assert 0 < lane.metrics.totals.copy_us < 200  # 57 us at 54.9 GB/s, and what launching costs the host
 
 
 def test_waits_are_the_stall(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
     compute = sim.current_stream()
     done = lane.transfer.issue_out(lane.move)
-    lane.meter.wait(compute, done, "in")
+    lane.metrics.wait(compute, done, "in")
     sim.synchronize()
-    lane.meter.resolve()
-    first = lane.meter.totals.stall_us
+    lane.metrics.resolve()
+    first = lane.metrics.totals.stall_us
     assert first > 0
-    lane.meter.wait(compute, done, "in")  # complete by now: nothing more to wait for
+    lane.metrics.wait(compute, done, "in")  # complete by now: nothing more to wait for
     sim.synchronize()
-    lane.meter.resolve()
-    assert lane.meter.totals.stall_us - first < 2  # what two records and a wait cost the host
+    lane.metrics.resolve()
+    assert lane.metrics.totals.stall_us - first < 2  # what two records and a wait cost the host
 
 
 def test_an_untimed_step_records_no_timed_event(sim: cm.SimDevice) -> None:
-    meter, compute = Meter(), sim.current_stream()
-    meter.begin_step(compute, timed=False)
-    meter.wait(compute, compute.record(), "in")
+    metrics, compute = Metrics(), sim.current_stream()
+    metrics.begin_step(compute, timed=False)
+    metrics.wait(compute, compute.record(), "in")
     sim.synchronize()
-    assert meter.resolve() == ()
-    assert (meter.totals.timed_steps, meter.totals.stall_us, meter.totals.hidden_fraction) == (0, 0.0, None)
+    assert metrics.resolve() == ()
+    assert (metrics.totals.timed_steps, metrics.totals.stall_us, metrics.totals.hidden_fraction) == (0, 0.0, None)
 
 
 def test_spans_of_all_steps_are_on_one_clock(sim: cm.SimDevice) -> None:
@@ -444,21 +444,21 @@ def test_spans_of_all_steps_are_on_one_clock(sim: cm.SimDevice) -> None:
     told, measured = [], []
     for _ in range(4):
         sim.synchronize()
-        lane.meter.begin_step(compute, timed=True)
+        lane.metrics.begin_step(compute, timed=True)
         move = lane.transfer.swap_out(lane.host, lane.hbm, [compute.record()], timed=True)
-        lane.meter.moved(move, "out", MIB)
+        lane.metrics.moved(move, "out", MIB)
         piece = move.pieces[0]
         lane.transfer.issue_out(move)
         sim.synchronize()
-        told.append(lane.meter.resolve()[-1].start_us)
+        told.append(lane.metrics.resolve()[-1].start_us)
         measured.append(piece.start.elapsed_us(begin))
     assert [b - a for a, b in pairwise(told)] == pytest.approx([b - a for a, b in pairwise(measured)])
     assert told == sorted(told)
 
 
 def test_only_the_latest_spans_are_kept() -> None:
-    meter = Meter()
-    meter.spans.extend(CopySpan("out", float(k), k + 0.5, 1) for k in range(MAX_SPANS + 5))
-    spans = meter.resolve()
+    metrics = Metrics()
+    metrics.spans.extend(CopySpan("out", float(k), k + 0.5, 1) for k in range(MAX_SPANS + 5))
+    spans = metrics.resolve()
     assert len(spans) == MAX_SPANS
     assert spans[0].start_us == 5.0

@@ -308,7 +308,7 @@ def test_parameters_pass_by_reference(device: Device, pool: cm.PinnedPool) -> No
     assert all(isinstance(h, KeptTensor) for h in handles)
     assert swapper.use(handles[0]) is weight
     assert swapper.use(handles[1]).data_ptr() == weight.data_ptr()
-    assert swapper.meter.totals.kept_by_reason == {"parameter": 2}
+    assert swapper.metrics.totals.kept_by_reason == {"parameter": 2}
 
 
 def test_what_stays_is_counted_by_reason(device: Device, pool: cm.PinnedPool) -> None:
@@ -324,7 +324,7 @@ def test_what_stays_is_counted_by_reason(device: Device, pool: cm.PinnedPool) ->
         for reason, t in kept.items():
             if reason != "empty":
                 assert isinstance(swapper.save(t), KeptTensor)
-    assert dict(swapper.meter.totals.kept_by_reason) == {"small": 1, "leaf": 1, "layout": 1}
+    assert dict(swapper.metrics.totals.kept_by_reason) == {"small": 1, "leaf": 1, "layout": 1}
     assert pool.stats().num_live == 0
 
 
@@ -337,7 +337,7 @@ def test_a_buffer_that_outlives_its_saves_moves_once(device: Device, pool: cm.Pi
         swapper.use(first)
         del first
         assert isinstance(swapper.save(mask), KeptTensor)
-    assert swapper.meter.totals.kept_by_reason == {"persistent": 1}
+    assert swapper.metrics.totals.kept_by_reason == {"persistent": 1}
 
 
 # --- versions: eager's check, in eager's words

@@ -39,11 +39,11 @@ class Swapping:
 
     @property
     def kept(self) -> dict[str, int]:
-        return dict(self.executor.meter.totals.kept_by_reason)
+        return dict(self.executor.metrics.totals.kept_by_reason)
 
     @property
     def swapped_in_bytes(self) -> int:
-        return self.executor.meter.totals.bytes_swapped_in
+        return self.executor.metrics.totals.bytes_swapped_in
 
     def through(self, make: Callable[[], Tensor]) -> Tensor:
         """What backward gets for what `make` made."""

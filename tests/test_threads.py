@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.stored import SavedStorage
+from chameleon_mm.executor.saved_storage import SavedStorage
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Transfer
 

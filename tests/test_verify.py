@@ -8,7 +8,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.stored import SavedStorage
+from chameleon_mm.executor.saved_storage import SavedStorage
 from chameleon_mm.executor.verify import Checksums
 from tests._random_models import far_ahead, planning, train
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from chameleon_mm.executor.adaptation import Adaptation, PlanPhase
-from chameleon_mm.executor.again import StepRunner
 from chameleon_mm.executor.classify import ProtectedStorages
 from chameleon_mm.executor.encoding import codecs_by_name
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
 from chameleon_mm.executor.link_rates import link_cost_for
-from chameleon_mm.executor.meter import CopySpan, Totals
+from chameleon_mm.executor.metrics import CopySpan, Totals
+from chameleon_mm.executor.step_retry import StepRunner
 
 __all__ = [
     "Adaptation",

@@ -20,14 +20,14 @@ from time import perf_counter
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.executor.course import Course, Variant
-from chameleon_mm.executor.guide import Guide, Known, KnownStep, Seen
-from chameleon_mm.executor.meter import Meter, StepKind
-from chameleon_mm.executor.need import Need
+from chameleon_mm.executor.extra_memory import ExtraMemory
+from chameleon_mm.executor.metrics import Metrics, StepKind
+from chameleon_mm.executor.plan_follower import FollowedStep, Known, PlanFollower, StepEntry
+from chameleon_mm.executor.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
-from chameleon_mm.profiler.known import KnownSequences
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.step_cache import StepCache
 from chameleon_mm.trace import TensorKind
 from chameleon_mm.trace.recurring import there_before
 
@@ -94,8 +94,8 @@ class Adaptation:
 
     def __init__(
         self,
-        guide: Guide,
-        meter: Meter,
+        follower: PlanFollower,
+        metrics: Metrics,
         *,
         hbm_budget_bytes: int,
         slack_bytes: int,
@@ -111,28 +111,28 @@ class Adaptation:
         """Steps that were, hook for hook, one that had a plan when they began."""
         self.planning_us = 0.0
         """Host time that making plans took, in all."""
-        self.latest: Course | None = None
+        self.latest: PlannedStep | None = None
         """The step that was planned last."""
-        self._guide = guide
-        self._meter = meter
+        self._follower = follower
+        self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
         self._slack_bytes = slack_bytes
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
-        self._known: Known = KnownSequences(KNOWN_STEPS)
+        self._known: Known = StepCache(KNOWN_STEPS)
         self._flawed: deque[int] = deque(maxlen=KNOWN_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recording was of no use."""
         self._hooks = self._hooks_in_vain = 0
         """Of all steps so far; of these, seen by a recorder that nothing came of."""
-        self._measuring: deque[tuple[Course, Variant, StepTiming]] = deque()
+        self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
         """Steps whose last event was not complete when they ended."""
 
     @property
     def latest_plan(self) -> SwapPlan | None:
         """That of the step that was planned last; None: there is none within the budget."""
         current = None if self.latest is None else self.latest.current
-        return None if current is None else current.script.plan
+        return None if current is None else current.schedule.plan
 
     @property
     def _spare_bytes(self) -> int:
@@ -140,10 +140,10 @@ class Adaptation:
         budget = self._hbm_budget_bytes
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
-    def limit_to(self, hbm_budget_bytes: int) -> None:
+    def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
         self._hbm_budget_bytes = hbm_budget_bytes
-        self._known = KnownSequences(KNOWN_STEPS)
+        self._known = StepCache(KNOWN_STEPS)
         self._measuring.clear()
         self.latest = None
 
@@ -151,16 +151,16 @@ class Adaptation:
         """What records the step that begins; None: nothing needs to. Asks for the step to be timed where a plan is on trial."""
         self._learn_times()
         expected = self._known.begin_step()
-        course = None if expected is None else expected.plan
-        has_plan = course is not None and bool(course.variants)
+        planned = None if expected is None else expected.plan
+        has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
-        self._meter.timed = self._meter.timed or (course is not None and not course.settled)
-        self._meter.timing = StepTiming(compute) if self._meter.timed and has_plan and recorder is None else None
-        self._guide.begin_step(self._known, recorder, wants=self._wants_trace, needs_more=self._needs_more)
+        self._metrics.timed = self._metrics.timed or (planned is not None and not planned.settled)
+        self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
+        self._follower.begin_step(self._known, recorder, wants=self._wants_trace, needs_more=self._needs_more)
         return recorder
 
-    def _is_worth_recording(self, expected: KnownStep | None) -> bool:
+    def _is_worth_recording(self, expected: StepEntry | None) -> bool:
         """Whether the step that begins may be one that wants a trace: by what is expected, or, rarely enough, by what else it
         may be. A sequence that nobody ever expects, such as an evaluation now and then, is only recorded so."""
         if expected is None or self._wants_trace(expected):
@@ -168,15 +168,15 @@ class Adaptation:
         in_vain = self._hooks_in_vain > VAIN_SHARE * self._hooks
         return not in_vain and any(map(self._wants_trace, self._known.entries()))
 
-    def _wants_trace(self, known: KnownStep) -> bool:
+    def _wants_trace(self, known: StepEntry) -> bool:
         return known.plan is None and self._flawed.count(known.fingerprint) < RECORDINGS
 
     def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
         """The step is over. What it taught is kept if it `completed`. `grown_bytes`: what the model allocated since memory was
         last looked at. Returns what the step was."""
-        timing, self._meter.timing = self._meter.timing, None
-        followed = self._guide.followed
-        seen = self._guide.end_step(grown_bytes)
+        timing, self._metrics.timing = self._metrics.timing, None
+        followed = self._follower.followed
+        seen = self._follower.end_step(grown_bytes)
         record = seen.record
         if not completed:
             self._known.abandon_step()
@@ -185,10 +185,10 @@ class Adaptation:
         in_vain = seen.recorded_hooks
         kind = StepKind.PARTLY_PLANNED if seen.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
-            self.plan_cache_hits += bool(entry.plan.variants)
-            if seen.kept_to_plan and entry.plan.variants:
+            self.plan_cache_hits += bool(entry.plan.trials)
+            if seen.kept_to_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
-            if timing is not None and not seen.passed_plan and followed is not None and followed in entry.plan.variants:
+            if timing is not None and not seen.exceeded_plan and followed is not None and followed in entry.plan.trials:
                 timing.end(compute)
                 self._measuring.append((entry.plan, followed, timing))
             self._learn_need(entry.plan, seen)
@@ -197,10 +197,10 @@ class Adaptation:
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
-            course = Course(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            self._offer(course)
-            self._known.put(record, course)
-            self.latest = course
+            planned = PlannedStep(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
+            self._offer(planned)
+            self._known.put(record, planned)
+            self.latest = planned
         else:
             if recorder is not None and recorder.flaw is not None:
                 self._flawed.append(record.fingerprint)
@@ -213,7 +213,7 @@ class Adaptation:
 
     # --- plans
 
-    def _offer(self, course: Course, *, at_most: int = CANDIDATES) -> None:
+    def _offer(self, planned: PlannedStep, *, at_most: int = CANDIDATES) -> None:
         """Give it plans for what is known of it now."""
         began = perf_counter()
         link = self._link_cost()
@@ -221,60 +221,60 @@ class Adaptation:
         for spare_bytes in dict.fromkeys((self._spare_bytes, self._hbm_budget_bytes // SPARE_PART, 0)):
             try:
                 plans = candidate_plans(
-                    course.trace,
+                    planned.trace,
                     self._hbm_budget_bytes - spare_bytes,
                     self._host_budget(),
                     link,
-                    lead_us=course.lead_us or 0.0,
-                    lag_us=course.lag_us or 0.0,
+                    lead_us=planned.lead_us or 0.0,
+                    lag_us=planned.lag_us or 0.0,
                     at_most=at_most,
                     drafts=DRAFTS,
                 )
                 break
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
                 if spare_bytes == 0:
-                    _log_refusal(course.record.num_hooks, refusal)
+                    _log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
-        course.offer(plans, link)
+        planned.offer(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
 
     # --- what steps teach
 
-    def _needs_more(self, course: Course, extra_bytes: int) -> bool:
+    def _needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
         """At the first hook of a step there are that many bytes more on the device than its trace has."""
-        more_bytes = extra_bytes - course.need.extra_bytes
-        plan = None if course.current is None else course.current.script.plan
+        more_bytes = extra_bytes - planned.need.extra_bytes
+        plan = None if planned.current is None else planned.current.schedule.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
-        course.plan_for(course.need | Need(extra_bytes=extra_bytes))
-        self._offer(course)
+        planned.plan_for(planned.need | ExtraMemory(extra_bytes=extra_bytes))
+        self._offer(planned)
         return True
 
-    def _learn_need(self, course: Course, seen: Seen) -> None:
-        need = course.took(seen.need, self._spare_bytes)
-        if seen.passed_plan:
-            need = course.need | seen.need
+    def _learn_need(self, planned: PlannedStep, seen: FollowedStep) -> None:
+        need = planned.took(seen.need, self._spare_bytes)
+        if seen.exceeded_plan:
+            need = planned.need | seen.need
         if need is not None:
-            course.plan_for(need)
-        if course.held_less(seen.spared, self._spare_bytes) or need is not None:
-            self._offer(course)
+            planned.plan_for(need)
+        if planned.held_less(seen.unused, self._spare_bytes) or need is not None:
+            self._offer(planned)
 
     def _learn_times(self) -> None:
         """Of the steps that are complete by now: how long they took, and what they waited for."""
         while self._measuring:
-            course, variant, timing = self._measuring[0]
+            planned, trial, timing = self._measuring[0]
             time = timing.result()
             if time is None:
                 return
             self._measuring.popleft()
-            if variant not in course.variants:
+            if trial not in planned.trials:
                 continue
-            course.measured(variant, time)
-            if abs(course.slowdown - 1) > TIMES_OFF and course.times_corrected < CORRECTIONS:
-                course.correct_times()
-                self._offer(course)
-            elif course.learn_stalls():
-                self._offer(course, at_most=1)
+            planned.measured(trial, time)
+            if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
+                planned.correct_times()
+                self._offer(planned)
+            elif planned.learn_stalls():
+                self._offer(planned, at_most=1)
 
     def _to(self, phase: PlanPhase) -> None:
         if phase not in _NEXT[self.phase]:

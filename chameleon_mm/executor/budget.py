@@ -1,14 +1,14 @@
-"""Keeps the device within its budget by giving back what the host already has, or soon will.
+"""Keeps the device within its budget by giving up what the host already has, or soon will.
 
-    look()                 # before the model goes on: allocated + what it will allocate until the next look <= budget ?
+    check_memory()         # before the model goes on: allocated + what it will allocate until the next check <= budget ?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what was swapped in and is used last               (its host copy is still good)
               3. pack the small ones that wait for more of their kind
               4. swap out what stayed, or was taken back for a use: to ordinary memory where no more can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
-    took(nbytes)           # the swap-in was allocated: ours, not the model's growth
+    note_allocated(nbytes) # a swap-in was allocated: ours, not the model's growth
 
-One reading of the allocator per look, unless something is given back: a reading costs more than all else in a hook.
+A check reads the allocator once, unless something is given up: a reading costs more than all else in a hook.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import torch
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.kept_small import KeptSmall
-from chameleon_mm.executor.meter import Meter
-from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.metrics import Metrics
+from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.executor.surplus import Sender, Surplus, swap_out_now
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
 
 PREFETCH_HORIZON = 8
-"""Looks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
+"""Checks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
 
 UNKNOWN_SHARE = 0.5
 """Of the budget: what may be allocated while nothing was learned before saved tensors go to pageable memory, which is slow.
 
-The other half is for the climb until the next look: an operator's result and its temporaries.
+The other half is for the climb until the next check: an operator's result and its temporaries.
 """
 
 _NO_BOUND = 1 << 62
@@ -50,7 +50,7 @@ class BudgetGuard:
         device: Device,
         limits: Limits,
         order: UseOrder,
-        meter: Meter,
+        metrics: Metrics,
         *,
         live: Callable[[], Iterable[SavedStorage]],
         sender: Callable[[], Sender | None],
@@ -65,24 +65,24 @@ class BudgetGuard:
         self.trusts_plan = False
         """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
         self.planned_climb_bytes = 0
-        """Of a plan that is trusted: what it takes itself, and lets the model take, from this look to the next one."""
-        self.astray = False
+        """Of a plan that is trusted: what it takes itself, and lets the model take, from this check to the next one."""
+        self.diverged = False
         """Whether the step may be another than the one before: then what that took at the same place says little."""
         self.headroom = Headroom()
         self.peak_seen_bytes = 0
-        """The most that was allocated at any look: a lower bound of the peak, for where the device's own says nothing."""
+        """The most that was allocated at any check: a lower bound of the peak, for where the device's own says nothing."""
         self._device = device
         self._limits = limits
         self._order = order
-        self._meter = meter
-        self._live = live
+        self._metrics = metrics
+        self._registry = live
         self._sender = sender
         self.surplus: Surplus | None = None
         """Limit by what the device has free, where there is no budget."""
         if limits.free_share is not None and kept is not None:
             self.surplus = Surplus(device, limits.free_share, reclaim=self.reclaim, order=order, kept=kept, sender=sender)
         self._odometer: int | None = None
-        """Of the last look of this step."""
+        """Of the last check of this step."""
         self._odometer_at_begin: int | None = None
         self._allocated = 0
         self._taken = 0
@@ -92,7 +92,7 @@ class BudgetGuard:
         """More than any device has where there is none."""
         return _NO_BOUND if self._limits.hbm_budget_bytes is None else self._limits.hbm_budget_bytes
 
-    def limit_to(self, hbm_budget_bytes: int) -> None:
+    def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget, from the next look on."""
         self._limits = replace(self._limits, hbm_budget_bytes=hbm_budget_bytes)
 
@@ -102,14 +102,14 @@ class BudgetGuard:
             self._odometer_at_begin = self._device.read_memory().odometer_bytes
             self._taken = 0
 
-    def look(self) -> int:
-        """Note how far allocation climbed since the last look; make room for the next climb. Returns the bytes that the model
+    def check_memory(self) -> int:
+        """Note how far allocation climbed since the last check; make room for the next climb. Returns the bytes that the model
         allocated since then, freed ones too; 0 without a budget."""
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.flush(lambda: self.reclaim.pending_bytes <= allowed)
         if self.surplus is not None:
-            self.surplus.look()
+            self.surplus.check_memory()
         if self._limits.hbm_budget_bytes is None:
             return 0
         growth = self._note_growth()
@@ -147,18 +147,18 @@ class BudgetGuard:
         return 0 if need is None else max(0, budget - self._allocated - need)
 
     def _need(self, ahead: int = 0) -> int | None:
-        """What the model takes until the next look, or the most until any of the next `ahead`; None: not known."""
+        """What the model takes until the next check, or the most until any of the next `ahead`; None: not known."""
         if self.trusts_plan:
             return 0
-        return self.headroom.most() if self.astray else self.headroom.need(ahead)
+        return self.headroom.most() if self.diverged else self.headroom.need(ahead)
 
-    def took(self, nbytes: int) -> None:
+    def note_allocated(self, nbytes: int) -> None:
         """A swap-in was allocated."""
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
         if self.surplus is not None:
-            self.surplus.took(rounded)
+            self.surplus.note_allocated(rounded)
 
     def make_room(self, nbytes: int, *, keep: SavedStorage | None) -> None:
         """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`.
@@ -185,9 +185,9 @@ class BudgetGuard:
             self._allocated = self._device.allocated_bytes()
             return self._allocated <= limit
 
-        refused = self._give_back(enough, keep)
+        refused = self._reclaim_until(enough, keep)
         if self._allocated > budget - nbytes:
-            self._meter.totals.budget_misses += 1
+            self._metrics.totals.budget_misses += 1
             if refused is not None:
                 raise HostMemoryExhausted(
                     f"saved tensors: expected {self._allocated} bytes of device memory, and {nbytes} more for the next use, to "
@@ -195,19 +195,19 @@ class BudgetGuard:
                     f"free host memory, or make the batch smaller"
                 )
 
-    def stays(self, saved: SavedStorage) -> None:
+    def note_on_device(self, saved: SavedStorage) -> None:
         """`saved`, which could be on the host, is on the device all the same."""
         if self.surplus is not None:
-            self.surplus.here(saved)
+            self.surplus.note_on_device(saved)
 
     @property
-    def wants_look(self) -> bool:
-        """Whether memory is to be looked at though nothing that moves is saved or used."""
-        return self.surplus is not None and self.surplus.wants_look
+    def wants_check(self) -> bool:
+        """Whether memory is to be checked though nothing that moves is saved or used."""
+        return self.surplus is not None and self.surplus.wants_check
 
     @property
     def is_blind(self) -> bool:
-        """Whether there is a budget, and no knowing how far allocation will climb until the next look."""
+        """Whether there is a budget, and no knowing how far allocation will climb until the next check."""
         return self._limits.hbm_budget_bytes is not None and self._need() is None
 
     @property
@@ -215,11 +215,11 @@ class BudgetGuard:
         """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
         return self.is_blind and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
-    def give_back_all(self, keep: SavedStorage | None) -> None:
+    def reclaim_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
         if self.surplus is not None:
-            self.surplus.give_back_all(keep)
-        self._give_back(lambda: False, keep)
+            self.surplus.reclaim_all(keep)
+        self._reclaim_until(lambda: False, keep)
 
     def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """After a failed allocation of about `nbytes`: what is on its way out, else one more storage. Returns whether anything
@@ -243,23 +243,25 @@ class BudgetGuard:
 
     def _restored(self) -> list[SavedStorage]:
         """What the host has a copy of and the device, too: the one that is used last first."""
-        both = [saved for saved in self._live() if saved.place in (Place.ARRIVING, Place.RESTORED)]
+        both = [saved for saved in self._registry() if saved.state in (State.ARRIVING, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
         """What is on the device alone, and may be copied."""
-        return [saved for saved in self._live() if saved.place is Place.RESIDENT and saved.op_is_over and saved.worth_a_copy]
+        return [
+            saved for saved in self._registry() if saved.state is State.RESIDENT and saved.op_is_over and saved.worth_a_copy
+        ]
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` leaves the model what it needs."""
         if self._limits.ahead_bytes is not None:
-            ahead = sum(saved.nbytes for saved in self._live() if saved.place is Place.ARRIVING)
+            ahead = sum(saved.nbytes for saved in self._registry() if saved.state is State.ARRIVING)
             if ahead + nbytes > self._limits.ahead_bytes:
                 return False
         return nbytes <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
-        """The step is over; `completed` says whether there is something to learn from it. Returns as `look` does."""
+        """The step is over; `completed` says whether there is something to learn from it. Returns as `check_memory` does."""
         growth = self._note_growth() if self._odometer is not None else 0
         self._odometer = self._odometer_at_begin = None
         if completed:
@@ -284,7 +286,7 @@ class BudgetGuard:
         self.reclaim.flush(lambda: False)
         self.planned.flush(lambda: False)
 
-    def _give_back(self, enough: Callable[[], bool], keep: SavedStorage | None) -> str | None:
+    def _reclaim_until(self, enough: Callable[[], bool], keep: SavedStorage | None) -> str | None:
         """Returns why the host took no more, if that is what ended it."""
         self.reclaim.flush(enough)
         self.planned.flush(enough)

@@ -19,7 +19,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import LastSave, SavedStorage
+from chameleon_mm.executor.saved_storage import LastSave, SavedStorage
 from chameleon_mm.policy import DefaultRule, SaveFacts
 
 

@@ -28,19 +28,19 @@ from chameleon_mm.executor.adaptation import Adaptation
 from chameleon_mm.executor.budget import BudgetGuard
 from chameleon_mm.executor.claims import Claim, Claims, Found
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of
-from chameleon_mm.executor.guide import Guide
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.late_errors import LateErrors
 from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
-from chameleon_mm.executor.live import LiveStorages
-from chameleon_mm.executor.meter import Meter, StepKind
+from chameleon_mm.executor.metrics import Metrics, StepKind
+from chameleon_mm.executor.plan_follower import PlanFollower
 from chameleon_mm.executor.recording import Recording
+from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.saved_part import SavedPart
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.staging import Staging
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
@@ -78,7 +78,7 @@ class Executor:
         link_cost: LinkCost | None = None,
     ) -> None:
         self.device = device
-        self.meter = meter = Meter()
+        self.metrics = metrics = Metrics()
         self._rule = rule
         self._protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
@@ -86,34 +86,34 @@ class Executor:
         self._streams.current()
         self._transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
         self.checksums = checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
-        self._tools = tools = Tools(pool, self._transfer, self.meter, self._streams, checksums)
+        self._context = context = SwapContext(pool, self._transfer, self.metrics, self._streams, checksums)
         self._order = UseOrder()
-        self._live = live = LiveStorages()
+        self._registry = registry = StorageRegistry()
         self._claims = Claims()
         me = weakref.ref(self)
-        self._kept = None if limits.free_share is None else KeptSmall(tools, live, self._claims, partial(_claim_of, me))
+        self._kept = None if limits.free_share is None else KeptSmall(context, registry, self._claims, partial(_claim_of, me))
         # Weak: in a cycle with its guard, dropped swap-outs would keep their pool until the collector runs.
         outs: weakref.ref[SwapOuts]
         self._guard = BudgetGuard(
             device,
             limits,
             self._order,
-            self.meter,
-            live=live.all,
+            self.metrics,
+            live=registry.all,
             sender=lambda: outs(),  # noqa: PLW0108 - it is there only later
             kept=self._kept,
         )
-        staging = Staging(live, limit_bytes=thresholds.staging_bytes)
-        self._outs = SwapOuts(tools, live, self._guard, staging, rule=rule, thresholds=thresholds, codecs=codecs)
+        staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
+        self._outs = SwapOuts(context, registry, self._guard, staging, rule=rule, thresholds=thresholds, codecs=codecs)
         outs = weakref.ref(self._outs)
-        self._ins = SwapIns(tools, live, self._guard, staging, self._order)
-        self._guide = Guide(live, self._guard, self._outs, self._ins) if plans else None
+        self._ins = SwapIns(context, registry, self._guard, staging, self._order)
+        self._follower = PlanFollower(registry, self._guard, self._outs, self._ins) if plans else None
         self._recording = Recording()
         self.adaptation: Adaptation | None = None
-        if self._guide is not None and limits.hbm_budget_bytes is not None:
+        if self._follower is not None and limits.hbm_budget_bytes is not None:
             self.adaptation = Adaptation(
-                self._guide,
-                self.meter,
+                self._follower,
+                self.metrics,
                 hbm_budget_bytes=limits.hbm_budget_bytes,
                 slack_bytes=device.block_slack_bytes,
                 host_budget=lambda: pool.limit_bytes,
@@ -122,7 +122,7 @@ class Executor:
                     model=model,
                     free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
                 ),
-                link_cost=lambda: rates_of(meter.resolve(), link_cost or UNMEASURED_LINK),
+                link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
             )
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -138,7 +138,7 @@ class Executor:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
         self.hook_counts.saved()
         with self._recording.quiet():
-            handle = self._save(t, guided=self._guide is not None)
+            handle = self._save(t, guided=self._follower is not None)
         self._recording.leave_early()
         return handle
 
@@ -146,7 +146,7 @@ class Executor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         self.hook_counts.used()
         with self._recording.quiet():
-            t = self._use(handle, guided=self._guide is not None)
+            t = self._use(handle, guided=self._follower is not None)
         self._recording.leave_early()
         return t
 
@@ -167,18 +167,18 @@ class Executor:
             saved_bytes = SavedBytes(t) if handle is None and reason is None else None
             claim = None if saved_bytes is None else self._claim(t, saved_bytes, facts)
             finished, hook = self._outs.finished(), NO_HOOK
-            if guided and self._guide is not None:
-                hook = self._guide.saved(t, None if claim is None else claim.saved, finished)
-            self._advance(finished, look=claim is not None, at_hook=guided)
-            if hook != NO_HOOK and self._guide is not None:
-                self._guide.bring_ahead(self._streams.current())
+            if guided and self._follower is not None:
+                hook = self._follower.on_save(t, None if claim is None else claim.saved, finished)
+            self._advance(finished, check_memory=claim is not None, at_hook=guided)
+            if hook != NO_HOOK and self._follower is not None:
+                self._follower.prefetch_due(self._streams.current())
             if claim is not None and saved_bytes is not None:
                 handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
                 handle = self._keep(t, reason or facts.kind)
                 if self._kept is not None and facts.nbytes:
                     self._kept.add(handle, facts.nbytes)
-            handle.saved_at = (self._live.epoch, hook)
+            handle.saved_at = (self._registry.epoch, hook)
         return handle
 
     def _use(self, handle: Handle, *, guided: bool) -> Tensor:
@@ -209,32 +209,32 @@ class Executor:
             )
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext(), self._entered():
-            guide, finished = self._guide, self._outs.finished()
-            if guide is not None and guided:
-                guide.used(handle.saved_at, saved, finished)
-            self._advance(finished, look=True, at_hook=guided)
+            follower, finished = self._follower, self._outs.finished()
+            if follower is not None and guided:
+                follower.on_use(handle.saved_at, saved, finished)
+            self._advance(finished, check_memory=True, at_hook=guided)
             compute = self._streams.current()
             storage = self._ins.bring(saved, compute)
             self._count_use(handle, saved)
-            if guide is not None and guided:
-                guide.brought(saved, storage)
-                guide.bring_ahead(compute)
-            if guide is None or saved.role is None or not guide.on_course:
+            if follower is not None and guided:
+                follower.note_restored(saved, storage)
+                follower.prefetch_due(compute)
+            if follower is None or saved.planned is None or not follower.follows_plan:
                 self._ins.prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
     def _pass_by(self, handle: Handle) -> None:
         """A use of what never left: what else is due at its hook."""
-        if self._guide is None or self._forked or self.device.capturing() or tracer_is_on():
+        if self._follower is None or self._forked or self.device.capturing() or tracer_is_on():
             return
         with self._entered():
             finished = self._outs.finished()
-            self._guide.used(handle.saved_at, None, finished)
-            self._advance(finished, look=False)
-            self._guide.bring_ahead(self._streams.current())
+            self._follower.on_use(handle.saved_at, None, finished)
+            self._advance(finished, check_memory=False)
+            self._follower.prefetch_due(self._streams.current())
 
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
-        self.meter.totals.kept_by_reason[reason] += 1
+        self.metrics.totals.kept_by_reason[reason] += 1
         return KeptTensor(t, by_reference=reason == "parameter")
 
     def _keep_apart(self, t: Tensor, reason: str) -> KeptTensor:
@@ -252,12 +252,12 @@ class Executor:
 
     # --- steps
 
-    def limit_to(self, hbm_budget_bytes: int) -> None:
+    def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on. Not to be called in a step."""
         with self._entered():
-            self._guard.limit_to(hbm_budget_bytes)
+            self._guard.change_budget(hbm_budget_bytes)
             if self.adaptation is not None:
-                self.adaptation.limit_to(hbm_budget_bytes)
+                self.adaptation.change_budget(hbm_budget_bytes)
 
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
@@ -272,11 +272,11 @@ class Executor:
             self._in_step = True
             if self.checksums is not None:
                 self.checksums.prepare()  # before anything of the step is counted
-            self._live.begin_epoch()
-            if self._guide is not None:
+            self._registry.begin_epoch()
+            if self._follower is not None:
                 self._guard.begin_step()
             compute = self.device.current_stream()
-            self.meter.begin_step(compute, timed=timed)
+            self.metrics.begin_step(compute, timed=timed)
             recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
         self._recording.begin(recorder)
 
@@ -285,12 +285,12 @@ class Executor:
         recorder = self._recording.end()
         self.hook_counts.end_step(completed=completed)
         if recorder is not None:
-            self.meter.totals.oom_retries += recorder.oom_retries
+            self.metrics.totals.oom_retries += recorder.oom_retries
         if self._forked or self.device.capturing():
             self._in_step = False
             return
         with self._entered():
-            self._advance(self._outs.finished(), look=False)
+            self._advance(self._outs.finished(), check_memory=False)
             self._guard.flush()
             self._outs.forget_small()
             self._in_step = False
@@ -298,7 +298,7 @@ class Executor:
             kind = StepKind.BY_RULE if completed else StepKind.FAILED
             if self.adaptation is not None:
                 kind = self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
-            self.meter.end_step(kind)
+            self.metrics.end_step(kind)
 
     def leave_recorders(self) -> None:
         """Leave what autograd has put back of recorders that were left within a backward."""
@@ -313,7 +313,7 @@ class Executor:
     def live_storages(self) -> int:
         """Saved storages that some handle still claims."""
         with self._entered():
-            return len(self._live)
+            return len(self._registry)
 
     # --- entering, and what autograd lets go of
 
@@ -366,21 +366,21 @@ class Executor:
         while self._dropped:
             saved = self._dropped.popleft()
             retired = True
-            self._live.remove(saved)
+            self._registry.remove(saved)
             self._claims.forget(saved)
-            carrier = saved.carrier
+            group = saved.group
             try:
                 saved.retire()
                 self._recording.retired(saved.traced)
-                if carrier is not None and not carrier.riders:
-                    self._live.carriers.discard(carrier)
-                    carrier.retire()
+                if group is not None and not group.members_left:
+                    self._registry.packed_groups.discard(group)
+                    group.retire()
             except BaseException as error:  # noqa: BLE001 - raised below, once the others are retired too
                 errors.append(error)
             kept_alive = saved.first()
-            if saved.place is Place.RETIRED and kept_alive is not None and saved.part is None:
+            if saved.state is State.RETIRED and kept_alive is not None and saved.part is None:
                 self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
-        if retired and not self._live.of_epoch:
+        if retired and not self._registry.of_epoch:
             self._guard.flush()
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
@@ -389,11 +389,11 @@ class Executor:
 
     def _end_unnamed_step(self) -> None:
         """Outside of `begin_step` and `end_step`, a step is over when nothing that was saved in it is claimed any more."""
-        self._live.begin_epoch()
+        self._registry.begin_epoch()
         self._learn(completed=self._used_any)
 
     def _learn(self, *, completed: bool) -> int:
-        """Returns the bytes that the model allocated since memory was last looked at."""
+        """Returns the bytes that the model allocated since memory was last checked."""
         self._saved_any = self._used_any = False
         grown_bytes = self._guard.end_step(completed=completed)
         if completed:
@@ -404,23 +404,23 @@ class Executor:
 
     # --- what happens at every hook
 
-    def _advance(self, finished: Sequence[SavedStorage], *, look: bool, at_hook: bool = False) -> None:
+    def _advance(self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False) -> None:
         """`finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own."""
         reclaims = False
-        if self._guide is None:
+        if self._follower is None:
             for saved in finished:
                 self._outs.send(saved)
         else:
             # One that somebody gave back before is no room for what the plan has next.
-            reclaims = self._guide.give_back()
-            self._guide.send(finished)
+            reclaims = self._follower.reclaim_due()
+            self._follower.swap_out_due(finished)
         self._outs.pack_waiting()
         self._transfer.pump()
         self._guard.reclaim.sweep()
-        if look or reclaims or self._guard.wants_look:
-            grown_bytes = self._guard.look()
-            if self._guide is not None:
-                self._guide.grew(grown_bytes, at_hook=look and at_hook)
+        if check_memory or reclaims or self._guard.wants_check:
+            grown_bytes = self._guard.check_memory()
+            if self._follower is not None:
+                self._follower.note_growth(grown_bytes, at_hook=check_memory and at_hook)
 
     def _claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""
@@ -430,37 +430,37 @@ class Executor:
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)
-        elif found.grows and claim.saved.place is Place.RESIDENT:
+        elif found.grows and claim.saved.state is State.RESIDENT:
             self._outs.add(claim.saved)
         claim.saved.views += 1
         claim.saved.to_come += 1
         return claim
 
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
-        if self._live.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
+        if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
-        saved = make(t, saved_bytes, compute, self._tools, epoch=self._live.epoch, index=self._live.next_index)
+        saved = make(t, saved_bytes, compute, self._context, epoch=self._registry.epoch, index=self._registry.next_index)
         if found.before is not None:
             saved.follows(found.before.saved)
-        self._live.add(saved)
+        self._registry.add(saved)
         self._saved_any = True
         if self._guard.surplus is not None:
-            self._guard.surplus.saved(saved.nbytes)
+            self._guard.surplus.note_saved(saved.nbytes)
         self._outs.add(saved)
         claim = Claim(saved, self._on_claim_end)
         self._claims.add(claim)
         return claim
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
-        if saved.epoch == self._live.epoch:
+        if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)
         if handle.round != saved.round:
             handle.round = saved.round
             saved.to_come -= 1
-        if saved.place is Place.RESTORED and saved.to_come <= 0 and not self._guard.trusts_plan:
-            saved.let_go()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+        if saved.state is State.RESTORED and saved.to_come <= 0 and not self._guard.trusts_plan:
+            saved.drop_if_held_elsewhere()  # a moment before autograd would; a plan counts on that moment, as the trace has it
 
 
 def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:

@@ -55,7 +55,7 @@ class VersionProbe:
 
 
 NO_HOOK = -1
-"""Of a handle that is a part of another one, or that no guide saw."""
+"""Of a handle that is a part of another one, or that no follower saw."""
 
 
 class KeptTensor:

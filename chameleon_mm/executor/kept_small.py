@@ -16,10 +16,10 @@ from typing import NamedTuple
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.claims import Claim, Claims
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
-from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.op_number import OperatorNumber, current_operator
+from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 _PRUNE_FROM = 1024
 """Entries that are not worth going through."""
@@ -36,11 +36,13 @@ class _Entry(NamedTuple):
 class KeptSmall:
     """Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, tools: Tools, live: LiveStorages, claims: Claims, new_claim: Callable[[SavedStorage], Claim]) -> None:
+    def __init__(
+        self, context: SwapContext, registry: StorageRegistry, claims: Claims, new_claim: Callable[[SavedStorage], Claim]
+    ) -> None:
         self.nbytes = 0
         """Bytes of the storages of all that were added and not seen to be gone: at least what they hold."""
-        self._tools = tools
-        self._live = live
+        self._context = context
+        self._registry = registry
         self._claims = claims
         self._new_claim = new_claim
         self._entries: deque[_Entry] = deque()
@@ -52,7 +54,7 @@ class KeptSmall:
         if len(self._entries) >= self._prune_at:
             self.forget_dead()
             self._prune_at = 2 * len(self._entries) + _PRUNE_FROM
-        stream = self._tools.streams.current()
+        stream = self._context.streams.current()
         self._entries.append(_Entry(weakref.ref(handle), nbytes, current_operator(), stream))
         self.nbytes += nbytes
 
@@ -87,8 +89,8 @@ class KeptSmall:
         found = self._claims.find_whole(t, saved_bytes, home)
         claim = found.claim
         if claim is None:
-            saved = self._live.new_apart(
-                lambda epoch, index: SavedStorage(t, saved_bytes, home, self._tools, epoch=epoch, index=index)
+            saved = self._registry.new_apart(
+                lambda epoch, index: SavedStorage(t, saved_bytes, home, self._context, epoch=epoch, index=index)
             )
             if found.before is not None:
                 saved.follows(found.before.saved)
@@ -99,6 +101,6 @@ class KeptSmall:
         saved.views += 1
         saved.to_come += 1
         view = SwappedView(claim, t, saved_bytes.probe)
-        if saved.place is Place.RESIDENT:
+        if saved.state is State.RESIDENT:
             swap_out(saved)
         handle.move(view)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chameleon_mm.device import Device
-from chameleon_mm.executor.meter import CopySpan
+from chameleon_mm.executor.metrics import CopySpan
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.cost import FASTEST_GBPS, SLOWEST_GBPS
 from chameleon_mm.transfer import CalibrationCache

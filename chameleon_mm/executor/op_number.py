@@ -47,7 +47,7 @@ def current_operator() -> OperatorNumber:
 
 
 def call_site() -> CallSite | None:
-    """Place in Python from which the operator was called whose hook this is; None where C++ called it.
+    """State in Python from which the operator was called whose hook this is; None where C++ called it.
 
     A function of one's own may run operators, write what it saves, and save it: autograd's number is then still that of the
     last operator that it ran, but it was called from elsewhere.

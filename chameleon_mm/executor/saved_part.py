@@ -14,7 +14,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 
 class SavedPart(SavedStorage):
@@ -22,8 +22,10 @@ class SavedPart(SavedStorage):
 
     part: Part
 
-    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, tools: Tools, *, epoch: int, index: int, part: Part) -> None:
-        super().__init__(t, saved, home, tools, epoch=epoch, index=index)
+    def __init__(
+        self, t: Tensor, saved: SavedBytes, home: Stream, context: SwapContext, *, epoch: int, index: int, part: Part
+    ) -> None:
+        super().__init__(t, saved, home, context, epoch=epoch, index=index)
         self.part = part
         self._saved_on = home
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
@@ -34,15 +36,15 @@ class SavedPart(SavedStorage):
 
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        assert self.place is Place.RESIDENT and self.device is not None and not self.gathered
-        self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+        assert self.state is State.RESIDENT and self.device is not None and not self.gathered
+        self._context.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
         packed = self.part.pack(self.device)
-        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
+        self._context.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
         self._home.free(flat_bytes(self.device))
         self.device, self._home, self.gathered = packed, current, True
         self.latest = weakref.ref(packed)
         self.nbytes = packed.nbytes()
-        self._tools.meter.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
+        self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
 
     def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """Of a gathered one: a storage with its bytes in place that somebody holds and `compute` may use without a wait.

@@ -1,10 +1,10 @@
 """The device memory in which small storages are packed, on their way out and on their way back: bounded.
 
-    for together in staging.loads(members): ...     # as many as fit one carrier, in their order
-    staging.make_room(nbytes)                       # compute waits for the oldest carrier's copy, and its memory goes
+    for together in staging.loads(members): ...     # as many as fit one group, in their order
+    staging.make_room(nbytes)                       # compute waits for the oldest group's copy, and its memory goes
 
 A ring of fixed buffers would hold its memory for ever. These are the caching allocator's blocks: counted in the budget while
-they are there, anybody's afterwards. What a ring bounds is bounded the same: before another carrier is packed, compute is
+they are there, anybody's afterwards. What a ring bounds is bounded the same: before another group is packed, compute is
 ordered after the copies of the oldest ones, and they are dropped.
 """
 
@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES
-from chameleon_mm.executor.carrier import Carrier
-from chameleon_mm.executor.live import LiveStorages
-from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.packed_group import PackedGroup
+from chameleon_mm.executor.registry import StorageRegistry
+from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.units import round_up
 
 
 class Staging:
     """Carriers that are on the device, at most `limit_bytes` of them together. Not thread-safe."""
 
-    def __init__(self, live: LiveStorages, *, limit_bytes: int) -> None:
-        self._live = live
+    def __init__(self, registry: StorageRegistry, *, limit_bytes: int) -> None:
+        self._registry = registry
         self._limit_bytes = limit_bytes
 
     @property
     def used_bytes(self) -> int:
-        return sum(carrier.nbytes for carrier in self._live.carriers if carrier.device is not None)
+        return sum(group.nbytes for group in self._registry.packed_groups if group.device is not None)
 
     def loads(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
         """`members` in their order, divided so that each load, packed, takes at most `at_most` bytes and the limit."""
@@ -44,16 +44,16 @@ class Staging:
         if load:
             yield load
 
-    def make_room(self, nbytes: int, *, keep: Carrier | None = None) -> bool:
-        """Give back carriers, oldest first and never `keep`, until `nbytes` more fit. Returns whether they do: not where the
+    def make_room(self, nbytes: int, *, keep: PackedGroup | None = None) -> bool:
+        """Give back groups, oldest first and never `keep`, until `nbytes` more fit. Returns whether they do: not where the
         device refused copies that were to free some."""
         if self.fits(nbytes):
             return True
-        for carrier in sorted(self._live.carriers, key=lambda carrier: (carrier.epoch, carrier.index)):
-            if carrier is not keep and carrier.place is Place.LEAVING:
-                carrier.reclaim()
-            elif carrier is not keep and carrier.place in (Place.ARRIVING, Place.RESTORED):
-                carrier.drop_restored()
+        for group in sorted(self._registry.packed_groups, key=lambda group: (group.epoch, group.index)):
+            if group is not keep and group.state is State.LEAVING:
+                group.reclaim()
+            elif group is not keep and group.state in (State.ARRIVING, State.RESTORED):
+                group.drop_restored()
             if self.fits(nbytes):
                 return True
         return False

@@ -1,7 +1,7 @@
 """Device memory that swapping holds and hooks that copy at save and back at use do not: kept within what is free.
 
     surplus = leaving + back before its use, or after it + waiting to be sent + small ones that stay
-    look()               # surplus <= a share of what the rest leaves free?
+    check_memory()               # surplus <= a share of what the rest leaves free?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what is back and is used last                      (its host copy is still good)
               3. send what waits for more of its kind, and the small ones that stay, oldest first
@@ -10,7 +10,7 @@
 
 The model's own operators allocate where no hook of ours runs. So the rule asks nothing of them: whatever they take, as long as
 the rest alone fits, the rest and this share of what it left free fit a device that is larger by that share. More than the share
-is held only where steps so far have shown how far allocation climbs at most until the next look, and this one saves no more.
+is held only where steps so far have shown how far allocation climbs at most until the next check, and this one saves no more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.kept_small import KeptSmall
-from chameleon_mm.executor.stored import Place, SavedStorage
+from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.policy import LargestClimb, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
@@ -36,7 +36,7 @@ UNREAD_SHARE = 1 / 256
 """Share of the device's capacity up to which memory is not read: on a GPU a reading costs a hook most."""
 
 CAPACITY_EVERY = 64
-"""Looks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
+"""Checks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
 
 
 class Sender(Protocol):
@@ -62,7 +62,7 @@ def swap_out_now(saved: SavedStorage) -> None:
     `HostMemoryExhausted` where the host has neither."""
     with suppress(HostMemoryExhausted):
         saved.swap_out()
-    if saved.place is Place.RESIDENT:
+    if saved.state is State.RESIDENT:
         saved.swap_out(pageable=True)
     saved.reclaim()
 
@@ -82,7 +82,7 @@ class Surplus:
     ) -> None:
         """`reclaim` holds what is leaving; `sender` leads to who sends it, as long as that is there."""
         self._tight = False
-        """Whether memory is to be looked at at every hook."""
+        """Whether memory is to be checked at every hook."""
         self._kept_limit = -1
         """Bytes of small ones that stay, from which on it is to be looked at again."""
         self._device = device
@@ -95,30 +95,30 @@ class Surplus:
         self._here: dict[int, SavedStorage] = {}
         """Storages that are on the device and could be on the host, by id; some may have gone another way since."""
         self._rest_bytes = 0
-        """Allocated beside the surplus, as of the last look, and for uses since then."""
+        """Allocated beside the surplus, as of the last check, and for uses since then."""
         self._odometer: int | None = None
-        """At the last look of this step."""
+        """At the last check of this step."""
         self._taken_bytes = 0
         """Allocated by ourselves since then."""
         self._capacity = 0
-        self._looks = 0
+        self._checks = 0
 
     # --- what is told
 
-    def saved(self, nbytes: int) -> None:
+    def note_saved(self, nbytes: int) -> None:
         """A storage of so many bytes was saved that was not saved before."""
         self._climb.saved(nbytes)
 
-    def here(self, saved: SavedStorage) -> None:
+    def note_on_device(self, saved: SavedStorage) -> None:
         """`saved` stays on the device, or came back: it could be on the host."""
         self._here[id(saved)] = saved
 
-    def ahead(self, saved: SavedStorage) -> None:
-        """`saved` comes back before its use; `took` was told of it."""
-        self.here(saved)
+    def note_prefetched(self, saved: SavedStorage) -> None:
+        """`saved` comes back before its use; `note_allocated` was told of it."""
+        self.note_on_device(saved)
         self._rest_bytes -= allocated_size(saved.nbytes)
 
-    def took(self, rounded_bytes: int) -> None:
+    def note_allocated(self, rounded_bytes: int) -> None:
         """So much was allocated by ourselves, for a use."""
         self._taken_bytes += rounded_bytes
         self._rest_bytes += rounded_bytes
@@ -126,19 +126,19 @@ class Surplus:
     # --- what is asked
 
     @property
-    def wants_look(self) -> bool:
-        """Whether memory is to be looked at now, though nothing that moves is saved or used: it is short, or much was added."""
+    def wants_check(self) -> bool:
+        """Whether memory is to be checked now, though nothing that moves is saved or used: it is short, or much was added."""
         return self._tight or self._kept.nbytes > self._kept_limit
 
-    def look(self) -> None:
+    def check_memory(self) -> None:
         """Read memory; give back what is more than the rest leaves room for. Where little is held nothing is read."""
         sender = self._sender()
         fresh = 0 if sender is None else sender.fresh_bytes
-        if self._looks % CAPACITY_EVERY == 0:
+        if self._checks % CAPACITY_EVERY == 0:
             self._capacity = self._device.capacity
-            self._looks += 1
+            self._checks += 1
         else:
-            self._looks += 1
+            self._checks += 1
             spare = int(self._capacity * min(self._share, UNREAD_SHARE)) - self._held_bytes() - fresh
             if spare >= 0:
                 self._tight, self._kept_limit = False, self._kept.nbytes + spare
@@ -154,7 +154,7 @@ class Surplus:
             held = self._held_bytes()
             self._rest_bytes = now.allocated_bytes - held
             if held > self._allowed_bytes():
-                self._give_back(self._allowed_bytes(), None)
+                self._reclaim_until(self._allowed_bytes(), None)
         spare = self._allowed_bytes() - self._held_bytes() - fresh
         self._tight = 2 * spare < self._allowed_bytes()
         self._kept_limit = self._kept.nbytes + spare
@@ -163,21 +163,21 @@ class Surplus:
         """Give back what is more than there is room for once a use has taken `nbytes`; never `keep`."""
         allowed = self._allowed_bytes(nbytes)
         if self._held_bytes() > allowed:
-            self._give_back(allowed, keep)
+            self._reclaim_until(allowed, keep)
 
     def spare_bytes(self) -> int:
         """Bytes that may be taken beside what is held."""
         return max(0, self._allowed_bytes() - self._held_bytes())
 
-    def give_back_all(self, keep: SavedStorage | None) -> None:
+    def reclaim_all(self, keep: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
-        self._give_back(0, keep)
+        self._reclaim_until(0, keep)
 
     def end_step(self, *, completed: bool) -> None:
         """The step is over; `completed` says whether there is something to learn from it."""
         if self._odometer is not None:
             self._climb.record(max(0, self._device.read_memory().odometer_bytes - self._odometer - self._taken_bytes))
-        self._odometer, self._looks, self._kept_limit = None, 0, -1
+        self._odometer, self._checks, self._kept_limit = None, 0, -1
         self._climb.end_step(completed=completed)
         self._kept.forget_dead()
         self._held_bytes()  # forgets what went another way
@@ -199,15 +199,15 @@ class Surplus:
         return self._reclaim.pending_bytes + waiting + self._kept.nbytes + self._here_bytes()
 
     def _here_bytes(self) -> int:
-        for key in [key for key, saved in self._here.items() if saved.place not in _ON_DEVICE]:
+        for key in [key for key, saved in self._here.items() if saved.state not in _ON_DEVICE]:
             del self._here[key]
         return sum(saved.nbytes for saved in self._here.values())
 
-    def _give_back(self, allowed: int, keep: SavedStorage | None) -> None:
+    def _reclaim_until(self, allowed: int, keep: SavedStorage | None) -> None:
         others = self._held_bytes() - self._reclaim.pending_bytes
         self._reclaim.flush(lambda: self._reclaim.pending_bytes + others <= allowed)
         excess = self._held_bytes() - allowed
-        back = [saved for saved in self._here.values() if saved.place is not Place.RESIDENT and saved is not keep]
+        back = [saved for saved in self._here.values() if saved.state is not State.RESIDENT and saved is not keep]
         for saved in sorted(back, key=lambda saved: self._order.rank(saved.index), reverse=True):
             if excess <= 0:
                 return
@@ -224,7 +224,7 @@ class Surplus:
             # Down to half: every hook adds some, and what is there is gone through each time.
             self._kept.spill(max(0, allowed // 2 - self._here_bytes()), swap_out_now)
             excess = self._held_bytes() - allowed
-            stay = [saved for saved in self._here.values() if saved.place is Place.RESIDENT and saved is not keep]
+            stay = [saved for saved in self._here.values() if saved.state is State.RESIDENT and saved is not keep]
             for saved in stay:
                 if excess <= 0:
                     return
@@ -235,4 +235,4 @@ class Surplus:
             return  # the host takes no more: synchronous hooks would have failed here
 
 
-_ON_DEVICE = (Place.RESIDENT, Place.ARRIVING, Place.RESTORED)
+_ON_DEVICE = (State.RESIDENT, State.ARRIVING, State.RESTORED)

@@ -18,13 +18,13 @@ import torch
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import BudgetGuard
-from chameleon_mm.executor.carrier import Carrier
 from chameleon_mm.executor.encoding import Encoding
-from chameleon_mm.executor.live import LiveStorages
 from chameleon_mm.executor.op_number import OperatorNumber, current_operator
+from chameleon_mm.executor.packed_group import PackedGroup
+from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_part import SavedPart
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.staging import Staging
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
 from chameleon_mm.transfer import Path, Thresholds
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-CARRIER_BYTES = 4 * MIB
+GROUP_BYTES = 4 * MIB
 """Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
 
 MOST_COPIES = 3
@@ -49,8 +49,8 @@ class SwapOuts:
 
     def __init__(
         self,
-        tools: Tools,
-        live: LiveStorages,
+        context: SwapContext,
+        registry: StorageRegistry,
         guard: BudgetGuard,
         staging: Staging,
         *,
@@ -58,8 +58,8 @@ class SwapOuts:
         thresholds: Thresholds,
         codecs: Sequence[Codec],
     ) -> None:
-        self._tools = tools
-        self._live = live
+        self._context = context
+        self._registry = registry
         self._guard = guard
         self._rule = rule
         self._thresholds = thresholds
@@ -68,7 +68,7 @@ class SwapOuts:
         self._staging = staging
         self._fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         self._small: list[SavedStorage] = []
-        """Too small to travel alone: waiting until there are enough of them for a carrier."""
+        """Too small to travel alone: waiting until there are enough of them for a group."""
         self._small_bytes = 0
         """Of all of them: kept, because every hook asks."""
 
@@ -100,7 +100,7 @@ class SwapOuts:
         for saved, operator in self._fresh:
             if operator[0] == thread and operator[1] < now:
                 over[saved] = None
-            elif saved.place is Place.RESIDENT:
+            elif saved.state is State.RESIDENT:
                 waiting.append((saved, operator))
         self._fresh = waiting
         for saved, _ in waiting:
@@ -111,15 +111,15 @@ class SwapOuts:
 
     def send(self, saved: SavedStorage) -> None:
         """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
-        if saved.place is not Place.RESIDENT or not saved.worth_a_copy:
+        if saved.state is not State.RESIDENT or not saved.worth_a_copy:
             return
         if isinstance(saved, SavedPart):
             self._gather(saved)
         elif saved.copies > MOST_COPIES:
-            self._guard.stays(saved)
+            self._guard.note_on_device(saved)
             return
         if saved.nbytes < self._rule.min_bytes:
-            self._guard.stays(saved)
+            self._guard.note_on_device(saved)
             return
         if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
             self.send_alone(saved)
@@ -140,24 +140,24 @@ class SwapOuts:
             self._guard.planned.add(saved)
 
     def pack_waiting(self) -> None:
-        """Pack the small ones that wait, once they fill a carrier, the link is idle, or it is not known what comes next."""
+        """Pack the small ones that wait, once they fill a group, the link is idle, or it is not known what comes next."""
         if not self._small:
             return
-        if self._small_bytes >= CARRIER_BYTES or self._guard.is_blind or self._tools.transfer.out_is_idle():
+        if self._small_bytes >= GROUP_BYTES or self._guard.is_blind or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
         """The step is over: those that went another way wait no more."""
-        self._small = [saved for saved in self._small if saved.place is Place.RESIDENT]
+        self._small = [saved for saved in self._small if saved.state is State.RESIDENT]
         self._small_bytes = sum(saved.nbytes for saved in self._small)
 
     def pack_small(self) -> None:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
         waiting, self._small, self._small_bytes = self._small, [], 0
-        ready = (saved for saved in dict.fromkeys(waiting) if saved.place is Place.RESIDENT and saved.op_is_over)
+        ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.RESIDENT and saved.op_is_over)
         members = [saved for saved in ready if saved.worth_a_copy]
-        # While a carrier is packed, its members are still there: a tight budget has room for small ones only.
-        at_most = min(2 * CARRIER_BYTES, self._guard.spare_bytes())
+        # While a group is packed, its members are still there: a tight budget has room for small ones only.
+        at_most = min(2 * GROUP_BYTES, self._guard.spare_bytes())
         for together in self._staging.loads(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with
                 self.send_alone(together[0])
@@ -170,20 +170,20 @@ class SwapOuts:
             self._swap_out(saved)
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
-            self._guard.stays(saved)
+            self._guard.note_on_device(saved)
         else:
             self._guard.reclaim.add(saved)
 
     def _refused(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
-        self._tools.meter.totals.fallbacks += 1
+        self._context.metrics.totals.fallbacks += 1
 
     def _swap_out(self, saved: SavedStorage) -> None:
         encoding = self._encoding_for(saved)
         if encoding is not None:
             with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
-                saved.swap_out_encoded(encoding, self._tools.streams.current())
-                self._guard.took(encoding.nbytes)
+                saved.swap_out_encoded(encoding, self._context.streams.current())
+                self._guard.note_allocated(encoding.nbytes)
                 return
         try:
             saved.swap_out()
@@ -198,7 +198,7 @@ class SwapOuts:
             return None
         if saved.device.data_ptr() % UNIT_BYTES:
             return None
-        dtype, totals = str(saved.dtype), self._tools.meter.totals
+        dtype, totals = str(saved.dtype), self._context.metrics.totals
         candidates = {codec.name: codec for codec in self._codecs if codec.applies_to(saved.dtype)}
         name = self._codec_rule.choose(
             candidates,
@@ -209,15 +209,15 @@ class SwapOuts:
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay
-            carrier = Carrier(members, self._tools.streams.current(), self._tools, epoch=self._live.epoch)
-            self._guard.took(carrier.nbytes)
-            self._live.carriers.add(carrier)
-            self._tools.meter.totals.carriers += 1
-            self.send_alone(carrier)
+            group = PackedGroup(members, self._context.streams.current(), self._context, epoch=self._registry.epoch)
+            self._guard.note_allocated(group.nbytes)
+            self._registry.packed_groups.add(group)
+            self._context.metrics.totals.packed_groups += 1
+            self.send_alone(group)
 
     def _gather(self, saved: SavedPart) -> None:
         """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
-            saved.gather(self._tools.streams.current())
-            self._tools.meter.totals.gathers += 1
-            self._guard.took(saved.nbytes)
+            saved.gather(self._context.streams.current())
+            self._context.metrics.totals.gathers += 1
+            self._guard.note_allocated(saved.nbytes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chameleon_mm.profiler.known import KnownSequence, KnownSequences
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.matching import Matcher
+from chameleon_mm.profiler.step_cache import CachedStep, StepCache
 from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
 
 __all__ = [
@@ -13,9 +13,9 @@ __all__ = [
     "NEW_STORAGE",
     "NOT_A_USE",
     "Boundary",
-    "KnownSequence",
-    "KnownSequences",
+    "CachedStep",
     "LightProfiler",
     "Matcher",
+    "StepCache",
     "StepRecord",
 ]

@@ -24,8 +24,8 @@ from itertools import count
 from math import inf, log
 from typing import NamedTuple
 
-from chameleon_mm.profiler.known_saves import FIXED, KnownSaves, Pairs, RunningSave, taken_apart
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.profiler.save_index import FIXED, Pairs, RunningSave, SaveIndex, taken_apart
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8
@@ -103,7 +103,7 @@ class Matcher:
 
     def __init__(self, known: StepRecord) -> None:
         self._hook_of = [hook for hook, save in enumerate(known.save_of) if save == NOT_A_USE]
-        self._known = KnownSaves(known, self._hook_of)
+        self._known = SaveIndex(known, self._hook_of)
         self._uses: dict[int, list[int]] = {}
         for hook, save in enumerate(known.save_of):
             if save >= 0:

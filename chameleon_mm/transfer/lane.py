@@ -55,7 +55,7 @@ class Move:
         self.next_byte = 0
         self.timed = timed
         self.pieces: deque[Piece] = deque()
-        """Of a timed move: the pieces handed over, until the meter takes them."""
+        """Of a timed move: the pieces handed over, until the metrics takes them."""
         self.done: Event | None = None
         self.cancelled = False
         self.failed = False

@@ -14,7 +14,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.adaptation import RECORDINGS, Adaptation, PlanPhase
-from chameleon_mm.executor.meter import StepKind
+from chameleon_mm.executor.metrics import StepKind
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
 from chameleon_mm.trace import Trace
 from tests._random_models import SLOW_GPU, far_ahead, link_of, planning
@@ -87,8 +87,8 @@ def test_profile_plan_steady() -> None:
     assert [training.step("tsecst") for _ in range(3)] == [PROFILE, STEADY, STEADY]
     assert training.counts[0] == 1
     assert training.counts[2] == 2
-    assert training.executor.meter.totals.steps_by_kind == {StepKind.RECORDED: 1, StepKind.PLANNED: 2}
-    assert training.executor.meter.totals.bytes_swapped_in > 0
+    assert training.executor.metrics.totals.steps_by_kind == {StepKind.RECORDED: 1, StepKind.PLANNED: 2}
+    assert training.executor.metrics.totals.bytes_swapped_in > 0
 
 
 def test_a_new_step_is_recorded_once_and_known_from_then_on() -> None:
@@ -168,9 +168,9 @@ def test_a_stray_moves_what_it_has_in_common_with_the_plan() -> None:
     training = Training()
     for _ in range(3):
         training.step("tsecsttsecst")
-    before = training.executor.meter.totals.bytes_swapped_in
+    before = training.executor.metrics.totals.bytes_swapped_in
     training.step("tsecsttsecstc")
-    assert training.executor.meter.totals.bytes_swapped_in > before
+    assert training.executor.metrics.totals.bytes_swapped_in > before
 
 
 def test_a_step_that_ends_in_an_error_teaches_nothing() -> None:

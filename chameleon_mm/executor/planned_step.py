@@ -1,13 +1,13 @@
-"""What is known of one step that has a trace: its plans, how long steps under each took, which one is followed.
+"""A step that has a trace: its plans, how long steps took under each of them, and which one is followed.
 
-course = Course(record, trace)
-course.offer(plans, link)            # close in simulated time: each is tried, the one that measures best is kept
-course.current                       # the plan that a step follows now; None: there is none within the budget
-course.measured(variant, time)       # after a step that went by it, hook for hook
-course.slowdown                      # how much longer operators take than the trace has it: 1 where that is right, or not known
-course.learn_stalls()                # the kept one stalls more than it was to: how much earlier copies are to begin
-course.plan_for(need)                # a step like it took more memory, or those of late took less
-course.held_less(spared, 1 << 20)    # those of late held less inside operators than the recorded one
+planned = PlannedStep(record, trace)
+planned.offer(plans, link)            # close in simulated time: each is tried, the one that measures best is kept
+planned.current                       # the plan that a step follows now; None: there is none within the budget
+planned.measured(trial, time)         # after a step that followed it, hook for hook
+planned.slowdown                      # time of its operators over what the trace says; 1 where that is right, or not known
+planned.learn_stalls()                # the kept plan stalls more than simulated: how much earlier copies are to begin
+planned.plan_for(extra)               # a step like it took more memory, or recent ones took less
+planned.held_less(unused, 1 << 20)    # recent ones held less inside operators than the recorded one
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from statistics import median
 
 import numpy as np
 
-from chameleon_mm.executor.need import Need
-from chameleon_mm.executor.script import Script
+from chameleon_mm.executor.extra_memory import ExtraMemory
+from chameleon_mm.executor.hook_schedule import HookSchedule
 from chameleon_mm.executor.step_timing import StepTime
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.matching import Matcher
@@ -42,13 +42,15 @@ LATELY = 16
 """Steps that must do with less memory before plans count on less: one in so many may well take more again."""
 
 
-class Variant:
+class PlanTrial:
     """One plan, and the steps that went by it. `foreseen_out_us`, `foreseen_in_us`: its stalls as simulated, by storage."""
 
-    __slots__ = ("busy_us", "foreseen_in_us", "foreseen_out_us", "script", "time", "times_us")
+    __slots__ = ("busy_us", "foreseen_in_us", "foreseen_out_us", "schedule", "time", "times_us")
 
-    def __init__(self, script: Script, foreseen_out_us: Mapping[int, float], foreseen_in_us: Mapping[int, float]) -> None:
-        self.script = script
+    def __init__(
+        self, schedule: HookSchedule, foreseen_out_us: Mapping[int, float], foreseen_in_us: Mapping[int, float]
+    ) -> None:
+        self.schedule = schedule
         self.foreseen_out_us = foreseen_out_us
         self.foreseen_in_us = foreseen_in_us
         self.times_us: list[float] = []
@@ -60,7 +62,7 @@ class Variant:
     @property
     def step_us(self) -> float:
         """Measured; before that, foreseen."""
-        return median(self.times_us) if self.times_us else self.script.plan.step_us
+        return median(self.times_us) if self.times_us else self.schedule.plan.step_us
 
     @property
     def unforeseen_out_us(self) -> dict[int, float]:
@@ -73,7 +75,7 @@ class Variant:
         return {} if self.time is None else _beyond(self.time.in_stalls_us, self.foreseen_in_us)
 
 
-class Course:
+class PlannedStep:
     """Not thread-safe."""
 
     def __init__(self, record: StepRecord, trace: Trace) -> None:
@@ -88,15 +90,15 @@ class Course:
         """Allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
         """How often the trace's times were."""
-        self._lately: deque[Need] = deque(maxlen=LATELY)
-        self._spared: deque[Mapping[tuple[int, int], int]] = deque(maxlen=LATELY)
-        self.plan_for(Need())
+        self._lately: deque[ExtraMemory] = deque(maxlen=LATELY)
+        self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=LATELY)
+        self.plan_for(ExtraMemory())
 
-    def plan_for(self, need: Need) -> None:
+    def plan_for(self, need: ExtraMemory) -> None:
         """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
         self.need = need
         self.trace = need.added_to(self._recorded)
-        self.variants: list[Variant] = []
+        self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """By storage: how much earlier than foreseen its copy back is to be done."""
         self.lag_us: dict[int, float] = {}
@@ -112,33 +114,33 @@ class Course:
     # --- plans
 
     @property
-    def current(self) -> Variant | None:
+    def current(self) -> PlanTrial | None:
         """The plan to follow: the first that was not tried enough, else the fastest. None: there is none within the budget, and
         the default rule does what it can."""
-        on_trial = [variant for variant in self.variants if len(variant.times_us) < SAMPLES]
-        if on_trial and len(self.variants) > 1:
+        on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
+        if on_trial and len(self.trials) > 1:
             return on_trial[0]
-        return min(self.variants, key=lambda variant: variant.step_us, default=None)
+        return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
     @property
     def settled(self) -> bool:
         """Whether no plan is on trial any more."""
-        return len(self.variants) < 2 or all(len(variant.times_us) >= SAMPLES for variant in self.variants)
+        return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
     def offer(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Other plans for `trace`, best first, made for `link`. Those that there were are kept."""
-        known = {variant.script.plan.actions for variant in self.variants}
+        known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
         for plan in new:
-            self.variants.append(Variant(Script.of(self.trace, plan), *_stalls(self.trace, plan, link)))
+            self.trials.append(PlanTrial(HookSchedule.of(self.trace, plan), *_stalls(self.trace, plan, link)))
 
-    def measured(self, variant: Variant, time: StepTime) -> None:
-        """A step went by `variant`, one of these, hook for hook, and took that long on the device."""
-        for times, us in ((variant.times_us, time.step_us), (variant.busy_us, time.busy_us)):
+    def measured(self, trial: PlanTrial, time: StepTime) -> None:
+        """A step went by `trial`, one of these, hook for hook, and took that long on the device."""
+        for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
-        variant.time = time
+        trial.time = time
 
     @property
     def slowdown(self) -> float:
@@ -146,7 +148,7 @@ class Course:
         current = self._judged
         if current is None:
             return 1.0
-        plan, foreseen_us = current.script.plan, self.trace.duration_us
+        plan, foreseen_us = current.schedule.plan, self.trace.duration_us
         copies_us = plan.step_us - plan.stall_us - foreseen_us  # of what stays of storages that move in part: no operator's
         took_us = median(current.busy_us) - copies_us
         return took_us / foreseen_us if min(took_us, foreseen_us) > 0 else 1.0
@@ -155,7 +157,7 @@ class Course:
         """Whether the plan that was kept stalls more than it was to, and another one may be tried: then `lead_us` and `lag_us`
         say what it is to be made with, this time's and those of before together."""
         current = self._judged
-        if current is None or self._nothing_better or len(self.variants) >= MOST_PLANS:
+        if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
             return False
         ins, outs = current.unforeseen_in_us, current.unforeseen_out_us
         if sum(ins.values()) + sum(outs.values()) <= WORTH_A_PLAN * current.step_us:
@@ -166,7 +168,7 @@ class Course:
         return True
 
     @property
-    def _judged(self) -> Variant | None:
+    def _judged(self) -> PlanTrial | None:
         """The plan that was kept, once it was measured enough."""
         current = self.current
         return current if current is not None and self.settled and len(current.times_us) >= SAMPLES else None
@@ -183,28 +185,28 @@ class Course:
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
-    def took(self, need: Need, spare_bytes: int) -> Need | None:
+    def took(self, need: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
         """A step like it took so much more than was recorded. Returns what to plan for, where that is less than now by more
         than `spare_bytes`: the most that the steps of late took."""
         self._lately.append(need)
         if len(self._lately) < LATELY:
             return None
-        most = Need()
+        most = ExtraMemory()
         for taken in self._lately:
             most |= taken
         return most if self.need.exceeds(most, spare_bytes) else None
 
-    def held_less(self, spared: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
+    def held_less(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
         """A step like it allocated so much less between two hooks than was recorded. An operator holds no more inside itself
         than the most that steps of late allocated there: more was the recorded step's alone, as when kernels were tried out.
         Returns whether that is more than `spare_bytes`; then it is forgotten, and plans that there were are, too."""
-        self._spared.append(spared)
-        if len(self._spared) < LATELY:
+        self._unused.append(unused)
+        if len(self._unused) < LATELY:
             return False
         recorded = self._recorded
         inner_bytes = recorded.op_inner_bytes.copy()
-        for between in spared:
-            most_bytes = self.allocated_between(*between) - min(step.get(between, 0) for step in self._spared)
+        for between in unused:
+            most_bytes = self.allocated_between(*between) - min(step.get(between, 0) for step in self._unused)
             ticks = self.ticks_between(*between)
             ops = slice(*np.searchsorted(recorded.op_tick, (ticks.start, ticks.stop)).tolist())
             inner_bytes[ops] = np.minimum(inner_bytes[ops], most_bytes)
@@ -212,7 +214,7 @@ class Course:
             return False
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
         self._allocated_until = self._odometer()
-        self._spared.clear()
+        self._unused.clear()
         self.plan_for(self.need)
         return True
 

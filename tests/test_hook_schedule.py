@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.executor.script import Due, Script
+from chameleon_mm.executor.hook_schedule import DueActions, HookSchedule
 from chameleon_mm.policy import Action
 from tests._traces import chain, plan_of, random_plan, random_step
 
@@ -22,7 +22,7 @@ def action(tensor: int, out_at: int, reclaim_at: int, in_at: int, use_at: int = 
     return Action(tensor=tensor, nbytes=nbytes or whole, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)
 
 
-def tensors(due: Due | None) -> tuple[list[int], list[int], list[int]]:
+def tensors(due: DueActions | None) -> tuple[list[int], list[int], list[int]]:
     assert due is not None
     reclaims, outs, ins = ([action.tensor for action in actions] for actions in due)
     return reclaims, outs, ins
@@ -34,7 +34,7 @@ def saved(hook: int) -> int:
 
 def test_each_is_due_at_its_hook() -> None:
     one, two = saved(0), saved(1)
-    cursor = Script.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12), action(two, 2, 4, 11)])).begin_step()
+    cursor = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12), action(two, 2, 4, 11)])).begin_step()
     assert cursor.advance_to(0) is None
     assert tensors(cursor.advance_to(1)) == ([], [one], [])
     assert tensors(cursor.advance_to(2)) == ([], [two], [])
@@ -47,57 +47,57 @@ def test_each_is_due_at_its_hook() -> None:
 
 def test_hooks_that_were_passed_over_are_made_up_for() -> None:
     one, two = saved(0), saved(1)
-    cursor = Script.of(TRACE, plan_of(TRACE, [action(one, 2, 4, 12), action(two, 1, 5, 11)])).begin_step()
+    cursor = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 2, 4, 12), action(two, 1, 5, 11)])).begin_step()
     assert tensors(cursor.advance_to(19)) == ([one, two], [two, one], [two, one])
 
 
 def test_whole_storages_go_before_those_in_part() -> None:
     one, two = saved(0), saved(1)
-    script = Script.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12, nbytes=512), action(two, 2, 4, 11)]))
-    assert [a.tensor for a in script.reclaims] == [two, one]
+    schedule = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12, nbytes=512), action(two, 2, 4, 11)]))
+    assert [a.tensor for a in schedule.reclaims] == [two, one]
 
 
 def test_what_begins_with_its_wait_is_not_due_before() -> None:
     """A copy out with the reclaim that waits for it, a copy back with its use."""
     one = saved(0)
-    cursor = Script.of(TRACE, plan_of(TRACE, [action(one, 4, 4, 19)])).begin_step()
+    cursor = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 4, 4, 19)])).begin_step()
     assert tensors(cursor.advance_to(19)) == ([one], [], [])
 
 
 def test_a_role_is_for_the_first_save_of_a_storage_that_may_move() -> None:
     one, two = saved(0), saved(1)
-    script = Script.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12)]))
-    role = script.role(0)
-    assert role is not None
-    assert role.tensor == one
-    assert role.action == script.plan.actions[0]
-    stays = script.role(1)
+    schedule = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12)]))
+    storage_action = schedule.storage_action(0)
+    assert storage_action is not None
+    assert storage_action.tensor == one
+    assert storage_action.action == schedule.plan.actions[0]
+    stays = schedule.storage_action(1)
     assert stays is not None
     assert (stays.tensor, stays.action) == (two, None)
-    assert script.role(19) is None  # a use
-    assert script.role(1_000) is None
+    assert schedule.storage_action(19) is None  # a use
+    assert schedule.storage_action(1_000) is None
 
 
 def test_a_plan_for_another_trace_is_refused() -> None:
     plan = plan_of(TRACE, [action(saved(0), 1, 4, 12)])
     with pytest.raises(ValueError, match="make a plan for this trace"):
-        Script.of(TRACE, dataclasses.replace(plan, fingerprint=plan.fingerprint + 1))
+        HookSchedule.of(TRACE, dataclasses.replace(plan, fingerprint=plan.fingerprint + 1))
     with pytest.raises(ValueError, match=r"expected one for fingerprint 0xc4a1 and 20 hooks.*and 21"):
-        Script.of(TRACE, dataclasses.replace(plan, num_hooks=21))
+        HookSchedule.of(TRACE, dataclasses.replace(plan, num_hooks=21))
 
 
 @pytest.mark.parametrize("tensor", [-1, len(TRACE.tensor_bytes)])
 def test_a_plan_of_a_storage_that_the_trace_does_not_have_is_refused(tensor: int) -> None:
     wrong = Action(tensor=tensor, nbytes=1, out_at=0, reclaim_at=0, in_at=0, use_at=0)
     with pytest.raises(ValueError, match=f"expected tensors below {len(TRACE.tensor_bytes)}.*got {tensor};"):
-        Script.of(TRACE, plan_of(TRACE, [wrong]))
+        HookSchedule.of(TRACE, plan_of(TRACE, [wrong]))
 
 
 @given(st.randoms(use_true_random=False))
 def test_any_way_through_a_step_gives_each_once_and_none_early(rng: Random) -> None:
     trace = random_step(rng)
     plan = random_plan(rng, trace)
-    cursor = Script.of(trace, plan).begin_step()
+    cursor = HookSchedule.of(trace, plan).begin_step()
     given_out: list[tuple[str, Action]] = []
     hook = -1
     while hook < plan.num_hooks:

@@ -1,8 +1,8 @@
 """Counts and times of what the executor did.
 
-    meter.wait(compute, event, "in")      # a wait of compute on a copy: how long it really waited is the stall
-    meter.moved(move, "out", nbytes)      # a copy's own time, piece by piece
-    meter.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
+    metrics.wait(compute, event, "in")      # a wait of compute on a copy: how long it really waited is the stall
+    metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
+    metrics.totals                          # bytes, reasons, fallbacks; hidden share = 1 - stall / copy time
 
 Times need timed events, ten times as dear as untimed ones on a GPU, so a step is timed or not as a whole.
 """
@@ -59,12 +59,12 @@ class Totals:
     uses_on_device: int = 0
     """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     budget_misses: int = 0
-    """Looks at memory that found it above the budget with nothing left to give back."""
+    """Checks of memory that found it above the budget with nothing left to give back."""
     fallbacks: int = 0
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
-    carriers: int = 0
+    packed_groups: int = 0
     """Packs of small storages that travelled together."""
     pageable_swap_outs: int = 0
     """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
@@ -94,7 +94,7 @@ class Totals:
         return None if self.copy_us == 0 else max(0.0, 1.0 - self.stall_us / self.copy_us)
 
 
-class Meter:
+class Metrics:
     """Resolves pairs of timed events into `Totals` once they are complete."""
 
     def __init__(self) -> None:

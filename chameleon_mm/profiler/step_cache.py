@@ -1,6 +1,6 @@
 """Steps that came before, each with what was made for it; and which of them the running step still agrees with.
 
-    known = KnownSequences(capacity=16)
+    known = StepCache(capacity=16)
     known.begin_step()             # a guess: what follows the steps that came before it
     known.follow(hook, feature)    # where the step leaves `known.current`, or at each hook. True: another one took over, or
                                    # `known.current` agrees. False: none does
@@ -37,7 +37,7 @@ _Context = tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class KnownSequence(Generic[_Plan]):
+class CachedStep(Generic[_Plan]):
     """One step that came before."""
 
     record: StepRecord
@@ -50,7 +50,7 @@ class KnownSequence(Generic[_Plan]):
         return self.record.fingerprint
 
 
-class KnownSequences(Generic[_Plan]):
+class StepCache(Generic[_Plan]):
     """The most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
 
     Per hook that is told one comparison; where the step leaves what it followed, one per known step. `put` compares the new
@@ -59,13 +59,11 @@ class KnownSequences(Generic[_Plan]):
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
-            raise ValueError(
-                f"KnownSequences: expected a capacity of 1 or more, got {capacity}; without a plan there is no need"
-            )
+            raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
         self.capacity = capacity
         self.hits = 0
         """Steps that were known."""
-        self._entries: OrderedDict[int, KnownSequence[_Plan]] = OrderedDict()
+        self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
         """By fingerprint, the least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}
         """The last two steps, or the last one -> what came next, and whether it did the last time. The oldest first."""
@@ -74,7 +72,7 @@ class KnownSequences(Generic[_Plan]):
         self._before: _Context = ()
         self._run = 0
         """How often the last step came in a row."""
-        self._current: KnownSequence[_Plan] | None = None
+        self._current: CachedStep[_Plan] | None = None
         self._agreed = 0
         self._deviated = False
 
@@ -95,14 +93,14 @@ class KnownSequences(Generic[_Plan]):
         self._remove(fingerprint)
         while len(self._entries) >= self.capacity:
             self._remove(next(iter(self._entries)))
-        entry = KnownSequence(record=record, plan=plan)
+        entry = CachedStep(record=record, plan=plan)
         for other in self._entries.values():
             other.common[fingerprint] = entry.common[other.fingerprint] = _common(record, other.record)
         self._entries[fingerprint] = entry
 
     # --- while a step runs
 
-    def begin_step(self) -> KnownSequence[_Plan] | None:
+    def begin_step(self) -> CachedStep[_Plan] | None:
         """A new step. Returns the known one that it is expected to be, None if none is known."""
         self._agreed = 0
         self._deviated = False
@@ -134,7 +132,7 @@ class KnownSequences(Generic[_Plan]):
         return False
 
     @property
-    def current(self) -> KnownSequence[_Plan] | None:
+    def current(self) -> CachedStep[_Plan] | None:
         """The known step that the running one agrees with; after a deviation the last one that it agreed with."""
         return self._current
 
@@ -148,11 +146,11 @@ class KnownSequences(Generic[_Plan]):
         """Whether some hook was of no known step that agreed until then."""
         return self._deviated
 
-    def entries(self) -> tuple[KnownSequence[_Plan], ...]:
+    def entries(self) -> tuple[CachedStep[_Plan], ...]:
         """All that are known, the least recently used first."""
         return tuple(self._entries.values())
 
-    def agreeing(self) -> Iterator[KnownSequence[_Plan]]:
+    def agreeing(self) -> Iterator[CachedStep[_Plan]]:
         """Every known step that the running one may be yet, as far as was told: `current` first. After a deviation none."""
         current = self._current
         if current is None or self._deviated:
@@ -162,7 +160,7 @@ class KnownSequences(Generic[_Plan]):
             if other is not current and current.common[other.fingerprint] >= self._agreed:
                 yield other
 
-    def end_step(self, record: StepRecord) -> KnownSequence[_Plan] | None:
+    def end_step(self, record: StepRecord) -> CachedStep[_Plan] | None:
         """The step is over, and was `record`. Returns the known one that it was; None: it was none, to the last hook.
 
         Also for a step of which not every hook was given to `follow`.
@@ -183,7 +181,7 @@ class KnownSequences(Generic[_Plan]):
 
     # --- what follows what
 
-    def _expected(self) -> KnownSequence[_Plan] | None:
+    def _expected(self) -> CachedStep[_Plan] | None:
         run_ended = self._runs_ended.get(self._run_so_far)
         followers = [run_ended if run_ended is not None and run_ended[1] else None]
         followers += map(self._followed_by.get, _contexts(self._before))

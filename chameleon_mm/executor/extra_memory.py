@@ -1,6 +1,6 @@
 """Device memory that a step takes beyond what its trace has: what no hook tells of.
 
-need = Need(extra_bytes=..., spikes={tick: ...})     # all the time, for a moment
+need = ExtraMemory(extra_bytes=..., spikes={tick: ...})     # all the time, for a moment
 need | other                                         # enough for both
 trace = need.added_to(trace)                         # a step that takes that much more
 """
@@ -15,18 +15,18 @@ from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class ExtraMemory:
     """Bytes. Those of `spikes` are allocated and freed again between two looks at memory, the worst tick of which is known."""
 
     extra_bytes: int = 0
     spikes: Mapping[int, int] = field(default_factory=dict)
 
-    def __or__(self, other: Need) -> Need:
+    def __or__(self, other: ExtraMemory) -> ExtraMemory:
         ticks = {*self.spikes, *other.spikes}
         spikes = {tick: max(self.spikes.get(tick, 0), other.spikes.get(tick, 0)) for tick in sorted(ticks)}
-        return Need(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
+        return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
 
-    def exceeds(self, other: Need, by_bytes: int) -> bool:
+    def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
         """Whether it is more than `other`, all the time or at some tick, by more than that."""
         if self.extra_bytes - other.extra_bytes > by_bytes:
             return True

@@ -22,9 +22,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import nn
 
+from chameleon_mm.executor.buffer_copies import BufferCopies
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.executor.kept_buffers import KeptBuffers
-from chameleon_mm.executor.step_start import StepStart
+from chameleon_mm.executor.step_snapshot import StepSnapshot
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.retry import tried_bytes
 from chameleon_mm.units import format_size
@@ -69,12 +69,12 @@ class StepRunner:
         self._device = executor.device
         self._pool = pool
         self._model = model
-        self._buffers = KeptBuffers(model)
+        self._buffers = BufferCopies(model)
 
     @property
     def lowered_budget_bytes(self) -> int | None:
         """The budget now, where steps had to run again; else None."""
-        return self.hbm_budget_bytes if self._executor.meter.totals.steps_run_again else None
+        return self.hbm_budget_bytes if self._executor.metrics.totals.steps_run_again else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
         """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `RUNS_AGAIN` more runs."""
@@ -85,13 +85,13 @@ class StepRunner:
                     return fn()
             except torch.OutOfMemoryError as error:
                 raise _not_again(error, obstacle) from error
-        start = StepStart(self._model, self._device, self._pool, self._buffers)
+        start = StepSnapshot(self._model, self._device, self._pool, self._buffers)
         try:
             return self._run(start, step, fn)
         finally:
             start.drop()
 
-    def _run(self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
+    def _run(self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
         budgets = [self.hbm_budget_bytes]
         while True:
             outcome = self._attempt(start, step, fn)
@@ -105,7 +105,7 @@ class StepRunner:
             budgets.append(self.hbm_budget_bytes)
 
     def _attempt(
-        self, start: StepStart, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]
+        self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]
     ) -> _Result[_R] | _Failure:
         """Run it. Returns a failure that can be made good; raises one that cannot."""
         allocated_bytes = 0
@@ -138,8 +138,8 @@ class StepRunner:
             asked=failure.asked_bytes,
             resting=self._device.allocated_bytes(),
         )
-        self._executor.limit_to(self.hbm_budget_bytes)
-        self._executor.meter.totals.steps_run_again += 1
+        self._executor.change_budget(self.hbm_budget_bytes)
+        self._executor.metrics.totals.steps_run_again += 1
         now, given = format_size(self.hbm_budget_bytes), format_size(before)
         _log.warning(
             "chameleon_mm: a step runs again, within %s instead of %s, and so do those after it: %s",

@@ -24,7 +24,7 @@ from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
 from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.gather import Part
 from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.meter import Meter
+from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.op_number import CallSite, OperatorNumber, call_site, current_operator, made_before
 from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
@@ -34,14 +34,14 @@ from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.carrier import Carrier
-    from chameleon_mm.executor.script import Role
+    from chameleon_mm.executor.hook_schedule import StorageAction
+    from chameleon_mm.executor.packed_group import PackedGroup
     from chameleon_mm.profiler.storages import TracedStorage
 
 _log = logging.getLogger(__name__)
 
 
-class Place(enum.Enum):
+class State(enum.Enum):
     """Where the bytes of a saved storage are."""
 
     RESIDENT = "resident"
@@ -49,7 +49,7 @@ class Place(enum.Enum):
     LEAVING = "leaving"
     """Begins when its copy out is queued; ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
-    """Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its carrier, wherever that is."""
+    """Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its group, wherever that is."""
     ARRIVING = "arriving"
     """Begins when its copy back is queued; ends at the first use, which orders compute after it."""
     RESTORED = "restored"
@@ -59,12 +59,12 @@ class Place(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
+class SwapContext:
     """What a storage needs to move: one set per executor."""
 
     pool: PinnedPool
     transfer: Transfer
-    meter: Meter
+    metrics: Metrics
     streams: ComputeStreams
     checksums: Checksums | None = None
     """Checksums of what goes out, against what comes back; None: nobody looks."""
@@ -85,7 +85,7 @@ class LastSave:
 class SavedStorage:
     """The buffers of one saved storage, and the copies between them.
 
-    A carrier is one that stands for several small ones, a `SavedPart` one of which a view alone was saved.
+    A group is one that stands for several small ones, a `SavedPart` one of which a view alone was saved.
     """
 
     part: Part | None = None
@@ -93,9 +93,9 @@ class SavedStorage:
     gathered = False
     """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
 
-    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, tools: Tools, *, epoch: int, index: int) -> None:
+    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, context: SwapContext, *, epoch: int, index: int) -> None:
         storage = t.untyped_storage()
-        self.place = Place.RESIDENT
+        self.state = State.RESIDENT
         self.nbytes = self._saved_nbytes = storage.nbytes()
         """Bytes that are held and moved: those of the saved storage, until it is gathered."""
         self.device: torch.UntypedStorage | None = storage
@@ -119,10 +119,10 @@ class SavedStorage:
         """Handles made for it; `to_come` of them have not been used in this `round` (a round begins with a swap-in)."""
         self.to_come = 0
         self.round = 0
-        self._seal = None if tools.checksums is None else Seal(t, epoch, tools.checksums)
+        self._seal = None if context.checksums is None else Seal(t, epoch, context.checksums)
         self.storage_id = id(storage)
         self._home = home
-        self._tools = tools
+        self._context = context
         self._block: PinnedBlock | None = None
         self._out: Move | None = None
         self._in: Move | None = None
@@ -136,17 +136,17 @@ class SavedStorage:
         self._encoded: Tensor | None = None
         """Its bytes in that form, on the device, on their way out or back; `_encoded_home` allocated it."""
         self._encoded_home = home
-        self.carrier: Carrier | None = None
+        self.group: PackedGroup | None = None
         """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
         self.traced: TracedStorage | None = None
         """Its record, where the step that saved it is written down."""
-        self.role: Role | None = None
+        self.planned: StorageAction | None = None
         """What the plan has for it; None: no plan knows it."""
         self.last_save = LastSave(self.first)
         """Shared with other records of the storage."""
         self.followed_in = -1
         """The last step in which the profiler saw a save of it."""
-        self._remainder = Remainder(0, tools.streams)
+        self._remainder = Remainder(0, context.streams)
         """What stays on the device of it while the rest is on the host."""
 
     # --- out
@@ -163,25 +163,25 @@ class SavedStorage:
 
         `pageable`: to ordinary memory, beyond the pool's limit. `last_bytes`: of its end alone; the rest stays on the device.
         """
-        assert self.place is Place.RESIDENT and self.device is not None
+        assert self.state is State.RESIDENT and self.device is not None
         stays = 0 if last_bytes is None else self.nbytes - last_bytes
-        block = (self._tools.pool.allocate_pageable if pageable else self._tools.pool.allocate)(self.nbytes - stays)
-        self._remainder = Remainder(stays, self._tools.streams)
+        block = (self._context.pool.allocate_pageable if pageable else self._context.pool.allocate)(self.nbytes - stays)
+        self._remainder = Remainder(stays, self._context.streams)
         self._send(block, flat_bytes(self.device)[stays:])
-        self._tools.meter.totals.pageable_swap_outs += pageable
+        self._context.metrics.totals.pageable_swap_outs += pageable
 
     def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
         """As `swap_out`, in a shorter form: a kernel on `current`, which is the current stream, then the copy of its result.
 
         Raises `torch.OutOfMemoryError` too.
         """
-        assert self.place is Place.RESIDENT and self.device is not None
-        block = self._tools.pool.allocate(encoding.nbytes)
+        assert self.state is State.RESIDENT and self.device is not None
+        block = self._context.pool.allocate(encoding.nbytes)
         try:
             encoded = current.alloc(encoding.nbytes)
-            self._tools.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+            self._context.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
             encoding.encode(self.device, encoded, current)
-            self._tools.streams.meet(self._home)  # ... and home, after which the copy comes, follows what was written here
+            self._context.streams.meet(self._home)  # ... and home, after which the copy comes, follows what was written here
         except BaseException:
             block.release()
             raise
@@ -213,48 +213,48 @@ class SavedStorage:
         after = [ready, *block.pending_events]
         if self._seal is not None:
             assert self.device is not None
-            self._tools.streams.meet(self._home)  # the checksum is taken on the current stream, which need not be home
+            self._context.streams.meet(self._home)  # the checksum is taken on the current stream, which need not be home
             self._seal.close(flat_bytes(self.device))
-        out = self._tools.transfer.swap_out(block.buffer, source, after, timed=self._tools.meter.timed)
+        out = self._context.transfer.swap_out(block.buffer, source, after, timed=self._context.metrics.timed)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
-        self._tools.meter.moved(self._out, "out", self.crossing_bytes)
+        self._context.metrics.moved(self._out, "out", self.crossing_bytes)
         self._began_in = current_operator(), call_site()
-        self.place = Place.LEAVING
+        self.state = State.LEAVING
 
-    # --- in a carrier
+    # --- in a group
 
     @property
     def home(self) -> Stream:
         """The stream whose allocator the device copy belongs to."""
         return self._home
 
-    def board(self, carrier: Carrier, packed: Tensor) -> None:
-        """Its bytes, all in `packed`, went into `carrier`, on a stream that home has met since: drop the device copy."""
-        assert self.place is Place.RESIDENT and self.device is not None
+    def pack_into(self, group: PackedGroup, packed: Tensor) -> None:
+        """Its bytes, all in `packed`, went into `group`, on a stream that home has met since: drop the device copy."""
+        assert self.state is State.RESIDENT and self.device is not None
         if self._seal is not None:
             self._seal.close(packed)
         self._home.free(packed)
         self._began_in = current_operator(), call_site()
-        self.device, self.carrier, self.place = None, carrier, Place.ON_HOST
+        self.device, self.group, self.state = None, group, State.ON_HOST
 
-    def alight(self, storage: torch.UntypedStorage, compute: Stream) -> None:
+    def unpacked_into(self, storage: torch.UntypedStorage, compute: Stream) -> None:
         """Its bytes were unpacked into `storage`, on `compute`, the current stream."""
-        assert self.place is Place.ON_HOST and self.carrier is not None
+        assert self.state is State.ON_HOST and self.group is not None
         if self._seal is not None:
             self._seal.check(flat_bytes(storage))
         self.device, self._home, self.latest = storage, compute, weakref.ref(storage)
         self.round += 1
         self.to_come = self.views
-        self.place = Place.RESTORED
+        self.state = State.RESTORED
 
     # --- reclaim
 
     @property
     def reclaimed(self) -> bool:
-        return self.place is not Place.LEAVING
+        return self.state is not State.LEAVING
 
     def copied(self) -> bool:
         assert self._out is not None
@@ -280,10 +280,10 @@ class SavedStorage:
         if encoding is None or block is None:  # no block: nobody wants it any more
             return True
         exact = encoding.is_exact(block.buffer)
-        self._tools.meter.encoded(encoding.codec.name, str(encoding.dtype), exact=exact)
+        self._context.metrics.encoded(encoding.codec.name, str(encoding.dtype), exact=exact)
         if exact:
             return True
-        self._tools.meter.totals.bytes_swapped_out += self.crossing_bytes  # `_stay` takes off what did cross
+        self._context.metrics.totals.bytes_swapped_out += self.crossing_bytes  # `_stay` takes off what did cross
         self._stay()
         if self.worth_a_copy:
             with suppress(HostMemoryExhausted, TransferFailed):
@@ -293,7 +293,7 @@ class SavedStorage:
     def reclaim(self, *, in_turn: bool = False) -> None:
         """Order compute after the copy out and drop the device copy. `in_turn`: the link keeps the order of the plan."""
         assert self._out is not None
-        issue = self._tools.transfer.issue_out_in_turn if in_turn else self._tools.transfer.issue_out
+        issue = self._context.transfer.issue_out_in_turn if in_turn else self._context.transfer.issue_out
         try:
             done = issue(self._out)
         except SimError:
@@ -305,12 +305,12 @@ class SavedStorage:
         if self._encoding is not None:
             done.synchronize()  # only the host can read whether the encoded bytes stand for the storage
             if not self._stands_for_it():
-                if self.place is Place.LEAVING:
+                if self.state is State.LEAVING:
                     self.reclaim()  # as it is, this time
                 return
         kept = self._keeps_remainder()
         # Note [Reclaim]: the block's next owner on compute comes after the copy
-        self._tools.meter.wait(self._home, done, "out", None if self.role is None else self.role.tensor)
+        self._context.metrics.wait(self._home, done, "out", None if self.planned is None else self.planned.tensor)
         if kept:
             self._drop_device()
 
@@ -329,18 +329,18 @@ class SavedStorage:
     def take_back(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
         assert self._out is not None
-        if self.place is not Place.LEAVING or not (self._out.failed or self._tools.transfer.cancel_out(self._out)):
+        if self.state is not State.LEAVING or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
             return False
         self._stay()
         return True
 
     def _stay(self) -> None:
-        self._tools.meter.totals.bytes_swapped_out -= self.crossing_bytes
+        self._context.metrics.totals.bytes_swapped_out -= self.crossing_bytes
         self._release_block()
         self._drop_encoded()
         self._out = self._encoding = None
-        self._remainder = Remainder(0, self._tools.streams)
-        self.place = Place.RESIDENT
+        self._remainder = Remainder(0, self._context.streams)
+        self.state = State.RESIDENT
 
     def _drop_encoded(self) -> None:
         if self._encoded is not None:
@@ -349,12 +349,12 @@ class SavedStorage:
 
     def _drop_device(self) -> None:
         assert self.device is not None
-        self._tools.streams.meet(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._context.streams.meet(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self._drop_encoded()
         self._home.free(flat_bytes(self.device))
         self.device = None
-        self._tools.meter.totals.bytes_reclaimed += self.nbytes - self._remainder.nbytes
-        self.place = Place.RETIRED if self._block is None else Place.ON_HOST
+        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self._remainder.nbytes
+        self.state = State.RETIRED if self._block is None else State.ON_HOST
 
     # --- back
 
@@ -363,7 +363,7 @@ class SavedStorage:
 
         Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed.
         """
-        assert self.place is Place.ON_HOST and self._block is not None and self._out is not None
+        assert self.state is State.ON_HOST and self._block is not None and self._out is not None
         done_out = self._out.done
         assert done_out is not None, "HBM was dropped before its copy was handed over"
         destination = compute.alloc(self.nbytes)
@@ -372,12 +372,12 @@ class SavedStorage:
         # copy must be whole before it is read.
         after = [compute.record(), done_out]
         arriving = crossing[self._remainder.nbytes :]
-        back = self._tools.transfer.swap_in(arriving, self._block.buffer, after, timed=self._tools.meter.timed)
+        back = self._context.transfer.swap_in(arriving, self._block.buffer, after, timed=self._context.metrics.timed)
         if back.failed:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self._remainder.put_back(destination, compute)
         self._in = back
-        self._tools.meter.moved(self._in, "in", self.crossing_bytes)
+        self._context.metrics.moved(self._in, "in", self.crossing_bytes)
         if self._encoding is not None:
             self._encoded, self._encoded_home = crossing, compute
         self.device = destination.untyped_storage()
@@ -386,30 +386,30 @@ class SavedStorage:
         self._arrived_on = None
         self.round += 1
         self.to_come = self.views
-        self.place = Place.ARRIVING
+        self.state = State.ARRIVING
         return self.device
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there. `prefetched`: it began before this use."""
         assert self.device is not None
-        if self.carrier is not None:
+        if self.group is not None:
             return self.device  # unpacked on the stream that is its home
         assert self._in is not None
-        arrived = self._read = self._tools.transfer.issue_in(self._in)
+        arrived = self._read = self._context.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
             if not arrived.query():
-                tensor = None if self.role is None else self.role.tensor
+                tensor = None if self.planned is None else self.planned.tensor
                 # Note [Swap-in]: use after the bytes are there
-                self._tools.meter.wait(compute, arrived, "in", tensor, prefetched=prefetched)
+                self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
             elif prefetched:
-                self._tools.meter.on_time()
+                self._context.metrics.on_time()
             self._arrived_on = compute
         if self._encoding is not None and self._encoded is not None:
             self._encoding.decode(self._encoded, self.device, compute)
             self._drop_encoded()
-        if self._seal is not None and self.place is Place.ARRIVING:
+        if self._seal is not None and self.state is State.ARRIVING:
             self._seal.check(flat_bytes(self.device))
-        self.place = Place.RESTORED
+        self.state = State.RESTORED
         return self.device
 
     def drop_restored(self) -> None:
@@ -417,30 +417,30 @@ class SavedStorage:
 
         Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
         """
-        assert self.place in (Place.ARRIVING, Place.RESTORED) and self.device is not None
+        assert self.state in (State.ARRIVING, State.RESTORED) and self.device is not None
         self._remainder.keep(self.device, self._home)
-        if self.place is Place.ARRIVING:
+        if self.state is State.ARRIVING:
             self._settle_arrival()
         self._drop_encoded()
         self._home.free(flat_bytes(self.device))
         self.device = None
-        self.place = Place.ON_HOST
+        self.state = State.ON_HOST
 
     @property
     def lost_on_the_way(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
-        return self.place is Place.ARRIVING and self._in is not None and self._in.failed
+        return self.state is State.ARRIVING and self._in is not None and self._in.failed
 
-    def let_go(self) -> None:
+    def drop_if_held_elsewhere(self) -> None:
         """All views were used: hold the device copy no longer; whoever still uses it does.
 
         One that moves in part is held on: its first bytes are nowhere else.
         """
-        assert self.place is Place.RESTORED
+        assert self.state is State.RESTORED
         if self._remainder.nbytes:
             return
         self.device = None
-        self.place = Place.ON_HOST
+        self.state = State.ON_HOST
 
     def is_record_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is the one that was saved, and has its size still."""
@@ -469,7 +469,7 @@ class SavedStorage:
         """
         if not self.home_is(compute) or self.gathered:
             return False
-        if self.place is not Place.RESIDENT and not self._was_given(saved, t):
+        if self.state is not State.RESIDENT and not self._was_given(saved, t):
             return False
         self._saved_bytes = [earlier for earlier in self._saved_bytes if not earlier.probe.moved]
         self._saved_bytes.append(saved)
@@ -503,14 +503,14 @@ class SavedStorage:
         if self._in.failed:
             self._in = None
             return
-        if self._tools.transfer.cancel_in(self._in):
-            self._tools.meter.totals.bytes_swapped_in -= self.crossing_bytes
+        if self._context.transfer.cancel_in(self._in):
+            self._context.metrics.totals.bytes_swapped_in -= self.crossing_bytes
             self._in = None
             return
-        arrived = self._read = self._tools.transfer.issue_in(self._in)
+        arrived = self._read = self._context.transfer.issue_in(self._in)
         if not arrived.query():
             # Note [Reclaim]: the copy must be done before the block is reused
-            self._tools.meter.wait(self._home, arrived, "in")
+            self._context.metrics.wait(self._home, arrived, "in")
 
     # --- the end
 
@@ -519,31 +519,31 @@ class SavedStorage:
 
         A copy out that still reads the device buffer keeps it: `place` stays LEAVING and the reclaim queue ends it.
         """
-        if self.place is Place.RETIRED:
+        if self.state is State.RETIRED:
             return
         try:
-            if self.place is Place.LEAVING and not self.take_back():
+            if self.state is State.LEAVING and not self.take_back():
                 assert self._out is not None
-                self._tools.meter.totals.bytes_swapped_out -= self._tools.transfer.curtail_out(self._out)
+                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.curtail_out(self._out)
                 self._release_block()
                 return
-            if self.place is Place.ARRIVING:
-                self._remainder = Remainder(0, self._tools.streams)  # all of it goes
+            if self.state is State.ARRIVING:
+                self._remainder = Remainder(0, self._context.streams)  # all of it goes
                 self.drop_restored()
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
-            self._tools.transfer.synchronize()
+            self._context.transfer.synchronize()
             self._retired()
             raise
         self._retired()
 
     def _retired(self) -> None:
-        if self.carrier is not None:
-            self.carrier.leave(self)
+        if self.group is not None:
+            self.group.leave(self)
         self._release_block()
         self._remainder.drop()
         self.device = self._encoded = None
-        self.place = Place.RETIRED
+        self.state = State.RETIRED
 
     def _release_block(self) -> None:
         if self._block is None:

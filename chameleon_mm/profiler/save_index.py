@@ -1,6 +1,6 @@
 """The saves of a known step, as a running one is matched with them: what they look like, how rare that is, whose storage it is.
 
-    known = KnownSaves(record, hooks of its saves)
+    known = SaveIndex(record, hooks of its saves)
     storages, pairs = known.as_running(aligned)      # of a step whose first hooks are the same
     known.places_like(save, pairs)                   # candidates, by place: how many known saves come before
     known.weight(place, operators, same_storage)     # how much it says that so much agrees
@@ -100,7 +100,7 @@ class Pairs:
             self._own[storage] = self._own[other] = None
 
 
-class KnownSaves:
+class SaveIndex:
     """Of a known step, by place: how many of its saves come before."""
 
     def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
-"""A plan, arranged as a running step reads it: what becomes of the storage that a hook saves, and what is due when.
+"""A plan, arranged by hooks: what becomes of the storage that a hook saves, and what is due at each hook.
 
-script = Script.of(trace, plan)
-script.role(hook)                  # what becomes of the storage that is first saved there; None: nothing is known of it
-script.climb(hook)                 # how much more is allocated at most until the next look at memory
-cursor = script.begin_step()
-cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
+schedule = HookSchedule.of(trace, plan)
+schedule.storage_action(hook)      # what the plan does with the storage that is first saved there; None: nothing is known of it
+schedule.climb(hook)               # how much more is allocated at most until the next check of memory
+cursor = schedule.begin_step()
+cursor.advance_to(hook)            # reclaims, swap-outs and swap-ins of all hooks since the last one that was reached
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chameleon_mm.policy.memory import Int64s
 from chameleon_mm.trace import Trace
 
 
-class Role(NamedTuple):
+class StorageAction(NamedTuple):
     """What the plan has for one storage."""
 
     tensor: int
@@ -28,7 +28,7 @@ class Role(NamedTuple):
     """None: it stays on the device."""
 
 
-class Due(NamedTuple):
+class DueActions(NamedTuple):
     """What is to be done now, each in the plan's order."""
 
     reclaims: Sequence[Action]
@@ -37,18 +37,23 @@ class Due(NamedTuple):
     ins: Sequence[Action]
 
 
-class Script:
+class HookSchedule:
     """Of one plan, for any number of steps. Not changed by them."""
 
     def __init__(
-        self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int], climbs: Sequence[int], allocated_bytes: Int64s
+        self,
+        storage_actions: dict[int, StorageAction],
+        plan: SwapPlan,
+        sizes: Sequence[int],
+        climbs: Sequence[int],
+        allocated_bytes: Int64s,
     ) -> None:
         """`sizes`: of the trace's storages, bytes. `climbs`: by hook, as `Footprint.climbs`."""
         self.plan = plan
         self.allocated_bytes = allocated_bytes
         """(ticks,) at most during each."""
         self._climbs = climbs
-        self._roles = roles
+        self._storage_actions = storage_actions
         self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
         # One that is due out where it is due to go begins with the reclaim that waits for it; so does one that is due back at
         # its use.
@@ -56,7 +61,7 @@ class Script:
         self.ins = sorted((a for a in plan.actions if a.in_at < a.use_at), key=attrgetter("in_at"))
 
     @classmethod
-    def of(cls, trace: Trace, plan: SwapPlan) -> Script:
+    def of(cls, trace: Trace, plan: SwapPlan) -> HookSchedule:
         """`plan` was made for `trace`. Raises `ValueError` where it was not."""
         if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
             raise ValueError(
@@ -70,50 +75,50 @@ class Script:
                 f"plan for this trace"
             )
         actions = {action.tensor: action for action in plan.actions}
-        roles: dict[int, Role] = {}
+        storage_actions: dict[int, StorageAction] = {}
         seen: set[int] = set()
         for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
-                roles[hook] = Role(tensor, actions.get(tensor))
+                storage_actions[hook] = StorageAction(tensor, actions.get(tensor))
         in_reach = [
             action for action in plan.actions if action.use_at < plan.num_hooks
         ]  # of a wrong plan: the others never come
         footprint, columns = Footprint(trace, memory_curve(trace)), ActionColumns.of(in_reach, trace)
         allocated = footprint.allocated(columns)
-        return cls(roles, plan, trace.tensor_bytes.tolist(), footprint.climbs(columns, allocated).tolist(), allocated)
+        return cls(storage_actions, plan, trace.tensor_bytes.tolist(), footprint.climbs(columns, allocated).tolist(), allocated)
 
-    def role(self, hook: int) -> Role | None:
+    def storage_action(self, hook: int) -> StorageAction | None:
         """Of the storage that is saved for the first time at hook number `hook`."""
-        return self._roles.get(hook)
+        return self._storage_actions.get(hook)
 
     def climb(self, hook: int) -> int:
-        """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next look."""
+        """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next check."""
         return self._climbs[hook]
 
-    def begin_step(self) -> Cursor:
-        return Cursor(self)
+    def begin_step(self) -> ScheduleCursor:
+        return ScheduleCursor(self)
 
 
-class Cursor:
-    """How far a step is in its script. Only ever goes forward."""
+class ScheduleCursor:
+    """How far a step is in its schedule. Only ever goes forward."""
 
     __slots__ = ("_next_hook", "_queues")
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, schedule: HookSchedule) -> None:
         self._queues = (
-            _Queue(script.reclaims, attrgetter("reclaim_at")),
-            _Queue(script.outs, attrgetter("out_at")),
-            _Queue(script.ins, attrgetter("in_at")),
+            _Queue(schedule.reclaims, attrgetter("reclaim_at")),
+            _Queue(schedule.outs, attrgetter("out_at")),
+            _Queue(schedule.ins, attrgetter("in_at")),
         )
         self._next_hook = min(queue.next_hook for queue in self._queues)
         """The first hook at which anything is due."""
 
-    def advance_to(self, hook: int) -> Due | None:
+    def advance_to(self, hook: int) -> DueActions | None:
         """What is due up to hook number `hook`, as far as it was not given before; None: nothing."""
         if hook < self._next_hook:
             return None
-        due = Due(*(queue.until(hook) for queue in self._queues))
+        due = DueActions(*(queue.until(hook) for queue in self._queues))
         self._next_hook = min(queue.next_hook for queue in self._queues)
         return due
 

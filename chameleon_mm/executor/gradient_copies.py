@@ -76,10 +76,10 @@ class GradientOnDevice:
         """Nothing to give back: its memory goes with it."""
 
 
-KeptGradient = GradientOnHost | GradientOnDevice
+GradientCopy = GradientOnHost | GradientOnDevice
 
 
-def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> KeptGradient | None:
+def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
     """Of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the device."""
     if grad is None:
         return None

@@ -1,6 +1,6 @@
 """Small saved tensors travel together: one kernel packs them, one copy carries them, and each comes back exact.
 
-The link is so slow that nothing saved later finds it idle: the first small one goes alone, the others wait for a carrier.
+The link is so slow that nothing saved later finds it idle: the first small one goes alone, the others wait for a group.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
 from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView, swap_outs
-from chameleon_mm.executor.carrier import Carrier
-from chameleon_mm.executor.stored import Place
+from chameleon_mm.executor.packed_group import PackedGroup
+from chameleon_mm.executor.saved_storage import State
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
@@ -36,12 +36,12 @@ SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.01, d2h_gbps=0.01, dup
 SMALL = 8 * KIB
 LARGEST = 12_000
 """Of what travels packed."""
-CARRIER_BYTES = 64 * KIB
+GROUP_BYTES = 64 * KIB
 
 
 @pytest.fixture(autouse=True)
-def _small_carriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_outs, "CARRIER_BYTES", CARRIER_BYTES)
+def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_outs, "GROUP_BYTES", GROUP_BYTES)
 
 
 @pytest.fixture
@@ -69,8 +69,8 @@ class Swapping:
 
     @property
     def totals(self) -> dict[str, int]:
-        totals = self.executor.meter.totals
-        return {"carriers": totals.carriers, "out": totals.bytes_swapped_out, "in": totals.bytes_swapped_in}
+        totals = self.executor.metrics.totals
+        return {"packed_groups": totals.packed_groups, "out": totals.bytes_swapped_out, "in": totals.bytes_swapped_in}
 
     def keep_the_link_busy(self) -> SwappedView:
         handle = self.save(torch.randn(MIB // 4))
@@ -103,12 +103,12 @@ class Swapping:
         self.device.synchronize()
         self.next_op()
         assert self.executor.live_storages == 0
-        assert not self.executor._live.carriers
+        assert not self.executor._registry.packed_groups
         assert self.pool.stats().num_live == 0
 
 
-def places(handles: list[SwappedView]) -> list[Place]:
-    return [handle.claim.saved.place for handle in handles]
+def places(handles: list[SwappedView]) -> list[State]:
+    return [handle.claim.saved.state for handle in handles]
 
 
 def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -> None:
@@ -117,15 +117,15 @@ def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -
         large = swapping.keep_the_link_busy()
         before = slow.allocated_bytes()
         handles, expected = swapping.save_small(16)
-        # Left: the expected values and the carrier, whose copy has not even begun.
+        # Left: the expected values and the group, whose copy has not even begun.
         assert slow.allocated_bytes() == before + 2 * 16 * SMALL
-        assert places(handles) == [Place.ON_HOST] * 16
-        assert swapping.totals == {"carriers": 1, "out": MIB + 16 * SMALL, "in": 0}
+        assert places(handles) == [State.ON_HOST] * 16
+        assert swapping.totals == {"packed_groups": 1, "out": MIB + 16 * SMALL, "in": 0}
         swapping.executor.end_step(completed=False)
         assert slow.allocated_bytes() == before - MIB + 16 * SMALL
         swapping.assert_exact(handles, expected)
         assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
-        assert places(handles) == [Place.ON_HOST] * 16  # and each let go after its own
+        assert places(handles) == [State.ON_HOST] * 16  # and each let go after its own
         del handles, large
         swapping.assert_nothing_left()
 
@@ -135,10 +135,10 @@ def test_fewer_than_a_carrier_wait_while_the_link_is_busy(slow: cm.SimDevice) ->
         swapping = Swapping(slow)
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(3)
-        assert places(handles) == [Place.RESIDENT] * 3
+        assert places(handles) == [State.RESIDENT] * 3
         slow.synchronize()
         swapping.next_op()  # nothing else is under way: they go
-        assert places(handles) == [Place.ON_HOST] * 3
+        assert places(handles) == [State.ON_HOST] * 3
         swapping.assert_exact(handles, expected)
         del handles, large
         swapping.assert_nothing_left()
@@ -148,7 +148,7 @@ def test_one_alone_on_an_idle_link_travels_by_itself(slow: cm.SimDevice) -> None
     with slow.compute():
         swapping = Swapping(slow)
         handles, expected = swapping.save_small(1)
-        assert swapping.totals == {"carriers": 0, "out": SMALL, "in": 0}
+        assert swapping.totals == {"packed_groups": 0, "out": SMALL, "in": 0}
         swapping.assert_exact(handles, expected)
 
 
@@ -158,14 +158,14 @@ def test_a_carrier_lives_as_long_as_its_last_member(slow: cm.SimDevice) -> None:
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.executor.end_step(completed=False)
-        carrier = handles[0].claim.saved.carrier
-        assert isinstance(carrier, Carrier)
+        group = handles[0].claim.saved.group
+        assert isinstance(group, PackedGroup)
         del handles[:9]
-        assert carrier.riders == 1
-        assert swapping.pool.stats().num_live == 2  # the large one's and the carrier's
+        assert group.members_left == 1
+        assert swapping.pool.stats().num_live == 2  # the large one's and the group's
         swapping.assert_exact(handles, expected[9:])
         handles.clear()
-        assert carrier.place is Place.RETIRED
+        assert group.state is State.RETIRED
         del large
         swapping.assert_nothing_left()
 
@@ -177,9 +177,9 @@ def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> N
         handles, expected = swapping.save_small(10)
         swapping.executor.end_step(completed=False)
         swapping.assert_exact(handles[:1], expected[:1])
-        assert places(handles)[1:] == [Place.RESTORED] * 9
-        swapping.executor._guard.give_back_all(keep=None)
-        assert places(handles) == [Place.ON_HOST] * 10
+        assert places(handles)[1:] == [State.RESTORED] * 9
+        swapping.executor._guard.reclaim_all(keep=None)
+        assert places(handles) == [State.ON_HOST] * 10
         swapping.assert_exact(handles, expected)
         swapping.assert_exact(handles, expected)  # and again, as for retain_graph
         del handles, large
@@ -198,7 +198,7 @@ def test_a_written_or_dropped_tensor_is_left_behind(slow: cm.SimDevice) -> None:
         swapping.next_op()
         del dropped
         more, more_expected = swapping.save_small(8)
-        assert swapping.totals["carriers"] == 1
+        assert swapping.totals["packed_groups"] == 1
         assert swapping.totals["out"] == MIB + 12 * SMALL
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             swapping.executor.use(handle)
@@ -230,7 +230,7 @@ def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch:
         with monkeypatch.context() as full:
             full.setattr(SimStream, "alloc", refuse)
             handles, expected = swapping.save_small(10)
-        assert places(handles) == [Place.RESIDENT] * 10
+        assert places(handles) == [State.RESIDENT] * 10
         swapping.assert_exact(handles, expected)
         del handles, large
         swapping.assert_nothing_left()
@@ -262,7 +262,7 @@ def test_a_full_pool_keeps_the_carrier_on_the_device(slow: cm.SimDevice) -> None
         large = swapping.keep_the_link_busy()
         hog = swapping.pool.allocate(swapping.pool.limit_bytes - swapping.pool.stats().live_bytes)
         handles, expected = swapping.save_small(10)
-        assert swapping.executor.meter.totals.fallbacks == 1
+        assert swapping.executor.metrics.totals.fallbacks == 1
         swapping.assert_exact(handles, expected)
         hog.release()
         del handles, large
@@ -277,9 +277,9 @@ def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
         after = swapping.save(whole.clone())
         swapping.next_op()
         swapping.executor.end_step(completed=False)
-        assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the carrier comes next
-        carrier = handles[0].claim.saved.carrier
-        assert carrier is not None and carrier.place is Place.ARRIVING
+        assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the group comes next
+        group = handles[0].claim.saved.group
+        assert group is not None and group.state is State.ARRIVING
         swapping.assert_exact(handles[::-1], expected[::-1])
         del handles, large, after
         swapping.assert_nothing_left()
@@ -297,7 +297,7 @@ def test_verify_names_the_member(slow: cm.SimDevice, monkeypatch: pytest.MonkeyP
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.assert_exact(handles, expected)
-        swapping.executor._guard.give_back_all(keep=None)
+        swapping.executor._guard.reclaim_all(keep=None)
         monkeypatch.setattr(SimStream, "unpack", flipped)
         with pytest.raises(cm.SwapMismatch, match=r"\(2048,\) torch.float32"):
             swapping.assert_exact(handles, expected)
@@ -336,9 +336,9 @@ def test_streams_are_ordered_around_a_carrier(packed_on_side: bool, used_on_side
 def test_without_the_streams_meeting_a_carrier_is_a_race(
     left_out: int, slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init, meet = Carrier.__init__, ComputeStreams.meet
+    init, meet = PackedGroup.__init__, ComputeStreams.meet
 
-    def counting(self: Carrier, *args: object, **kwargs: object) -> None:
+    def counting(self: PackedGroup, *args: object, **kwargs: object) -> None:
         calls = iter(range(1, 100))
 
         def meets_but_once(streams: ComputeStreams, home: Stream) -> None:
@@ -349,7 +349,7 @@ def test_without_the_streams_meeting_a_carrier_is_a_race(
             during.setattr(ComputeStreams, "meet", meets_but_once)
             init(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on as they came
 
-    monkeypatch.setattr(Carrier, "__init__", counting)
+    monkeypatch.setattr(PackedGroup, "__init__", counting)
     with pytest.raises(cm.SimRaceError):
         packed_and_used(slow, packed_on_side=True, used_on_side=False)
 
@@ -368,7 +368,7 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
     elif what == "op":
         swapping.next_op()
     elif what == "squeeze":
-        swapping.executor._guard.give_back_all(keep=None)
+        swapping.executor._guard.reclaim_all(keep=None)
     elif what == "wait":
         swapping.device.synchronize()
     elif alive and what == "use":
@@ -403,15 +403,15 @@ def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> N
         large = swapping.keep_the_link_busy()
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
-        carriers = [first[0].claim.saved.carrier, second[0].claim.saved.carrier]
-        assert [carrier.place for carrier in carriers if carrier is not None] == [Place.LEAVING, Place.LEAVING]
+        packed_groups = [first[0].claim.saved.group, second[0].claim.saved.group]
+        assert [group.state for group in packed_groups if group is not None] == [State.LEAVING, State.LEAVING]
         before = slow.current_stream().record()
-        third, at_last = swapping.save_small(8)  # 192 KiB in three carriers: one too many
-        assert [carrier.place for carrier in carriers if carrier is not None] == [Place.ON_HOST, Place.LEAVING]
+        third, at_last = swapping.save_small(8)  # 192 KiB in three packed_groups: one too many
+        assert [group.state for group in packed_groups if group is not None] == [State.ON_HOST, State.LEAVING]
         after = slow.current_stream().record()
         assert after.time_us - before.time_us > 64 * KIB / 10  # compute, not the host, waited for that copy: 10 bytes a us
         swapping.assert_exact(first + second + third, expected + also_expected + at_last)
-        del first, second, third, large, carriers
+        del first, second, third, large, packed_groups
         swapping.assert_nothing_left()
 
 
@@ -421,7 +421,7 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
         large = swapping.keep_the_link_busy()
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
-        outgoing = second[0].claim.saved.carrier
+        outgoing = second[0].claim.saved.group
         assert outgoing is not None
         before = outgoing.device
         assert torch.equal(swapping.executor.use(first[0]), expected[0])
@@ -433,7 +433,7 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
 
 
 @settings(max_examples=40)
-@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * CARRIER_BYTES))
+@given(ACTIONS, st.integers(2 * (LARGEST + 1), 4 * GROUP_BYTES))
 def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging_bytes: int) -> None:
     device = cm.SimDevice(SLOW_LINK)
     with device.compute():
@@ -441,8 +441,8 @@ def test_staging_never_exceeds_its_bound(actions: list[tuple[str, int]], staging
         alive: list[tuple[SwappedView, Tensor]] = []
         for what, number in actions:
             live(swapping, alive, what, number)
-            staged = [carrier for carrier in swapping.executor._live.carriers if carrier.device is not None]
-            assert sum(carrier.nbytes for carrier in staged) <= staging_bytes
+            staged = [group for group in swapping.executor._registry.packed_groups if group.device is not None]
+            assert sum(group.nbytes for group in staged) <= staging_bytes
         alive.clear()
         swapping.assert_nothing_left()
 

@@ -8,8 +8,8 @@ from array import array
 import numpy as np
 import pytest
 
-from chameleon_mm.executor.course import LATELY, MOST_PLANS, SAMPLES, WORTH_A_PLAN, Course, Variant
-from chameleon_mm.executor.need import Need
+from chameleon_mm.executor.extra_memory import ExtraMemory
+from chameleon_mm.executor.planned_step import LATELY, MOST_PLANS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
 from chameleon_mm.executor.step_timing import StepTime
 from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
@@ -42,14 +42,14 @@ def foreseen(plan: SwapPlan) -> tuple[float, float]:
     return timeline.out_stalls_us[TENSOR], timeline.in_stalls_us[TENSOR]
 
 
-def course(*plans: SwapPlan) -> Course:
+def planned(*plans: SwapPlan) -> PlannedStep:
     hooks = len(TRACE.hook_tick)
     record = StepRecord(
         fingerprint=TRACE.fingerprint,
         features=tuple(("save", hook, "dtype", 1, 0) for hook in range(hooks)),
         save_of=array("i", [NOT_A_USE] * hooks),
     )
-    made = Course(record, TRACE)
+    made = PlannedStep(record, TRACE)
     made.offer(plans, H200_LINK)
     return made
 
@@ -65,7 +65,7 @@ def took(
 
 
 def follow(
-    made: Course,
+    made: PlannedStep,
     step_us: dict[float, float],
     steps: int = 1,
     stalls_us: dict[int, float] | None = None,
@@ -76,27 +76,27 @@ def follow(
     for _ in range(steps):
         current = made.current
         assert current is not None
-        foreseen = current.script.plan.step_us
+        foreseen = current.schedule.plan.step_us
         followed.append(foreseen)
         made.measured(current, took(step_us[foreseen], stalls_us, out_stalls_us))
     return followed
 
 
 def test_without_a_plan_there_is_none_to_follow() -> None:
-    made = course()
+    made = planned()
     assert made.current is None
     assert made.settled
     assert not made.learn_stalls()
 
 
 def test_one_plan_needs_no_trial() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     assert made.settled
     assert follow(made, {100.0: 130.0}, 5) == [100.0] * 5
 
 
 def test_each_is_tried_and_the_faster_one_kept() -> None:
-    made = course(plan(100.0), plan(101.0))
+    made = planned(plan(100.0), plan(101.0))
     settled_before = made.settled
     measured = {100.0: 120.0, 101.0: 110.0}
     assert follow(made, measured, 2 * SAMPLES) == [100.0] * SAMPLES + [101.0] * SAMPLES
@@ -105,18 +105,18 @@ def test_each_is_tried_and_the_faster_one_kept() -> None:
 
 
 def test_the_one_that_was_foreseen_to_be_faster_stays_where_it_is() -> None:
-    made = course(plan(100.0), plan(101.0))
+    made = planned(plan(100.0), plan(101.0))
     assert follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES + 1)[-1] == 100.0
 
 
 def test_the_one_that_was_kept_is_left_when_it_becomes_slower() -> None:
-    made = course(plan(100.0), plan(101.0))
+    made = planned(plan(100.0), plan(101.0))
     follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES)
     assert follow(made, {100.0: 150.0, 101.0: 110.0}, SAMPLES + 1)[-1] == 101.0
 
 
 def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     _, foreseen_us = foreseen(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES - 1, {TENSOR: foreseen_us + 20.0})
     assert not made.learn_stalls()  # not judged yet
@@ -127,7 +127,7 @@ def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
 
 
 def test_a_stall_that_was_foreseen_wants_none() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     out_us, in_us = foreseen(plan(100.0))
     assert out_us > 0 and in_us > 0
     follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + WORTH_A_PLAN * 100.0}, {TENSOR: out_us})
@@ -135,7 +135,7 @@ def test_a_stall_that_was_foreseen_wants_none() -> None:
 
 
 def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     out_us, in_us = foreseen(plan(100.0))
     more_us = 0.9 * out_us
     assert more_us > WORTH_A_PLAN * 100.0
@@ -144,7 +144,7 @@ def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
 
 
 def test_a_reclaim_that_waits_longer_is_to_come_later() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     out_us, _ = foreseen(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {}, {TENSOR: out_us + 30.0})
     assert made.learn_stalls()
@@ -153,71 +153,71 @@ def test_a_reclaim_that_waits_longer_is_to_come_later() -> None:
 
 
 def test_leads_add_up_over_plans_of_which_the_kept_one_tells() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
     assert made.learn_stalls()
     made.offer([plan(101.0)], H200_LINK)
     follow(made, {101.0: 150.0}, SAMPLES, {8: 90.0})  # slower: the first one stays
-    assert made.current is made.variants[0]
+    assert made.current is made.trials[0]
     follow(made, {100.0: 100.0}, 1, {7: 40.0})
     assert made.learn_stalls()
     assert made.lead_us == {7: 90.0}
 
 
 def test_where_the_planner_has_nothing_else_it_is_not_asked_again() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
     assert made.learn_stalls()
     made.offer([plan(100.0)], H200_LINK)
-    assert len(made.variants) == 1
+    assert len(made.trials) == 1
     assert not made.learn_stalls()
 
 
 def test_after_the_most_plans_the_best_of_them_stays() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     for i in range(1, MOST_PLANS):
         follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
         assert made.learn_stalls()
         made.offer([plan(100.0 + i)], H200_LINK)
         assert not made.settled
     follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
-    assert len(made.variants) == MOST_PLANS
+    assert len(made.trials) == MOST_PLANS
     assert not made.learn_stalls()
-    assert made.current is made.variants[-1]
+    assert made.current is made.trials[-1]
 
 
 def test_a_step_that_needs_more_forgets_what_was_planned() -> None:
-    made = course(plan(100.0), plan(101.0))
+    made = planned(plan(100.0), plan(101.0))
     follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES)
-    made.plan_for(Need(extra_bytes=4096, spikes={3: 512}))
+    made.plan_for(ExtraMemory(extra_bytes=4096, spikes={3: 512}))
     assert made.current is None
     curve = memory_curve(TRACE) + 4096
     curve[3] += 512
     assert memory_curve(made.trace).tolist() == curve.tolist()
     made.offer([plan(102.0)], H200_LINK)
     assert follow(made, {102.0: 1.0}) == [102.0]
-    made.plan_for(Need())
+    made.plan_for(ExtraMemory())
     assert memory_curve(made.trace).tolist() == memory_curve(TRACE).tolist()
 
 
 def test_what_was_needed_once_is_not_planned_for_for_ever() -> None:
-    made = course()
-    made.plan_for(Need(extra_bytes=9000, spikes={3: 5000}))
+    made = planned()
+    made.plan_for(ExtraMemory(extra_bytes=9000, spikes={3: 5000}))
     for _ in range(LATELY - 1):
-        assert made.took(Need(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
-    assert made.took(Need(extra_bytes=300), spare_bytes=1000) == Need(extra_bytes=300, spikes={4: 600})
-    assert made.took(Need(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
+        assert made.took(ExtraMemory(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
+    assert made.took(ExtraMemory(extra_bytes=300), spare_bytes=1000) == ExtraMemory(extra_bytes=300, spikes={4: 600})
+    assert made.took(ExtraMemory(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
 
 
 def test_what_is_needed_now_and_then_stays_planned_for() -> None:
-    made = course()
-    made.plan_for(Need(extra_bytes=9000))
+    made = planned()
+    made.plan_for(ExtraMemory(extra_bytes=9000))
     for step in range(3 * LATELY):
-        assert made.took(Need(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
+        assert made.took(ExtraMemory(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
 
 
 def test_what_a_step_allocates_between_its_hooks() -> None:
-    made = course()
+    made = planned()
     ticks = [*TRACE.hook_tick.tolist(), TRACE.num_ticks]
     born = {j: tensor.born for j, tensor in enumerate(TRACE.tensors) if tensor.born >= 0}
     for hook in range(-1, len(ticks) - 1):
@@ -235,59 +235,59 @@ def test_what_a_step_allocates_between_its_hooks() -> None:
 
 def test_a_plan_of_another_trace_is_refused() -> None:
     with pytest.raises(ValueError, match="make a plan for this trace"):
-        course(dataclasses.replace(plan(1.0), fingerprint=3))
+        planned(dataclasses.replace(plan(1.0), fingerprint=3))
 
 
 def test_the_measured_time_is_the_median_of_the_latest() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     assert made.current is not None
     assert made.current.step_us == 100.0
     for time in (500.0, 110.0, 120.0):
         made.measured(made.current, took(time))
-    assert isinstance(made.current, Variant)
+    assert isinstance(made.current, PlanTrial)
     assert made.current.step_us == 115.0
 
 
 def test_operators_that_take_longer_than_the_trace_has_it() -> None:
     ops_us, heads_us, stall_us = TRACE.duration_us, 7.0, 20.0
-    made = course(dataclasses.replace(plan(100.0), step_us=ops_us + heads_us + stall_us, stall_us=stall_us))
-    made.measured(made.variants[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
+    made = planned(dataclasses.replace(plan(100.0), step_us=ops_us + heads_us + stall_us, stall_us=stall_us))
+    made.measured(made.trials[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
     assert made.slowdown == 1.0  # not judged yet
-    made.measured(made.variants[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
+    made.measured(made.trials[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
     assert made.slowdown == pytest.approx(2.5)
-    made.plan_for(Need(extra_bytes=512))
+    made.plan_for(ExtraMemory(extra_bytes=512))
     made.offer([dataclasses.replace(plan(100.0), step_us=ops_us)], H200_LINK)
     for _ in range(SAMPLES):
-        made.measured(made.variants[0], took(9e9, busy_us=2.5 * ops_us))
+        made.measured(made.trials[0], took(9e9, busy_us=2.5 * ops_us))
     made.correct_times()
-    assert (made.times_corrected, made.variants) == (1, [])
+    assert (made.times_corrected, made.trials) == (1, [])
     assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
-    made.plan_for(Need())
+    made.plan_for(ExtraMemory())
     assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
 
 
 def test_how_long_operators_take_is_asked_of_the_plan_that_is_kept() -> None:
     ops_us = TRACE.duration_us
-    made = course(*(dataclasses.replace(plan(us), step_us=ops_us) for us in (100.0, 101.0)))
-    for variant, busy_us in zip(made.variants, (0.5 * ops_us, 2.0 * ops_us), strict=True):
+    made = planned(*(dataclasses.replace(plan(us), step_us=ops_us) for us in (100.0, 101.0)))
+    for trial, busy_us in zip(made.trials, (0.5 * ops_us, 2.0 * ops_us), strict=True):
         for _ in range(SAMPLES):
             assert made.slowdown == 1.0
-            made.measured(variant, took(9e9 - busy_us, busy_us=busy_us))
+            made.measured(trial, took(9e9 - busy_us, busy_us=busy_us))
     assert made.slowdown == pytest.approx(2.0)
 
 
 def test_what_an_operator_held_in_the_recorded_step_alone_is_forgotten() -> None:
-    made = course(plan(100.0))
+    made = planned(plan(100.0))
     hook = next(k for k in range(len(TRACE.hook_tick)) if TRACE.op_inner_bytes[made_ops(made, k)].any())
     ops, recorded = made_ops(made, hook), TRACE.op_inner_bytes.copy()
-    made = Course(made.record, dataclasses.replace(TRACE, op_inner_bytes=np.where(ops, 64 * MIB, recorded)))
+    made = PlannedStep(made.record, dataclasses.replace(TRACE, op_inner_bytes=np.where(ops, 64 * MIB, recorded)))
     made.offer([plan(100.0)], H200_LINK)
     allocated = made.allocated_between(hook, hook + 1)
     grown = 40 * MIB
     for step in range(LATELY):
         assert made.current is not None
-        spared = {(hook, hook + 1): allocated - grown + step % 3}
-        assert made.held_less(spared, spare_bytes=MIB) == (step == LATELY - 1)
+        unused = {(hook, hook + 1): allocated - grown + step % 3}
+        assert made.held_less(unused, spare_bytes=MIB) == (step == LATELY - 1)
     # No operator between these hooks holds more than the most that any of these steps allocated there; others what they held.
     assert made.trace.op_inner_bytes.tolist() == np.where(ops, np.minimum(64 * MIB, grown), recorded).tolist()
     assert made.allocated_between(hook, hook + 1) == allocated - int(ops.sum()) * (64 * MIB - grown)
@@ -295,13 +295,13 @@ def test_what_an_operator_held_in_the_recorded_step_alone_is_forgotten() -> None
 
 
 def test_one_step_that_needed_it_too_keeps_it() -> None:
-    made = course()
-    spared = {(hook, hook + 1): made.allocated_between(hook, hook + 1) for hook in range(len(TRACE.hook_tick) - 1)}
+    made = planned()
+    unused = {(hook, hook + 1): made.allocated_between(hook, hook + 1) for hook in range(len(TRACE.hook_tick) - 1)}
     for step in range(3 * LATELY):
-        assert not made.held_less(spared if step % LATELY else {}, spare_bytes=0)
+        assert not made.held_less(unused if step % LATELY else {}, spare_bytes=0)
 
 
-def made_ops(made: Course, hook: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def made_ops(made: PlannedStep, hook: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Operators between `hook` and the next one."""
     ticks = made.ticks_between(hook, hook + 1)
     return np.asarray((TRACE.op_tick >= ticks.start) & (TRACE.op_tick < ticks.stop))

@@ -1,9 +1,9 @@
 """Small saved storages that travel together: one kernel packs them side by side, one block and one copy each way carry them.
 
-    carrier = Carrier(members, compute, tools, epoch=...)    # packed on compute; the members' own memory goes at once
-    carrier.swap_out() ...                                   # a saved storage like any other
-    carrier.unpack_members(waiting, packed, compute)         # all members that are still wanted, by one kernel
-    member retires -> carrier.leave(member)                  # its last member takes it along
+    group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' own memory goes at once
+    group.swap_out() ...                                   # a saved storage like any other
+    group.unpack_members(waiting, packed, compute)         # all members that are still wanted, by one kernel
+    member retires -> group.leave(member)                  # its last member takes it along
 
 A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packed, they cost the host a launch for all of them, and the
 members' memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other,
@@ -21,13 +21,13 @@ from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.stored import Place, SavedStorage, Tools
+from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 
-class Carrier(SavedStorage):
+class PackedGroup(SavedStorage):
     """The packed bytes of several small storages. Its life ends with its last member's."""
 
-    def __init__(self, members: Sequence[SavedStorage], compute: Stream, tools: Tools, *, epoch: int) -> None:
+    def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them RESIDENT, on `compute`, the current stream.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
@@ -36,27 +36,29 @@ class Carrier(SavedStorage):
         packed = compute.alloc(total)
         homes = list(dict.fromkeys(member.home for member in members))
         for home in homes:
-            tools.streams.meet(home)  # Note [Swap-out]: the sources were written by home, and `compute` reads them
+            context.streams.meet(home)  # Note [Swap-out]: the sources were written by home, and `compute` reads them
         # Made once for both: on the host a flat tensor costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         compute.pack(packed, sources, places)
         for home in homes:
-            tools.streams.meet(home)  # Note [Reclaim]: the next owner of a source comes after that read
-        super().__init__(packed, SavedBytes(packed), compute, tools, epoch=epoch, index=max(member.index for member in members))
+            context.streams.meet(home)  # Note [Reclaim]: the next owner of a source comes after that read
+        super().__init__(
+            packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
+        )
         self.op_is_over = True
         self._seal = None  # each member has its own, which names its tensor
-        # Weak: members hold their carrier, and nothing here may need the collector.
+        # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
-        self.riders = 0
+        self.members_left = 0
         """Members that still need it."""
         for member, source in zip(members, sources, strict=True):
-            member.board(self, source)
-            self.riders += 1
+            member.pack_into(self, source)
+            self.members_left += 1
 
     def leave(self, member: SavedStorage) -> None:
         """`member` is gone for good."""
-        member.carrier = None
-        self.riders -= 1
+        member.group = None
+        self.members_left -= 1
 
     def unpack_members(
         self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
@@ -68,10 +70,10 @@ class Carrier(SavedStorage):
         buffers = [compute.alloc(member.nbytes) for member, _ in members]
         compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
         for (member, _), buffer in zip(members, buffers, strict=True):
-            member.alight(buffer.untyped_storage(), compute)
+            member.unpacked_into(buffer.untyped_storage(), compute)
         return [buffer.untyped_storage() for buffer in buffers]
 
     def waiting(self) -> list[tuple[SavedStorage, int]]:
         """The members whose bytes are here alone, and where."""
         members = [(ref(), place) for ref, place in self._members]
-        return [(m, place) for m, place in members if m is not None and m.carrier is self and m.place is Place.ON_HOST]
+        return [(m, place) for m, place in members if m is not None and m.group is self and m.state is State.ON_HOST]

@@ -1,6 +1,6 @@
 """A model's buffers as they are when a step begins, to be put back: what they hold, and which tensors they are.
 
-kept = KeptBuffers(model)              # once
+kept = BufferCopies(model)              # once
 kept.keep()                            # before every step
 kept.restore()
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from chameleon_mm.executor.dense import dense_bytes
 
 
-class KeptBuffers:
+class BufferCopies:
     """Copies of a model's buffers, on the buffers' own device.
 
     All are copied for every step: batch norm writes its running statistics without moving their version counters, so nothing

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.profiler.known import CONTEXTS_PER_STEP, KnownSequences
+from chameleon_mm.profiler.step_cache import CONTEXTS_PER_STEP, StepCache
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 
 
@@ -21,15 +21,15 @@ def step(text: str, fingerprint: int | None = None) -> StepRecord:
     )
 
 
-def knowing(*texts: str, capacity: int = 16) -> KnownSequences[str]:
+def knowing(*texts: str, capacity: int = 16) -> StepCache[str]:
     """Each step with its own text for a plan, the last one the most recently used."""
-    known = KnownSequences[str](capacity)
+    known = StepCache[str](capacity)
     for text in texts:
         known.put(step(text), text)
     return known
 
 
-def run(known: KnownSequences[str], text: str) -> list[str]:
+def run(known: StepCache[str], text: str) -> list[str]:
     """Go through a step. Returns the plan in use before its first hook and after each one; "-": none from there on."""
     guess = known.begin_step()
     plans = ["-" if guess is None else guess.plan]
@@ -44,7 +44,7 @@ def run(known: KnownSequences[str], text: str) -> list[str]:
 
 
 def test_nothing_is_known_at_first() -> None:
-    known = KnownSequences[str](2)
+    known = StepCache[str](2)
     assert run(known, "ab") == ["-", "-", "-"]
     assert known.current is None
     assert (known.deviated, known.hits) == (False, 0)
@@ -98,7 +98,7 @@ def test_hooks_that_agree_need_not_be_told() -> None:
     assert (known.agreed, known.deviated) == (5, True)
 
 
-def may_be(known: KnownSequences[str]) -> list[str]:
+def may_be(known: StepCache[str]) -> list[str]:
     return [entry.plan for entry in known.agreeing()]
 
 
@@ -119,7 +119,7 @@ def test_what_a_step_may_be_yet() -> None:
     assert may_be(known) == ["abc"]
     assert not known.follow(3, "x")
     assert may_be(known) == []
-    assert may_be(KnownSequences[str](2)) == []
+    assert may_be(StepCache[str](2)) == []
 
 
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.text("abc", max_size=7))
@@ -138,7 +138,7 @@ def test_whatever_is_known_it_is_followed_as_far_as_it_goes(texts: list[str], te
 # --- what is expected
 
 
-def hits_at_once(known: KnownSequences[str], pattern: str, rounds: int, settle: int) -> bool:
+def hits_at_once(known: StepCache[str], pattern: str, rounds: int, settle: int) -> bool:
     """Whether from round `settle` on every step of `pattern`, one for each letter, was guessed before its first hook."""
     guesses = [run(known, name * 3)[0] == name * 3 for _ in range(rounds) for name in pattern]
     return all(guesses[settle * len(pattern) :])
@@ -223,7 +223,7 @@ def test_a_step_that_went_is_no_longer_told_apart_from() -> None:
 
 
 def test_equal_fingerprints_of_different_steps_are_not_mixed_up() -> None:
-    known = KnownSequences[str](4)
+    known = StepCache[str](4)
     known.put(step("ab", fingerprint=7), "ab")
     known.begin_step()
     assert [known.follow(hook, letter) for hook, letter in enumerate("ac")] == [True, False]
@@ -252,4 +252,4 @@ def test_steps_without_hooks_are_known_too() -> None:
 @pytest.mark.parametrize("capacity", [0, -1])
 def test_a_capacity_below_one_is_refused(capacity: int) -> None:
     with pytest.raises(ValueError, match="capacity of 1 or more"):
-        KnownSequences[str](capacity)
+        StepCache[str](capacity)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chameleon_mm.executor.stored import SavedStorage
+from chameleon_mm.executor.saved_storage import SavedStorage
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.carrier import Carrier
+    from chameleon_mm.executor.packed_group import PackedGroup
 
 APART = -1
 """The epoch of storages that are of no step."""
 
 
-class LiveStorages:
+class StorageRegistry:
     """Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class LiveStorages:
         """Of the next save in this step."""
         self.of_epoch = 0
         """How many storages of this step are live."""
-        self.carriers: set[Carrier] = set()
+        self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
         self._apart = 0
 
@@ -58,7 +58,7 @@ class LiveStorages:
 
     def all(self) -> list[SavedStorage]:
         """Carriers too: what holds device memory."""
-        return [*self._storages.values(), *self.carriers]
+        return [*self._storages.values(), *self.packed_groups]
 
     def begin_epoch(self) -> None:
         self.epoch += 1

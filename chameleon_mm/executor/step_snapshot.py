@@ -1,6 +1,6 @@
 """What a step begins with, so that it can begin again; and whether its parameters are still as they were.
 
-start = StepStart(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
+start = StepSnapshot(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
 with start.watching(): ...                         # the step, which fails
 start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
 start.restore()                                    # as often as it takes
@@ -19,26 +19,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chameleon_mm.device import Device
-from chameleon_mm.executor.kept_buffers import KeptBuffers
-from chameleon_mm.executor.kept_gradients import KeptGradient, copy_of
+from chameleon_mm.executor.buffer_copies import BufferCopies
+from chameleon_mm.executor.gradient_copies import GradientCopy, copy_of
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.random_state import RandomState
 
 
-class StepStart:
+class StepSnapshot:
     """Of the step that begins now, on the calling thread.
 
     Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
     """
 
-    def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: KeptBuffers) -> None:
+    def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: BufferCopies) -> None:
         self._stepped = False
         self._random = RandomState(device)
         self._buffers = buffers
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
         buffers.keep()
-        self._gradients: list[tuple[nn.Parameter, KeptGradient | None]] = []
+        self._gradients: list[tuple[nn.Parameter, GradientCopy | None]] = []
         try:
             for parameter, _ in self._parameters:
                 self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))

@@ -155,7 +155,7 @@ class _Watch:
     def begin(cls, session: SwapSession) -> _Watch | None:
         """None: a session that does not plan."""
         # Not in its report: the stall that was foreseen, and the trace. This benchmark alone asks for them.
-        adaptation = session._executor.adaptation
+        adaptation = session._adaptation
         return None if adaptation is None else cls(session, adaptation)
 
     def end(self) -> Followed | None:

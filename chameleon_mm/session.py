@@ -27,7 +27,7 @@ from torch import nn
 from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor, ProtectedStorages, StepRunner, codecs_by_name, link_cost_for
+from chameleon_mm.executor import Executor, ProtectedStorages, StepRunner, codecs_by_name, link_cost_for, plan_steps
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.executor.peak import Peak, PeakWatch
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -148,10 +148,9 @@ class SwapSession:
             thresholds=thresholds or thresholds_for(self.device),
             codecs=known_codecs,
             verify=verify,
-            plans=plans,
-            model=model,
-            link_cost=link_cost_for(self.device),
         )
+        link_cost = link_cost_for(self.device)
+        self._adaptation = plan_steps(self._executor, self.pool, model=model, link_cost=link_cost) if plans else None
         # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
         self._save = torch.compiler.disable(self._executor.save)
         self._use = torch.compiler.disable(self._executor.use)
@@ -265,7 +264,7 @@ class SwapSession:
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.peak_seen_bytes),
             problems=() if problem is None else (problem,),
-            adaptation=self._executor.adaptation,
+            adaptation=self._adaptation,
         )
 
     # --- what it keeps in order

@@ -21,7 +21,8 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.executor import Adaptation, Executor, ProtectedStorages, plan_steps
+from chameleon_mm.executor.plan_follower import PlanFollower
 from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SwapPlan
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
@@ -64,17 +65,24 @@ def planning(
     verify: bool = False,
 ) -> Executor:
     """An executor that records its first step and plans the next ones. Unless told otherwise, each move is its own call."""
-    return Executor(
+    pool = pool or cm.PinnedPool(1 << 30, device=device)
+    executor = Executor(
         device,
-        pool or cm.PinnedPool(1 << 30, device=device),
+        pool,
         rule=DefaultRule(min_bytes=1024),
         limits=Limits(hbm_budget_bytes=hbm_budget),
         protected=ProtectedStorages(),
         thresholds=thresholds or Thresholds.direct(),
-        plans=True,
-        link_cost=link or link_of(device.spec),
         verify=verify,
     )
+    plan_steps(executor, pool, link_cost=link or link_of(device.spec))
+    return executor
+
+
+def adaptation_of(executor: Executor) -> Adaptation:
+    """What `planning` gave it."""
+    assert isinstance(executor.director, PlanFollower)
+    return executor.director.adaptation
 
 
 class RandomNet(nn.Module):
@@ -184,8 +192,7 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[
 def _swapped_step(
     executor: Executor, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
 ) -> tuple[Tensor, tuple[SwapPlan, Trace] | None]:
-    adaptation = executor.adaptation
-    assert adaptation is not None
+    adaptation = adaptation_of(executor)
     executor.begin_step(timed=True)
     hits = adaptation.plan_cache_hits
     planned = adaptation.latest

@@ -264,7 +264,7 @@ def test_any_life_is_exact_and_leaves_nothing(actions: list[tuple[str, int]], sl
             elif what == "op":
                 swapping.next_op()
             elif what == "squeeze":
-                swapping.executor._guard.reclaim_all(keep=None)
+                swapping.executor._budget.reclaim_all(keep=None)
             elif what == "wait":
                 device.synchronize()
             elif alive and what == "use":

@@ -11,7 +11,7 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.executor.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.policy import LinkCost, least_memory, memory_curve
 from chameleon_mm.profiler.op_times import EventTimes
-from tests._random_models import SLOW_GPU, Step, far_ahead, link_of, planning, train
+from tests._random_models import SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, train
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -26,13 +26,13 @@ def trained(seed: int, link: LinkCost, share: float, *, keeps_measuring: bool = 
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
-    trace = executor.adaptation.latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
+    trace = adaptation_of(executor).latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
     least, most = least_memory(trace).nbytes, int(memory_curve(trace).max())
     budget = int((least + share * (most - least)) * 1.01)
     device = far_ahead()
     executor = planning(device, budget, link=link)
     if not keeps_measuring:
-        executor.adaptation._link_cost = lambda: link  # type: ignore[union-attr]  # as above
+        adaptation_of(executor)._link_cost = lambda: link
     steps, _ = train(seed, device, executor, steps=STEPS)
     assert all(step.peak_bytes <= budget for step in steps)
     return steps, executor
@@ -61,13 +61,14 @@ def test_operators_that_were_timed_wrong_cost_little_in_the_end(
 ) -> None:
     """A recorded step is another one than those after it: kernels are loaded, the host is slow."""
     right, executor = trained(seed, TRUE, 0.4)
-    assert executor.adaptation is not None and executor.adaptation.latest is not None
-    true_us = executor.adaptation.latest.trace.duration_us
+    recorded = adaptation_of(executor).latest
+    assert recorded is not None
+    true_us = recorded.trace.duration_us
     resolve = EventTimes.resolve
     monkeypatch.setattr(EventTimes, "resolve", lambda self: ((op, us * times) for op, us in resolve(self)))
     steps, executor = trained(seed, TRUE, 0.4)
-    assert executor.adaptation is not None and executor.adaptation.latest is not None
-    planned = executor.adaptation.latest
+    planned = adaptation_of(executor).latest
+    assert planned is not None
     assert planned.times_corrected > 0
     assert planned.trace.duration_us == pytest.approx(true_us, rel=0.02)
     assert settled_us(steps) <= 1.03 * settled_us(right)
@@ -78,10 +79,8 @@ def test_stalls_that_nobody_foresaw_lead_to_plans_with_more_lead(seed: int) -> N
     """Without rates that are measured, the stalls alone tell that copies take longer than planned."""
     wrong = dataclasses.replace(TRUE, d2h_gbps=8.0, h2d_gbps=8.0, duplex_gbps=12.0)
     steps, executor = trained(seed, wrong, 0.4, keeps_measuring=False)
-    adaptation = executor.adaptation
-    assert adaptation is not None
-    assert adaptation.latest is not None
-    planned = adaptation.latest
+    planned = adaptation_of(executor).latest
+    assert planned is not None
     assert 1 < len(planned.trials) <= MOST_PLANS
     assert planned.settled
     first = median(step.step_us for step in steps[1 : 1 + SAMPLES])

@@ -13,11 +13,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.executor import Executor
-from chameleon_mm.executor.adaptation import RECORDINGS, Adaptation, PlanPhase
+from chameleon_mm.executor.adaptation import RECORDINGS, PlanPhase
 from chameleon_mm.executor.metrics import StepKind
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
 from chameleon_mm.trace import Trace
-from tests._random_models import SLOW_GPU, far_ahead, link_of, planning
+from tests._random_models import SLOW_GPU, adaptation_of, far_ahead, link_of, planning
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -49,8 +49,7 @@ class Training:
         self.device = far_ahead()
         self.pool = cm.PinnedPool("8MiB", device=self.device)
         self.executor: Executor = planning(self.device, pool=self.pool)
-        assert self.executor.adaptation is not None
-        self.adaptation: Adaptation = self.executor.adaptation
+        self.adaptation = adaptation_of(self.executor)
 
     def step(self, word: str, *, completed: bool = True) -> PlanPhase:
         """Exact to the bit, with nothing left behind. Returns the phase that it began in."""

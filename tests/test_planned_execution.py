@@ -24,7 +24,7 @@ from chameleon_mm.executor.adaptation import SLACK_PART, SPARE_PART
 from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least_memory, memory_curve, simulate
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
-from tests._random_models import FULL_DUPLEX_GPU, NO_LIMIT, SLOW_GPU, Step, far_ahead, link_of, planning, train
+from tests._random_models import FULL_DUPLEX_GPU, NO_LIMIT, SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, train
 from tests._traces import plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -52,7 +52,7 @@ def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
-    trace = executor.adaptation.latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
+    trace = adaptation_of(executor).latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
     least, most = least_memory(trace).nbytes, int(memory_curve(trace).max())
     return [int((least + share * (most - least)) * SPARE_PART / (SPARE_PART - 1)) + SPARE_PART for share in shares]
 
@@ -114,11 +114,11 @@ def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_byte
     for slack in (slack_bytes, 0):
         device = far_ahead()
         executor = planning(device, budget)
-        assert executor.adaptation is not None
-        executor.adaptation._slack_bytes = slack
+        adaptation_of(executor)._slack_bytes = slack
         train(seed, device, executor, steps=2)
-        assert executor.adaptation.latest_plan is not None
-        peaks.append(executor.adaptation.latest_plan.peak_bytes)
+        plan = adaptation_of(executor).latest_plan
+        assert plan is not None
+        peaks.append(plan.peak_bytes)
     assert peaks[0] <= budget - budget // part_left
     assert peaks[0] == peaks[1] or part_left == SLACK_PART
     assert peaks[1] > budget - budget // SLACK_PART
@@ -128,11 +128,11 @@ def test_where_there_is_no_room_for_their_slack_the_smaller_part_is_left() -> No
     (budget,) = budgets_of(0, (0.0,))
     device = far_ahead()
     executor = planning(device, budget)
-    assert executor.adaptation is not None
-    executor.adaptation._slack_bytes = 1 << 20
+    adaptation_of(executor)._slack_bytes = 1 << 20
     train(0, device, executor, steps=2)
-    assert executor.adaptation.latest_plan is not None
-    assert budget - budget // SLACK_PART < executor.adaptation.latest_plan.peak_bytes <= budget - budget // SPARE_PART
+    plan = adaptation_of(executor).latest_plan
+    assert plan is not None
+    assert budget - budget // SLACK_PART < plan.peak_bytes <= budget - budget // SPARE_PART
 
 
 def test_planned_steps_move_storages_in_part_too() -> None:
@@ -254,7 +254,7 @@ def another_plan() -> SwapPlan:
     device = far_ahead()
     executor = planning(device)
     train(99, device, executor, steps=1)
-    trace = executor.adaptation.latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
+    trace = adaptation_of(executor).latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
     return generate_plan(trace, least_memory(trace).nbytes, None, link_of(SLOW_GPU))
 
 

@@ -204,16 +204,16 @@ def test_what_was_needed_once_is_not_planned_for_for_ever() -> None:
     made = planned()
     made.plan_for(ExtraMemory(extra_bytes=9000, spikes={3: 5000}))
     for _ in range(LATELY - 1):
-        assert made.took(ExtraMemory(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
-    assert made.took(ExtraMemory(extra_bytes=300), spare_bytes=1000) == ExtraMemory(extra_bytes=300, spikes={4: 600})
-    assert made.took(ExtraMemory(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
+        assert made.note_extra(ExtraMemory(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
+    assert made.note_extra(ExtraMemory(extra_bytes=300), spare_bytes=1000) == ExtraMemory(extra_bytes=300, spikes={4: 600})
+    assert made.note_extra(ExtraMemory(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
 
 
 def test_what_is_needed_now_and_then_stays_planned_for() -> None:
     made = planned()
     made.plan_for(ExtraMemory(extra_bytes=9000))
     for step in range(3 * LATELY):
-        assert made.took(ExtraMemory(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
+        assert made.note_extra(ExtraMemory(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
 
 
 def test_what_a_step_allocates_between_its_hooks() -> None:

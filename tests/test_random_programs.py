@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.executor import Executor, ProtectedStorages, plan_steps
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.transfer import Thresholds
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
@@ -96,8 +96,8 @@ class Reentered:
             ),
             protected=ProtectedStorages(),
             thresholds=Thresholds() if setting.packs else Thresholds.direct(),
-            plans=session,
         )
+        self.adaptation = plan_steps(self.executor, pool) if session else None
         self._hooks: list[torch.autograd.graph.saved_tensors_hooks] = []
 
     def __enter__(self) -> None:
@@ -179,7 +179,7 @@ def check(program: list[Instruction], setting: Setting, kind: str, tally: Tally)
                 # Where torch itself leaves something behind (after a failed double backward, or garbage in cycles), so may we.
                 assert live == 0 or not gone
                 del swapped
-            adaptation = manager.executor.adaptation
+            adaptation = manager.adaptation
             tally.planned_steps += 0 if adaptation is None else adaptation.plan_cache_hits
             tally.bytes_swapped_out += manager.executor.metrics.totals.bytes_swapped_out
 

@@ -404,7 +404,7 @@ class Counting:
 
     def __init__(self, session: cm.SwapSession) -> None:
         self.recorders: list[Recorder] = []
-        adaptation = session._executor.adaptation
+        adaptation = session._adaptation
         assert adaptation is not None
         make = adaptation._make_recorder
 

@@ -21,7 +21,7 @@ from chameleon_mm.executor.verify import Checksums
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
-from tests._random_models import far_ahead, planning, train
+from tests._random_models import adaptation_of, far_ahead, planning, train
 from tests._traces import plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -344,8 +344,7 @@ def test_a_graph_kept_for_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> 
                 assert torch.equal(torch.autograd.grad(out, x, retain_graph=retain)[0], expected)
             del out
             executor.end_step(completed=True)
-    assert executor.adaptation is not None
-    assert executor.adaptation.plan_cache_hits == 2
+    assert adaptation_of(executor).plan_cache_hits == 2
     assert pool.stats().live_bytes == 0
 
 

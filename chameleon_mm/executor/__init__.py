@@ -9,6 +9,7 @@ from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.handles import KeptTensor, SwappedView
 from chameleon_mm.executor.link_rates import link_cost_for
 from chameleon_mm.executor.metrics import CopySpan, Totals
+from chameleon_mm.executor.plan_follower import plan_steps
 from chameleon_mm.executor.step_retry import StepRunner
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "Totals",
     "codecs_by_name",
     "link_cost_for",
+    "plan_steps",
 ]

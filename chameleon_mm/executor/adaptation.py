@@ -17,17 +17,18 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
+from typing import NamedTuple
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.extra_memory import ExtraMemory
 from chameleon_mm.executor.metrics import Metrics, StepKind
-from chameleon_mm.executor.plan_follower import FollowedStep, Known, PlanFollower, StepEntry
 from chameleon_mm.executor.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_cache import StepCache
+from chameleon_mm.profiler.step_cache import CachedStep, StepCache
+from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.trace import TensorKind
 from chameleon_mm.trace.recurring import there_before
 
@@ -85,6 +86,32 @@ _NEXT = {
 }
 
 
+StepEntry = CachedStep[PlannedStep | None]
+"""A step that came before. Its plan is None where it has no trace."""
+Steps = StepCache[PlannedStep | None]
+
+
+class FollowedStep(NamedTuple):
+    """What a step was that ended."""
+
+    record: StepRecord
+    followed: PlanTrial | None
+    """The plan that it followed last."""
+    whole: bool
+    """Whether a recorder saw all of it."""
+    recorded_hooks: int
+    """Hooks that a recorder saw, from the first one on."""
+    extra: ExtraMemory
+    """Memory that it took beyond what the trace of the step that it was has, as far as it was that one."""
+    unused: dict[tuple[int, int], int]
+    """Bytes that the cached step allocated between two hooks and this one did not, by the hooks."""
+    exceeded_plan: bool
+    """Whether it took so much more that its plan was no longer followed blindly."""
+    had_plan: bool
+    """Whether some hook of it was one of a plan's; `kept_to_plan`: all were, of one plan, to the end."""
+    kept_to_plan: bool
+
+
 class Adaptation:
     """Not thread-safe: the executor holds its lock.
 
@@ -94,7 +121,6 @@ class Adaptation:
 
     def __init__(
         self,
-        follower: PlanFollower,
         metrics: Metrics,
         *,
         hbm_budget_bytes: int,
@@ -113,14 +139,13 @@ class Adaptation:
         """Host time that making plans took, in all."""
         self.latest: PlannedStep | None = None
         """The step that was planned last."""
-        self._follower = follower
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
         self._slack_bytes = slack_bytes
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
-        self._known: Known = StepCache(KNOWN_STEPS)
+        self.steps: Steps = StepCache(KNOWN_STEPS)
         self._flawed: deque[int] = deque(maxlen=KNOWN_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recording was of no use."""
         self._hooks = self._hooks_in_vain = 0
@@ -143,70 +168,71 @@ class Adaptation:
     def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
         self._hbm_budget_bytes = hbm_budget_bytes
-        self._known = StepCache(KNOWN_STEPS)
+        self.steps = StepCache(KNOWN_STEPS)
         self._measuring.clear()
         self.latest = None
 
     def begin_step(self, compute: Stream) -> Recorder | None:
         """What records the step that begins; None: nothing needs to. Asks for the step to be timed where a plan is on trial."""
         self._learn_times()
-        expected = self._known.begin_step()
+        expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         self._metrics.timed = self._metrics.timed or (planned is not None and not planned.settled)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
-        self._follower.begin_step(self._known, recorder, wants=self._wants_trace, needs_more=self._needs_more)
         return recorder
 
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
         """Whether the step that begins may be one that wants a trace: by what is expected, or, rarely enough, by what else it
         may be. A sequence that nobody ever expects, such as an evaluation now and then, is only recorded so."""
-        if expected is None or self._wants_trace(expected):
+        if expected is None or self.wants_trace(expected):
             return True
         in_vain = self._hooks_in_vain > VAIN_SHARE * self._hooks
-        return not in_vain and any(map(self._wants_trace, self._known.entries()))
+        return not in_vain and any(map(self.wants_trace, self.steps.entries()))
 
-    def _wants_trace(self, known: StepEntry) -> bool:
-        return known.plan is None and self._flawed.count(known.fingerprint) < RECORDINGS
+    def wants_trace(self, entry: StepEntry) -> bool:
+        return entry.plan is None and self._flawed.count(entry.fingerprint) < RECORDINGS
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
-        """The step is over. What it taught is kept if it `completed`. `grown_bytes`: what the model allocated since memory was
-        last looked at. Returns what the step was."""
+    def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
+        """`step` is over. What it taught is kept if it `completed`. Returns what the step was."""
         timing, self._metrics.timing = self._metrics.timing, None
-        followed = self._follower.followed
-        seen = self._follower.end_step(grown_bytes)
-        record = seen.record
+        record = step.record
         if not completed:
-            self._known.abandon_step()
+            self.steps.abandon_step()
             return StepKind.FAILED
-        entry = self._known.end_step(record)
-        in_vain = seen.recorded_hooks
-        kind = StepKind.PARTLY_PLANNED if seen.had_plan else StepKind.BY_RULE
+        entry = self.steps.end_step(record)
+        in_vain = step.recorded_hooks
+        kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.trials)
-            if seen.kept_to_plan and entry.plan.trials:
+            if step.kept_to_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
-            if timing is not None and not seen.exceeded_plan and followed is not None and followed in entry.plan.trials:
+            if (
+                timing is not None
+                and not step.exceeded_plan
+                and step.followed is not None
+                and step.followed in entry.plan.trials
+            ):
                 timing.end(compute)
-                self._measuring.append((entry.plan, followed, timing))
-            self._learn_need(entry.plan, seen)
-        elif recorder is not None and seen.whole and recorder.flaw is None:
+                self._measuring.append((entry.plan, step.followed, timing))
+            self._learn_extra(entry.plan, step)
+        elif recorder is not None and step.whole and recorder.flaw is None:
             in_vain, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             planned = PlannedStep(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             self._offer(planned)
-            self._known.put(record, planned)
+            self.steps.put(record, planned)
             self.latest = planned
         else:
             if recorder is not None and recorder.flaw is not None:
                 self._flawed.append(record.fingerprint)
                 _log.info("chameleon_mm: no plan from this step of %d hooks: %s", record.num_hooks, recorder.flaw)
             if entry is None:
-                self._known.put(record, None)
+                self.steps.put(record, None)
         self._hooks += record.num_hooks
         self._hooks_in_vain += in_vain
         return kind
@@ -240,23 +266,23 @@ class Adaptation:
 
     # --- what steps teach
 
-    def _needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
+    def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
         """At the first hook of a step there are that many bytes more on the device than its trace has."""
-        more_bytes = extra_bytes - planned.need.extra_bytes
+        more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.schedule.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
-        planned.plan_for(planned.need | ExtraMemory(extra_bytes=extra_bytes))
+        planned.plan_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
         self._offer(planned)
         return True
 
-    def _learn_need(self, planned: PlannedStep, seen: FollowedStep) -> None:
-        need = planned.took(seen.need, self._spare_bytes)
-        if seen.exceeded_plan:
-            need = planned.need | seen.need
-        if need is not None:
-            planned.plan_for(need)
-        if planned.held_less(seen.unused, self._spare_bytes) or need is not None:
+    def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
+        extra = planned.note_extra(step.extra, self._spare_bytes)
+        if step.exceeded_plan:
+            extra = planned.extra | step.extra
+        if extra is not None:
+            planned.plan_for(extra)
+        if planned.held_less(step.unused, self._spare_bytes) or extra is not None:
             self._offer(planned)
 
     def _learn_times(self) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.executor.forecast import Forecast, LearnedForecast
 from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.saved_storage import SavedStorage, State
@@ -42,7 +43,7 @@ _NO_BOUND = 1 << 62
 """More bytes than any device has."""
 
 
-class BudgetGuard:
+class Budget:
     """One device's budget, and the means to stay within it."""
 
     def __init__(
@@ -62,13 +63,10 @@ class BudgetGuard:
         """Of copies by the default rule: given back once they are complete."""
         self.planned = ReclaimQueue()
         """Of copies by a plan: given back when it says so, or under pressure."""
-        self.trusts_plan = False
-        """Whether the step is, hook for hook, the one that was planned: then the plan has room for what comes."""
-        self.planned_climb_bytes = 0
-        """Of a plan that is trusted: what it takes itself, and lets the model take, from this check to the next one."""
-        self.diverged = False
-        """Whether the step may be another than the one before: then what that took at the same place says little."""
         self.headroom = Headroom()
+        self.learned_forecast = LearnedForecast(self.headroom)
+        self.forecast: Forecast = self.learned_forecast
+        """How far the model's allocation will grow; another one for as long as a step follows a plan, or may be a new one."""
         self.peak_seen_bytes = 0
         """The most that was allocated at any check: a lower bound of the peak, for where the device's own says nothing."""
         self._device = device
@@ -116,7 +114,7 @@ class BudgetGuard:
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.
-        self._make_room(0, self.planned_climb_bytes if self.trusts_plan else self._need(), keep=None)
+        self._make_room(0, self.forecast.growth_from_check(), keep=None)
         return growth
 
     def allocated_bytes(self) -> int:
@@ -135,22 +133,16 @@ class BudgetGuard:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
-        return max(0, budget - self._allocated - (self._need() or 0))
+        return max(0, budget - self._allocated - (self.forecast.growth() or 0))
 
     def spare_until_used_bytes(self) -> int:
         """What may be taken now and kept for a while, as far as it is known what the model will take meanwhile."""
         if self.surplus is not None:
             return self.surplus.spare_bytes()
-        budget, need = self._limits.hbm_budget_bytes, self._need(ahead=PREFETCH_HORIZON)
+        budget, need = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
         return 0 if need is None else max(0, budget - self._allocated - need)
-
-    def _need(self, ahead: int = 0) -> int | None:
-        """What the model takes until the next check, or the most until any of the next `ahead`; None: not known."""
-        if self.trusts_plan:
-            return 0
-        return self.headroom.most() if self.diverged else self.headroom.need(ahead)
 
     def note_allocated(self, nbytes: int) -> None:
         """A swap-in was allocated."""
@@ -167,7 +159,7 @@ class BudgetGuard:
         """
         if self.surplus is not None:
             self.surplus.make_room(nbytes, keep)
-        self._make_room(nbytes, self._need(), keep)
+        self._make_room(nbytes, self.forecast.growth(), keep)
 
     def _make_room(self, nbytes: int, need: int | None, keep: SavedStorage | None) -> None:
         """`need`: of the next climb; None: not known."""
@@ -208,7 +200,7 @@ class BudgetGuard:
     @property
     def is_blind(self) -> bool:
         """Whether there is a budget, and no knowing how far allocation will climb until the next check."""
-        return self._limits.hbm_budget_bytes is not None and self._need() is None
+        return self._limits.hbm_budget_bytes is not None and self.forecast.growth() is None
 
     @property
     def tight_and_unknown(self) -> bool:

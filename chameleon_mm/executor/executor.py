@@ -15,26 +15,25 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.executor.adaptation import Adaptation
-from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.errors import TransferFailed
+from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.claims import Claim, Claims, Found
 from chameleon_mm.executor.classify import ProtectedStorages, facts_of
+from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.late_errors import LateErrors
-from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
-from chameleon_mm.executor.metrics import Metrics, StepKind
-from chameleon_mm.executor.plan_follower import PlanFollower
+from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_bytes import SavedBytes
@@ -47,8 +46,7 @@ from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.executor.verify import Checksums, scratch_bytes
 from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SaveFacts, UseOrder
-from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.profiler.surroundings import tracer_is_on
 from chameleon_mm.transfer import Thresholds, Transfer
 
@@ -73,12 +71,9 @@ class Executor:
         thresholds: Thresholds | None = None,
         codecs: Sequence[Codec] = (),
         verify: bool = False,
-        plans: bool = False,
-        model: nn.Module | None = None,
-        link_cost: LinkCost | None = None,
     ) -> None:
         self.device = device
-        self.metrics = metrics = Metrics()
+        self.metrics = Metrics()
         self._rule = rule
         self._protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
@@ -92,9 +87,9 @@ class Executor:
         self._claims = Claims()
         me = weakref.ref(self)
         self._kept = None if limits.free_share is None else KeptSmall(context, registry, self._claims, partial(_claim_of, me))
-        # Weak: in a cycle with its guard, dropped swap-outs would keep their pool until the collector runs.
+        # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
         outs: weakref.ref[SwapOuts]
-        self._guard = BudgetGuard(
+        self._budget = Budget(
             device,
             limits,
             self._order,
@@ -104,26 +99,11 @@ class Executor:
             kept=self._kept,
         )
         staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
-        self._outs = SwapOuts(context, registry, self._guard, staging, rule=rule, thresholds=thresholds, codecs=codecs)
+        self._outs = SwapOuts(context, registry, self._budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
         outs = weakref.ref(self._outs)
-        self._ins = SwapIns(context, registry, self._guard, staging, self._order)
-        self._follower = PlanFollower(registry, self._guard, self._outs, self._ins) if plans else None
+        self._ins = SwapIns(context, registry, self._budget, staging, self._order)
         self._recording = Recording()
-        self.adaptation: Adaptation | None = None
-        if self._follower is not None and limits.hbm_budget_bytes is not None:
-            self.adaptation = Adaptation(
-                self._follower,
-                self.metrics,
-                hbm_budget_bytes=limits.hbm_budget_bytes,
-                slack_bytes=device.block_slack_bytes,
-                host_budget=lambda: pool.limit_bytes,
-                make_recorder=lambda: Recorder(
-                    device,
-                    model=model,
-                    free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
-                ),
-                link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
-            )
+        self.director = Director()
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._dropped: deque[SavedStorage] = deque()
@@ -138,7 +118,7 @@ class Executor:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
         self.hook_counts.saved()
         with self._recording.quiet():
-            handle = self._save(t, guided=self._follower is not None)
+            handle = self._save(t, directed=True)
         self._recording.leave_early()
         return handle
 
@@ -146,12 +126,12 @@ class Executor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         self.hook_counts.used()
         with self._recording.quiet():
-            t = self._use(handle, guided=self._follower is not None)
+            t = self._use(handle, directed=True)
         self._recording.leave_early()
         return t
 
-    def _save(self, t: Tensor, *, guided: bool) -> Handle:
-        """`guided`: a hook of autograd's own; else a part of what one saves."""
+    def _save(self, t: Tensor, *, directed: bool) -> Handle:
+        """`directed`: a hook of autograd's own; else a part of what one saves."""
         if self._forked:
             return KeptTensor(t, by_reference=False)
         if self.device.capturing():
@@ -161,17 +141,17 @@ class Executor:
         facts = facts_of(t, self.device, self._protected)
         handle: Handle | None = None
         if facts.kind == "subclass":
-            handle = save_parts(t, lambda part: self._save(part, guided=False))
+            handle = save_parts(t, lambda part: self._save(part, directed=False))
         reason = self._rule.reason_to_keep(facts)
         with self._entered():
             saved_bytes = SavedBytes(t) if handle is None and reason is None else None
             claim = None if saved_bytes is None else self._claim(t, saved_bytes, facts)
             finished, hook = self._outs.finished(), NO_HOOK
-            if guided and self._follower is not None:
-                hook = self._follower.on_save(t, None if claim is None else claim.saved, finished)
-            self._advance(finished, check_memory=claim is not None, at_hook=guided)
-            if hook != NO_HOOK and self._follower is not None:
-                self._follower.prefetch_due(self._streams.current())
+            if directed:
+                hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
+            self._advance(finished, check_memory=claim is not None, at_hook=directed)
+            if hook != NO_HOOK:
+                self._prefetch_due(self._streams.current())
             if claim is not None and saved_bytes is not None:
                 handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
@@ -181,21 +161,21 @@ class Executor:
             handle.saved_at = (self._registry.epoch, hook)
         return handle
 
-    def _use(self, handle: Handle, *, guided: bool) -> Tensor:
+    def _use(self, handle: Handle, *, directed: bool) -> Tensor:
         handle.check_version()
         if isinstance(handle, SwappedView):
-            return self._use_view(handle, guided=guided)
-        if guided:
+            return self._use_view(handle, directed=directed)
+        if directed:
             self._pass_by(handle)
         if isinstance(handle, KeptTensor):
             t = handle.tensor
             if t is not None:
                 return t
             assert handle.moved is not None  # memory was short
-            return self._use_view(handle.moved, guided=False)
-        return handle.rebuild({name: self._use(part, guided=False) for name, part in handle.parts.items()})
+            return self._use_view(handle.moved, directed=False)
+        return handle.rebuild({name: self._use(part, directed=False) for name, part in handle.parts.items()})
 
-    def _use_view(self, handle: SwappedView, *, guided: bool) -> Tensor:
+    def _use_view(self, handle: SwappedView, *, directed: bool) -> Tensor:
         saved = handle.claim.saved
         if self._forked:
             raise RuntimeError(
@@ -209,29 +189,29 @@ class Executor:
             )
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext(), self._entered():
-            follower, finished = self._follower, self._outs.finished()
-            if follower is not None and guided:
-                follower.on_use(handle.saved_at, saved, finished)
-            self._advance(finished, check_memory=True, at_hook=guided)
+            director, finished = self.director, self._outs.finished()
+            if directed:
+                director.on_use(handle.saved_at, saved, finished)
+            self._advance(finished, check_memory=True, at_hook=directed)
             compute = self._streams.current()
             storage = self._ins.bring(saved, compute)
             self._count_use(handle, saved)
-            if follower is not None and guided:
-                follower.note_restored(saved, storage)
-                follower.prefetch_due(compute)
-            if follower is None or saved.planned is None or not follower.follows_plan:
+            if directed:
+                director.note_restored(saved, storage)
+                self._prefetch_due(compute)
+            if saved.planned is None or not director.follows_plan:
                 self._ins.prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
     def _pass_by(self, handle: Handle) -> None:
         """A use of what never left: what else is due at its hook."""
-        if self._follower is None or self._forked or self.device.capturing() or tracer_is_on():
+        if not self.director.plans or self._forked or self.device.capturing() or tracer_is_on():
             return
         with self._entered():
             finished = self._outs.finished()
-            self._follower.on_use(handle.saved_at, None, finished)
+            self.director.on_use(handle.saved_at, None, finished)
             self._advance(finished, check_memory=False)
-            self._follower.prefetch_due(self._streams.current())
+            self._prefetch_due(self._streams.current())
 
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
         self.metrics.totals.kept_by_reason[reason] += 1
@@ -248,16 +228,15 @@ class Executor:
         Returns whether anything went. Not to be called inside of a hook.
         """
         with self._entered():
-            return self._guard.free_something(nbytes, busy)
+            return self._budget.free_something(nbytes, busy)
 
     # --- steps
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on. Not to be called in a step."""
         with self._entered():
-            self._guard.change_budget(hbm_budget_bytes)
-            if self.adaptation is not None:
-                self.adaptation.change_budget(hbm_budget_bytes)
+            self._budget.change_budget(hbm_budget_bytes)
+            self.director.change_budget(hbm_budget_bytes)
 
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
@@ -273,11 +252,11 @@ class Executor:
             if self.checksums is not None:
                 self.checksums.prepare()  # before anything of the step is counted
             self._registry.begin_epoch()
-            if self._follower is not None:
-                self._guard.begin_step()
+            if self.director.plans:
+                self._budget.begin_step()
             compute = self.device.current_stream()
             self.metrics.begin_step(compute, timed=timed)
-            recorder = None if self.adaptation is None else self.adaptation.begin_step(compute)
+            recorder = self.director.begin_step(self._registry.epoch, self._budget, compute)
         self._recording.begin(recorder)
 
     def end_step(self, *, completed: bool) -> None:
@@ -291,13 +270,11 @@ class Executor:
             return
         with self._entered():
             self._advance(self._outs.finished(), check_memory=False)
-            self._guard.flush()
+            self._budget.flush()
             self._outs.forget_small()
             self._in_step = False
             grown_bytes = self._learn(completed=completed)
-            kind = StepKind.BY_RULE if completed else StepKind.FAILED
-            if self.adaptation is not None:
-                kind = self.adaptation.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
+            kind = self.director.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
             self.metrics.end_step(kind)
 
     def leave_recorders(self) -> None:
@@ -305,9 +282,14 @@ class Executor:
         self._recording.leave_again()
 
     @property
+    def hbm_budget_bytes(self) -> int:
+        """Budget of device memory; more than any device has where there is none."""
+        return self._budget.hbm_budget_bytes
+
+    @property
     def peak_seen_bytes(self) -> int:
         """The most device memory that any hook saw allocated."""
-        return self._guard.peak_seen_bytes
+        return self._budget.peak_seen_bytes
 
     @property
     def live_storages(self) -> int:
@@ -381,7 +363,7 @@ class Executor:
             if saved.state is State.RETIRED and kept_alive is not None and saved.part is None:
                 self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._registry.of_epoch:
-            self._guard.flush()
+            self._budget.flush()
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         if errors:
@@ -395,7 +377,7 @@ class Executor:
     def _learn(self, *, completed: bool) -> int:
         """Returns the bytes that the model allocated since memory was last checked."""
         self._saved_any = self._used_any = False
-        grown_bytes = self._guard.end_step(completed=completed)
+        grown_bytes = self._budget.end_step(completed=completed)
         if completed:
             self._order.end_step()
         else:
@@ -406,21 +388,38 @@ class Executor:
 
     def _advance(self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False) -> None:
         """`finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own."""
-        reclaims = False
-        if self._follower is None:
-            for saved in finished:
+        due = self.director.due(finished)
+        for saved, nbytes in due.reclaims:  # first: what was given back before is room for what the plan has next
+            if saved.state is State.RESIDENT:
+                self._swap_out_planned(saved, nbytes)
+            if saved.state is State.LEAVING:
+                saved.reclaim(in_turn=True)
+                self._budget.note_allocated(saved.remains_bytes)
+        for saved, last_bytes in due.swap_outs:
+            if last_bytes is None:
                 self._outs.send(saved)
-        else:
-            # One that somebody gave back before is no room for what the plan has next.
-            reclaims = self._follower.reclaim_due()
-            self._follower.swap_out_due(finished)
+            else:
+                self._swap_out_planned(saved, last_bytes)
         self._outs.pack_waiting()
         self._transfer.pump()
-        self._guard.reclaim.sweep()
-        if check_memory or reclaims or self._guard.wants_check:
-            grown_bytes = self._guard.check_memory()
-            if self._follower is not None:
-                self._follower.note_growth(grown_bytes, at_hook=check_memory and at_hook)
+        self._budget.reclaim.sweep()
+        if check_memory or due.check_memory or self._budget.wants_check:
+            grown_bytes = self._budget.check_memory()
+            self.director.note_growth(grown_bytes, at_hook=check_memory and at_hook)
+
+    def _swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
+        if saved.state is State.RESIDENT and saved.op_is_over and saved.worth_a_copy:
+            self._outs.send_planned(saved, min(last_bytes, saved.nbytes))
+
+    def _prefetch_due(self, compute: Stream) -> None:
+        """Queue the copies back that are due by plan."""
+        for saved in self.director.take_prefetches():
+            if saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
+                continue
+            if not self.director.follows_plan and not self._budget.room_for(saved.arrival_bytes):
+                return
+            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                self._ins.prefetch(saved, compute)
 
     def _claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""
@@ -445,8 +444,8 @@ class Executor:
             saved.follows(found.before.saved)
         self._registry.add(saved)
         self._saved_any = True
-        if self._guard.surplus is not None:
-            self._guard.surplus.note_saved(saved.nbytes)
+        if self._budget.surplus is not None:
+            self._budget.surplus.note_saved(saved.nbytes)
         self._outs.add(saved)
         claim = Claim(saved, self._on_claim_end)
         self._claims.add(claim)
@@ -459,7 +458,7 @@ class Executor:
         if handle.round != saved.round:
             handle.round = saved.round
             saved.to_come -= 1
-        if saved.state is State.RESTORED and saved.to_come <= 0 and not self._guard.trusts_plan:
+        if saved.state is State.RESTORED and saved.to_come <= 0 and not self._budget.forecast.follows_plan:
             saved.drop_if_held_elsewhere()  # a moment before autograd would; a plan counts on that moment, as the trace has it
 
 

@@ -1,156 +1,114 @@
 """Finds where a running step is among the steps that are cached, and what the plan of the one that it is has due.
 
-    follower.begin_step(cache, recorder, ...)             # the step that is expected, if any
-    hook = follower.on_save(t, saved, finished)           # every save: which hook of the cached step it is
-    follower.on_use(saved_at, saved, finished)            # every use
-    follower.reclaim_due(); follower.swap_out_due(finished)     # what is due at this hook, in the order of policy/plan.py
-    follower.note_growth(nbytes)                          # at a check of memory: what the model allocated since the last one
-    follower.note_restored(saved, storage)
-    follower.prefetch_due(compute)
-    outcome = follower.end_step(grown_bytes)
-
 A step follows the cached one that it agrees with so far. Once it agrees with none it has diverged: its hooks are matched by
 features with those of the last one that it agreed with. A hook that is found there follows that plan, the others fall to the
-default rule, and memory is watched as if there were no plan. Note [No plan, no harm].
+default rule, and memory is watched as if there were no plan. Note [No plan, no harm]. What the methods mean, and in which
+order they come: `executor/director.py`.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chameleon_mm.device import Stream
-from chameleon_mm.errors import TransferFailed
-from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.adaptation import Adaptation, FollowedStep, StepEntry, Steps
+from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.director import Director, HookActions
+from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.extra_memory import ExtraMemory
+from chameleon_mm.executor.forecast import HighestForecast, PlanForecast
 from chameleon_mm.executor.handles import NO_HOOK
 from chameleon_mm.executor.hook_schedule import DueActions, HookSchedule, ScheduleCursor
-from chameleon_mm.executor.planned_step import PlannedStep, PlanTrial
-from chameleon_mm.executor.registry import StorageRegistry
+from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
+from chameleon_mm.executor.metrics import StepKind
+from chameleon_mm.executor.planned_step import PlanTrial
 from chameleon_mm.executor.saved_storage import SavedStorage, State
-from chameleon_mm.executor.swap_ins import SwapIns
-from chameleon_mm.executor.swap_outs import SwapOuts
-from chameleon_mm.policy import Action
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy import LinkCost
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_cache import CachedStep, StepCache
-from chameleon_mm.profiler.step_record import EARLIER_STEP, StepRecord, feature_hash
+from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
 
 _NONE = -1
-"""Of a hook: none of the known step's."""
+"""In place of a hook of the cached step: none of them."""
 
 _NOTHING_DUE = DueActions((), (), ())
 
 
-StepEntry = CachedStep[PlannedStep | None]
-"""One that was seen; None: without a trace, so without a plan."""
-Known = StepCache[PlannedStep | None]
+class PlanFollower(Director):
+    """Follows the plan of the cached step that the running one agrees with.
 
+    `adaptation` says which step is expected, makes plans, and learns from what came.
+    """
 
-class FollowedStep(NamedTuple):
-    """A step that ended."""
+    plans = True
 
-    record: StepRecord
-    whole: bool
-    """Whether a recorder saw all of it."""
-    recorded_hooks: int
-    """Those that a recorder saw, from the first one on."""
-    need: ExtraMemory
-    """What it took beyond what the trace of the step that it was has, as far as it was that one."""
-    unused: dict[tuple[int, int], int]
-    """Bytes that the known step allocated between two hooks and this one did not, by the hooks."""
-    exceeded_plan: bool
-    """Whether it took so much more that its plan was no longer trusted."""
-    had_plan: bool
-    """Whether some hook of it was one of a plan's; `kept_to_plan`: all were, of one plan, which was trusted to the end."""
-    kept_to_plan: bool
-
-
-class PlanFollower:
-    """Not thread-safe: the executor holds its lock."""
-
-    def __init__(self, registry: StorageRegistry, guard: BudgetGuard, outs: SwapOuts, ins: SwapIns) -> None:
+    def __init__(self, adaptation: Adaptation) -> None:
+        self.adaptation = adaptation
         self.light = LightProfiler()
-        self._registry = registry
-        self._guard = guard
-        self._outs = outs
-        self._ins = ins
-        self._known: Known | None
-        self._recorder: Recorder | None
-        self._wants: Callable[[StepEntry], bool] | None
-        self._needs_more: Callable[[PlannedStep, int], bool] | None
+        self._plan_forecast = PlanForecast()
+        self._epoch = -1
+        self._budget: Budget | None = None
+        self._steps: Steps | None = None
+        """None: outside of steps."""
+        self._recorder: Recorder | None = None
         self._forget_step()
 
-    def begin_step(
-        self,
-        known: Known,
-        recorder: Recorder | None,
-        *,
-        wants: Callable[[StepEntry], bool],
-        needs_more: Callable[[PlannedStep, int], bool],
-    ) -> None:
-        """A new step: the one that `known` expects. `recorder` writes it down, for as long as it may be one that `wants` says
-        yes to, or a new one.
-
-        `needs_more` is told of a planned, and of how many bytes more than its trace has are allocated at the first hook; it
-        returns whether it changed the planned's plans.
-        """
+    def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
+        recorder = self.adaptation.begin_step(compute)
         self._forget_step()
-        self._known = known
-        self._recorder = recorder
-        self._wants = wants
-        self._needs_more = needs_more
-        self._follow(known.current)
+        self._epoch, self._budget = epoch, budget
+        self._steps, self._recorder = self.adaptation.steps, recorder
+        self._follow(self.adaptation.steps.current, budget)
+        return recorder
 
-    def end_step(self, grown_bytes: int) -> FollowedStep:
-        """The step that was; `grown_bytes` as `note_growth` has them. What comes until the next one follows nothing."""
+    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
         if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            self._compare_growth(self._grown_bytes + grown_bytes, self._looked_at, self.light.num_hooks)
+            self._compare_growth(self._grown_bytes + grown_bytes, self._checked_at, self.light.num_hooks)
         whole = self._recorder is not None
-        recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
-        need = ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes)
-        seen = FollowedStep(
+        step = FollowedStep(
             self.light.end_step(),
+            self.followed,
             whole,
-            recorded_hooks,
-            need,
+            self.light.num_hooks if whole else self._recorded_hooks,
+            ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes),
             self._unused,
             self._exceeded_plan,
             self._had_plan,
-            self._guard.trusts_plan,
+            self.follows_plan,
         )
         self._forget_step()
-        return seen
+        return self.adaptation.end_step(step, recorder, compute, completed=completed)
+
+    def change_budget(self, hbm_budget_bytes: int) -> None:
+        self.adaptation.change_budget(hbm_budget_bytes)
 
     def _forget_step(self) -> None:
+        """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""
         self.light.begin_step()
-        self._known = None
-        """None: outside of steps."""
-        self._wants = self._needs_more = None
-        """Forgotten with the step: they lead to whoever holds this, and through it to the model."""
+        self._steps = self._recorder = None
         self._entry: StepEntry | None = None
-        """The known step that this one agrees with, or did last."""
-        self._recorder = None
+        """The cached step that this one agrees with, or did last."""
         self._recorded_hooks = 0
-        """Of a recorder that was stopped: how many it saw."""
+        """Hooks that a recorder saw that was stopped since."""
         self._diverged = False
-        """Whether there is none that it agrees with any more."""
-        self._place_of = array("i")
-        """By hook of this step: the number of the known one's."""
+        """Whether there is no cached step any more that this one agrees with."""
+        self._cached_hooks = array("i")
+        """By hook of this step: the number of the cached one's."""
         self._reached = _NONE
-        """The furthest of the known step's hooks so far."""
+        """The furthest of the cached step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
         """By hook of this step. Their device memory is theirs to drop: a retired one holds none."""
         self._storages: dict[int, SavedStorage] = {}
         """By the plan's number of the storage."""
         self.followed: PlanTrial | None = None
-        """The plan that this step goes by, or did."""
+        """The plan that this step follows, or did."""
         self._schedule: HookSchedule | None = None
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
@@ -158,126 +116,126 @@ class PlanFollower:
         self._first_bytes = 0
         """Allocated at the first hook."""
         self._extra_bytes = 0
-        """Of these: more than the known step has there."""
-        self._looked_at = _NONE
-        """The hook of the last check at memory that every step like this one takes; `_grown_bytes` since then."""
+        """Bytes of these that the cached step does not have there."""
+        self._checked_at = _NONE
+        """The hook of the last check of memory that every step like this one makes; `_grown_bytes` since then."""
         self._grown_bytes = 0
         self._spikes: dict[int, int] = {}
-        """By tick of the known step's trace: allocated beyond what it has, as far as plans know or should know of it."""
+        """By tick of the cached step's trace: bytes beyond what it has, as far as plans know or should know of them."""
         self._unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self._exceeded_plan = self._had_plan = False
-        self._guard.trusts_plan = self._guard.diverged = False
+        if self._budget is not None:
+            self._budget.forecast = self._budget.learned_forecast
+        self._budget = None
 
     @property
     def follows_plan(self) -> bool:
         """Whether the step is, hook for hook, the one that was planned."""
-        return self._guard.trusts_plan
+        return self._budget is not None and self._budget.forecast.follows_plan
 
     # --- the hooks
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
-        """Autograd saves `t`, of the storage `saved`, or of one that stays (None). Returns the hook's number in this step.
-
-        `finished`: storages that were saved by operators which are over now.
-        """
-        if self._known is None:  # outside of steps nobody would ever begin to number them again
+        if self._steps is None:  # outside of steps nobody would ever begin to number them again
             return NO_HOOK
         hook = self.light.num_hooks
         first = False
         if saved is None:
             since = FIXED_STORAGE
         else:
-            epoch, last = self._registry.epoch, saved.last_save
-            first, saved.followed_in = saved.followed_in != epoch, epoch
-            since = hook - last.hook if last.epoch == epoch else NEW_STORAGE
-            last.epoch, last.hook = epoch, hook
+            first, hooks_ago = saved.note_save(self._epoch, hook)
+            since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._record_save(self._recorder, saved, finished, first=first)
-        place = self._place(hook, expected, None)
+            self._tell_finished(self._recorder, finished)
+            if first and saved is not None and saved.part is None and saved.device is not None:
+                saved.traced = self._recorder.claim(saved.device)
+            self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
+        cached_hook = self._locate(hook, None, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
-            self._assign_action(saved, place)
+            self._assign_action(saved, cached_hook)
         return hook
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
-        """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
-        if self._known is None:
+        if self._steps is None:
             return
         epoch, at_hook = saved_at
-        save = at_hook if epoch == self._registry.epoch and at_hook != NO_HOOK else EARLIER_STEP
+        save = at_hook if epoch == self._epoch and at_hook != NO_HOOK else EARLIER_STEP
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
             self._tell_finished(self._recorder, finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
-        self._place(hook, expected, save)
+        self._locate(hook, save, expected=expected)
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """`storage` holds the bytes of `saved`, whose use this is."""
         if self._recorder is not None:
             self._recorder.restored(saved.traced, storage)
 
-    # --- which hook of the known step it is
+    @staticmethod
+    def _tell_finished(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
+        for saved in finished:
+            recorder.sendable(saved.traced)
 
-    def _place(self, hook: int, expected: bool, save: int | None) -> int:
-        """`expected`: the followed step's hook. `save`: of a use, the hook of this step that saved it."""
-        if self._known is None:
-            return _NONE
+    # --- which hook of the cached step it is
+
+    def _locate(self, hook: int, save: int | None, *, expected: bool) -> int:
+        """The cached step's hook. `expected`: it is that of the step that is followed. `save`: the hook of this step that saved
+        what is used; None: this is a save itself."""
+        assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
-            self._follow_or_diverge(self._known, hook)
-        place = hook if not self._diverged else self._matched(save)
-        if self._guard.trusts_plan and self._schedule is not None:
-            self._guard.planned_climb_bytes = self._schedule.climb(place)
-        self._place_of.append(place)
-        if place > self._reached:
-            self._reached = place
+            self._follow_or_diverge(self._steps, self._budget, hook)
+        cached_hook = self._matched(save) if self._diverged else hook
+        if self._schedule is not None and self._budget.forecast.follows_plan:
+            self._plan_forecast.growth_bytes = self._schedule.climb(cached_hook)
+        self._cached_hooks.append(cached_hook)
+        if cached_hook > self._reached:
+            self._reached = cached_hook
             if self._cursor is not None:
                 self._had_plan = True
-                self._due = self._cursor.advance_to(place) or _NOTHING_DUE
-        return place
+                self._due = self._cursor.advance_to(cached_hook) or _NOTHING_DUE
+        return cached_hook
 
-    def _follow_or_diverge(self, known: Known, hook: int) -> None:
-        if known.follow(hook, self.light.feature):
-            another = known.current is not self._entry
+    def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
+        if steps.follow(hook, self.light.feature):
+            another = steps.current is not self._entry
             if another:
-                self._follow(known.current)
+                self._follow(steps.current, budget)
             if hook == 0:
-                self._first_bytes = self._guard.allocated_bytes()
+                self._first_bytes = budget.allocated_bytes()
             if hook == 0 or another:
-                self._compare_memory()
-            if self._recorder is not None and self._wants is not None and not any(map(self._wants, known.agreeing())):
+                self._compare_memory(budget)
+            if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
-            self._diverged = self._guard.diverged = True
-            self._guard.trusts_plan = False
+            self._diverged = True
+            budget.forecast = HighestForecast(budget.headroom)
             if self._matcher is not None:
                 self._matcher.begin_step(hook)
 
-    def _compare_memory(self) -> None:
-        """A plan that counts on less than is allocated at the first hook would pass its budget."""
-        if self._entry is None or self._entry.plan is None or self._needs_more is None:
+    def _compare_memory(self, budget: Budget) -> None:
+        """A plan that counts on less than is allocated at the first hook would exceed its budget."""
+        if self._entry is None or self._entry.plan is None:
             return
         extra_bytes = max(0, self._first_bytes - self._entry.plan.first_hook_bytes)
-        if self._needs_more(self._entry.plan, extra_bytes):
-            self._follow(self._entry)
+        if self.adaptation.needs_more(self._entry.plan, extra_bytes):
+            self._follow(self._entry, budget)
         self._extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        """The model allocated so much since memory was last checked, freed bytes too. `at_hook`: at this check and at the last
-        such one every step that has these hooks looks at it, whatever its plan."""
         self._grown_bytes += nbytes
         if at_hook:
             hook = self.light.num_hooks - 1
-            self._compare_growth(self._grown_bytes, self._looked_at, hook)
-            self._looked_at, self._grown_bytes = hook, 0
+            self._compare_growth(self._grown_bytes, self._checked_at, hook)
+            self._checked_at, self._grown_bytes = hook, 0
 
     def _compare_growth(self, grown_bytes: int, since: int, hook: int) -> None:
-        """Between two hooks the known step allocated less: all that is more may have come at the worst moment."""
+        """Between two hooks the cached step allocated less: all that is more may have come at the worst moment."""
         planned = None if self._entry is None or self._diverged else self._entry.plan
-        if planned is None or hook <= since:
+        if planned is None or self._budget is None or hook <= since:
             return
         more_bytes = grown_bytes - planned.allocated_between(since, hook)
         if more_bytes <= 0:
@@ -285,7 +243,7 @@ class PlanFollower:
                 self._unused[since, hook] = -more_bytes
             return
         ticks = planned.ticks_between(since, hook)
-        planned_for = planned.need.spikes
+        planned_for = planned.extra.spikes
         tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)
         spike_bytes = 0 if tick is None else planned_for[tick]
         if tick is not None:
@@ -293,28 +251,28 @@ class PlanFollower:
         if self._schedule is None:
             return
         allocated = self._schedule.allocated_bytes[ticks]
-        room_bytes = self._guard.hbm_budget_bytes - int(allocated.max())
+        room_bytes = self._budget.hbm_budget_bytes - int(allocated.max())
         beyond_bytes = more_bytes - spike_bytes
         if beyond_bytes > room_bytes:
             # No more than the device's own peak says, which is since the session began.
-            beyond_bytes = min(beyond_bytes, self._guard.peak_allocated_bytes() - int(allocated.max()))
+            beyond_bytes = min(beyond_bytes, self._budget.peak_allocated_bytes() - int(allocated.max()))
         if beyond_bytes > room_bytes:
             self._spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
-            # Where it took more than its trace has it may again: predictions of climbs are for the rest of this step.
-            self._exceeded_plan = self._guard.diverged = True
-            self._guard.trusts_plan = False
+            # What took more than its trace has may do so again: for the rest of this step the plan's forecast is not enough.
+            self._exceeded_plan = True
+            self._budget.forecast = HighestForecast(self._budget.headroom)
 
     def _matched(self, save: int | None) -> int:
         if self._matcher is None:
             return _NONE
         if save is None:
-            place = self._matcher.match(self.light.feature)
+            found = self._matcher.match(self.light.feature)
         else:
-            known_save = self._place_of[save] if save >= 0 else _NONE
-            place = self._matcher.match_use(None if known_save == _NONE else known_save)
-        return _NONE if place is None else place
+            cached_save = self._cached_hooks[save] if save >= 0 else _NONE
+            found = self._matcher.match_use(None if cached_save == _NONE else cached_save)
+        return _NONE if found is None else found
 
-    def _follow(self, entry: StepEntry | None) -> None:
+    def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
         """From here on the step is expected to be `entry`, with which its hooks so far agree."""
         self._entry = entry
         if entry is not None:
@@ -326,79 +284,63 @@ class PlanFollower:
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
         self._extra_bytes, self._spikes, self._unused, self._exceeded_plan = 0, {}, {}, False
-        behind = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
-        self._due = behind or _NOTHING_DUE
+        missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
+        self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.RESIDENT for saved in self._first_saves.values())
-        self._guard.trusts_plan = self._schedule is not None and behind is None and untouched
-        # A step that is known to have no plan is like the one before it, hook for hook; any other may be like none.
-        self._guard.diverged = not self._guard.trusts_plan and (planned is None or self.light.num_hooks > 0)
+        if self._schedule is not None and missed is None and untouched:
+            budget.forecast = self._plan_forecast
+        elif planned is None or self.light.num_hooks > 0:
+            budget.forecast = HighestForecast(budget.headroom)  # it may be like no step before
+        else:  # a step that is known to have no plan is like the one before it, hook for hook
+            budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             self._assign_action(saved, hook)
 
-    def _assign_action(self, saved: SavedStorage, place: int) -> None:
-        saved.planned = None if self._schedule is None else self._schedule.storage_action(place)
+    def _assign_action(self, saved: SavedStorage, cached_hook: int) -> None:
+        saved.planned = None if self._schedule is None else self._schedule.storage_action(cached_hook)
         if saved.planned is not None:
             self._storages[saved.planned.tensor] = saved
 
     # --- what is due
 
-    def reclaim_due(self) -> bool:
-        """Compute waits for the copies whose memory is to be given back here. Returns whether the plan has any."""
-        for action in self._due.reclaims:
-            saved = self._storages.get(action.tensor)
-            if saved is None:
-                continue
-            if saved.state is State.RESIDENT:
-                self._send(saved, action)
-            if saved.state is State.LEAVING:
-                saved.reclaim(in_turn=True)
-                self._guard.note_allocated(saved.remains_bytes)
-        return bool(self._due.reclaims)
-
-    def swap_out_due(self, finished: Iterable[SavedStorage]) -> None:
-        """Queue copies out: what is due, and storages whose operator is over now."""
-        for action in self._due.outs:
-            saved = self._storages.get(action.tensor)
-            if saved is not None:
-                self._send(saved, action)
+    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
+        storages = self._storages
+        reclaims = [(storages[a.tensor], a.nbytes) for a in self._due.reclaims if a.tensor in storages]
+        swap_outs: list[tuple[SavedStorage, int | None]] = [
+            (storages[a.tensor], a.nbytes) for a in self._due.outs if a.tensor in storages
+        ]
         for saved in finished:
             if saved.planned is None:
-                self._outs.send(saved)
+                swap_outs.append((saved, None))
             elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
-                self._send(saved, saved.planned.action)
+                swap_outs.append((saved, saved.planned.action.nbytes))
+        return HookActions(reclaims, swap_outs, check_memory=bool(self._due.reclaims))
 
-    def prefetch_due(self, compute: Stream) -> None:
-        """Queue the copies back that are due."""
+    def take_prefetches(self) -> Sequence[SavedStorage]:
         due, self._due = self._due, _NOTHING_DUE
-        for action in due.ins:
-            saved = self._storages.get(action.tensor)
-            if saved is None or saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
-                continue
-            if not self.follows_plan and not self._guard.room_for(saved.arrival_bytes):
-                return
-            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
-                self._ins.prefetch(saved, compute)
+        return [self._storages[action.tensor] for action in due.ins if action.tensor in self._storages]
 
-    def _send(self, saved: SavedStorage, action: Action) -> None:
-        if saved.state is State.RESIDENT and saved.op_is_over and saved.worth_a_copy:
-            self._outs.send_planned(saved, min(action.nbytes, saved.nbytes))
 
-    # --- the recorder
+def plan_steps(
+    executor: Executor, pool: PinnedPool, *, model: nn.Module | None = None, link_cost: LinkCost | None = None
+) -> Adaptation:
+    """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
 
-    def _record_save(
-        self,
-        recorder: Recorder,
-        saved: SavedStorage | None,
-        finished: Sequence[SavedStorage],
-        *,
-        first: bool,
-    ) -> None:
-        self._tell_finished(recorder, finished)
-        if first and saved is not None and saved.part is None and saved.device is not None:
-            saved.traced = recorder.claim(saved.device)
-        recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
-
-    @staticmethod
-    def _tell_finished(recorder: Recorder, finished: Iterable[SavedStorage]) -> None:
-        for saved in finished:
-            recorder.sendable(saved.traced)
+    `model` names what recorded storages are. `link_cost`: what is known of the link before copies were timed.
+    """
+    me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
+    device = executor.device
+    adaptation = Adaptation(
+        metrics,
+        hbm_budget_bytes=executor.hbm_budget_bytes,
+        slack_bytes=device.block_slack_bytes,
+        host_budget=lambda: pool.limit_bytes,
+        make_recorder=lambda: Recorder(
+            device,
+            model=model,
+            free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
+        ),
+        link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
+    )
+    executor.director = PlanFollower(adaptation)
+    return adaptation

@@ -94,10 +94,10 @@ class PlannedStep:
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=LATELY)
         self.plan_for(ExtraMemory())
 
-    def plan_for(self, need: ExtraMemory) -> None:
+    def plan_for(self, extra: ExtraMemory) -> None:
         """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
-        self.need = need
-        self.trace = need.added_to(self._recorded)
+        self.extra = extra
+        self.trace = extra.added_to(self._recorded)
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """By storage: how much earlier than foreseen its copy back is to be done."""
@@ -109,7 +109,7 @@ class PlannedStep:
         """From here on operators take as long as was measured. Plans that there were are forgotten."""
         self.times_corrected += 1
         self._recorded = with_times(self._recorded, self.slowdown)
-        self.plan_for(self.need)
+        self.plan_for(self.extra)
 
     # --- plans
 
@@ -185,16 +185,16 @@ class PlannedStep:
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
-    def took(self, need: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
+    def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
         """A step like it took so much more than was recorded. Returns what to plan for, where that is less than now by more
         than `spare_bytes`: the most that the steps of late took."""
-        self._lately.append(need)
+        self._lately.append(extra)
         if len(self._lately) < LATELY:
             return None
         most = ExtraMemory()
         for taken in self._lately:
             most |= taken
-        return most if self.need.exceeds(most, spare_bytes) else None
+        return most if self.extra.exceeds(most, spare_bytes) else None
 
     def held_less(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
         """A step like it allocated so much less between two hooks than was recorded. An operator holds no more inside itself
@@ -215,7 +215,7 @@ class PlannedStep:
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
         self._allocated_until = self._odometer()
         self._unused.clear()
-        self.plan_for(self.need)
+        self.plan_for(self.extra)
         return True
 
     def _odometer(self) -> list[int]:

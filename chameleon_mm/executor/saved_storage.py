@@ -144,10 +144,19 @@ class SavedStorage:
         """What the plan has for it; None: no plan knows it."""
         self.last_save = LastSave(self.first)
         """Shared with other records of the storage."""
-        self.followed_in = -1
-        """The last step in which the profiler saw a save of it."""
+        self._noted_in = -1
+        """The last step in which `note_save` was told of it."""
         self._remainder = Remainder(0, context.streams)
         """What stays on the device of it while the rest is on the host."""
+
+    def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
+        """It is saved at that hook of a step. Returns whether that is the first time in the step for this record, and how many
+        hooks ago its storage was saved last in it, under any record; None: it was not."""
+        first, self._noted_in = self._noted_in != epoch, epoch
+        last = self.last_save
+        hooks_ago = hook - last.hook if last.epoch == epoch else None
+        last.epoch, last.hook = epoch, hook
+        return first, hooks_ago
 
     # --- out
 

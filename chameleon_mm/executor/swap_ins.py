@@ -14,7 +14,7 @@ import torch
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.packed_group import PackedGroup
 from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_part import SavedPart
@@ -32,11 +32,11 @@ class SwapIns:
     """Not thread-safe: the executor holds its lock."""
 
     def __init__(
-        self, context: SwapContext, registry: StorageRegistry, guard: BudgetGuard, staging: Staging, order: UseOrder
+        self, context: SwapContext, registry: StorageRegistry, budget: Budget, staging: Staging, order: UseOrder
     ) -> None:
         self._context = context
         self._registry = registry
-        self._guard = guard
+        self._budget = budget
         self._staging = staging
         self._order = order
 
@@ -63,9 +63,9 @@ class SwapIns:
                     return
             if coming is None or coming.state is not State.ON_HOST or coming.first() is not None:
                 continue
-            if self._guard.trusts_plan and coming.planned is not None:
+            if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
-            if not self._guard.room_for(coming.arrival_bytes):
+            if not self._budget.room_for(coming.arrival_bytes):
                 return
             try:
                 self.prefetch(coming, compute)
@@ -75,9 +75,9 @@ class SwapIns:
     def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         coming.swap_in(compute)
-        self._guard.note_allocated(coming.arrival_bytes)
-        if self._guard.surplus is not None:
-            self._guard.surplus.note_prefetched(coming)
+        self._budget.note_allocated(coming.arrival_bytes)
+        if self._budget.surplus is not None:
+            self._budget.surplus.note_prefetched(coming)
         self._context.metrics.totals.prefetches += 1
 
     def _bring_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
@@ -88,14 +88,14 @@ class SwapIns:
         if saved.group is not None and saved.state is State.ON_HOST and saved.alive_elsewhere(compute) is None:
             self._unpack(saved.group, saved, compute)
         if saved.state is State.LEAVING and saved.take_back():
-            self._guard.note_on_device(saved)
+            self._budget.note_on_device(saved)
         if saved.state is State.ON_HOST:
             elsewhere = saved.alive_elsewhere(compute)
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
             self._allocate(saved.arrival_bytes, lambda: saved.swap_in(compute), keep=saved)
-            self._guard.note_on_device(saved)  # until its other views were used
+            self._budget.note_on_device(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1
@@ -106,15 +106,15 @@ class SwapIns:
 
     def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, keep: SavedStorage) -> _Made:
         """What `allocate` takes of the device for a use, room made for it; `keep` is not given back for that."""
-        self._guard.make_room(nbytes, keep=keep)
+        self._budget.make_room(nbytes, keep=keep)
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             made = allocate()
         if made is None:
             self._context.metrics.totals.oom_retries += 1
-            self._guard.reclaim_all(keep=keep)
+            self._budget.reclaim_all(keep=keep)
             made = allocate()
-        self._guard.note_allocated(nbytes)
+        self._budget.note_allocated(nbytes)
         return made
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
@@ -124,13 +124,13 @@ class SwapIns:
             self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
         packed = self._bring_held(group, compute)
         waiting = group.waiting()
-        members, nbytes, room = [], wanted.nbytes, self._guard.spare_until_used_bytes()
+        members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
             if member is wanted or nbytes + member.nbytes <= room:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: group.unpack_members(members, packed, compute), keep=group)
         for member, _ in members:
-            self._guard.note_on_device(member)
+            self._budget.note_on_device(member)
         if group.state is State.RESTORED and len(members) == len(waiting):
             group.drop_if_held_elsewhere()

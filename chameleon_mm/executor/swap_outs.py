@@ -17,7 +17,7 @@ import torch
 
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.budget import BudgetGuard
+from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.encoding import Encoding
 from chameleon_mm.executor.op_number import OperatorNumber, current_operator
 from chameleon_mm.executor.packed_group import PackedGroup
@@ -51,7 +51,7 @@ class SwapOuts:
         self,
         context: SwapContext,
         registry: StorageRegistry,
-        guard: BudgetGuard,
+        budget: Budget,
         staging: Staging,
         *,
         rule: DefaultRule,
@@ -60,7 +60,7 @@ class SwapOuts:
     ) -> None:
         self._context = context
         self._registry = registry
-        self._guard = guard
+        self._budget = budget
         self._rule = rule
         self._thresholds = thresholds
         self._codecs = codecs
@@ -116,10 +116,10 @@ class SwapOuts:
         if isinstance(saved, SavedPart):
             self._gather(saved)
         elif saved.copies > MOST_COPIES:
-            self._guard.note_on_device(saved)
+            self._budget.note_on_device(saved)
             return
         if saved.nbytes < self._rule.min_bytes:
-            self._guard.note_on_device(saved)
+            self._budget.note_on_device(saved)
             return
         if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
             self.send_alone(saved)
@@ -137,13 +137,13 @@ class SwapOuts:
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
         else:
-            self._guard.planned.add(saved)
+            self._budget.planned.add(saved)
 
     def pack_waiting(self) -> None:
         """Pack the small ones that wait, once they fill a group, the link is idle, or it is not known what comes next."""
         if not self._small:
             return
-        if self._small_bytes >= GROUP_BYTES or self._guard.is_blind or self._context.transfer.out_is_idle():
+        if self._small_bytes >= GROUP_BYTES or self._budget.is_blind or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
@@ -157,12 +157,12 @@ class SwapOuts:
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.RESIDENT and saved.op_is_over)
         members = [saved for saved in ready if saved.worth_a_copy]
         # While a group is packed, its members are still there: a tight budget has room for small ones only.
-        at_most = min(2 * GROUP_BYTES, self._guard.spare_bytes())
+        at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.loads(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with
                 self.send_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
-                self._pack(together)  # else they stay, one by one within reach of the budget's guard
+                self._pack(together)  # else they stay, one by one within reach of the budget's budget
 
     def send_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out, and what follows it; where the host takes no more it stays."""
@@ -170,9 +170,9 @@ class SwapOuts:
             self._swap_out(saved)
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
-            self._guard.note_on_device(saved)
+            self._budget.note_on_device(saved)
         else:
-            self._guard.reclaim.add(saved)
+            self._budget.reclaim.add(saved)
 
     def _refused(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
@@ -183,12 +183,12 @@ class SwapOuts:
         if encoding is not None:
             with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
                 saved.swap_out_encoded(encoding, self._context.streams.current())
-                self._guard.note_allocated(encoding.nbytes)
+                self._budget.note_allocated(encoding.nbytes)
                 return
         try:
             saved.swap_out()
         except HostMemoryExhausted:
-            if not self._guard.tight_and_unknown:
+            if not self._budget.tight_and_unknown:
                 raise
             saved.swap_out(pageable=True)
 
@@ -210,7 +210,7 @@ class SwapOuts:
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay
             group = PackedGroup(members, self._context.streams.current(), self._context, epoch=self._registry.epoch)
-            self._guard.note_allocated(group.nbytes)
+            self._budget.note_allocated(group.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
             self.send_alone(group)
@@ -220,4 +220,4 @@ class SwapOuts:
         with suppress(torch.OutOfMemoryError):
             saved.gather(self._context.streams.current())
             self._context.metrics.totals.gathers += 1
-            self._guard.note_allocated(saved.nbytes)
+            self._budget.note_allocated(saved.nbytes)

@@ -1,0 +1,86 @@
+"""Decides in each step what becomes of the storages that its hooks save and use. The executor carries it out.
+
+    recorder = director.begin_step(epoch, budget, compute)
+    at each hook:  director.on_save(t, saved, finished) | director.on_use(saved_at, saved, finished)
+                   actions = director.due(finished)         # what is due there; carried out by the executor
+                   director.note_growth(nbytes)             # where memory was checked
+                   director.note_restored(saved, storage)   # a use: where its bytes are
+                   director.take_prefetches()               # what is to be swapped in, after the use's own
+    kind = director.end_step(recorder, compute, grown_bytes, completed=...)
+
+`Director` itself decides nothing: every storage goes by the default rule, and no step is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.handles import NO_HOOK
+from chameleon_mm.executor.metrics import StepKind
+from chameleon_mm.executor.saved_storage import SavedStorage
+from chameleon_mm.profiler.recorder import Recorder
+
+
+class HookActions(NamedTuple):
+    """Actions that are due at one hook, in the order in which they are carried out."""
+
+    reclaims: Sequence[tuple[SavedStorage, int]] = ()
+    """Storages whose device memory is to be reclaimed, and the bytes at their end that go to the host."""
+    swap_outs: Sequence[tuple[SavedStorage, int | None]] = ()
+    """Storages whose copy out is to be queued, and the bytes at their end that go; None: as the default rule has it."""
+    check_memory: bool = False
+    """Whether memory is to be checked at this hook, whatever it saves or uses."""
+
+
+class Director:
+    """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
+
+    plans = False
+    """Whether it is told of every hook, also where nothing moves that is saved or used there."""
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether the step is, hook for hook, the one that was planned."""
+        return False
+
+    def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
+        """A step begins, whose storages are of that epoch. Returns what is to record it; None: nothing."""
+        return None
+
+    def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
+        """Autograd saves `t`, of the storage `saved`, or of one that stays (None). Returns the hook's number in this step.
+
+        `finished`: storages that were saved by operators which are over now.
+        """
+        return NO_HOOK
+
+    def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
+        """Autograd uses what was saved in that epoch at that hook, of the storage `saved`, or of one that stayed (None)."""
+
+    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
+        """What is due at this hook, `finished` included."""
+        return HookActions(swap_outs=[(saved, None) for saved in finished])
+
+    def take_prefetches(self) -> Sequence[SavedStorage]:
+        """Storages to swap in now, each once."""
+        return ()
+
+    def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
+        """The model allocated so much since memory was last checked, freed bytes too. `at_hook`: at this check and at the last
+        such one every step that has these hooks checks it, whatever its plan."""
+
+    def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
+        """`storage` holds the bytes of `saved`, whose use this is."""
+
+    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
+        """The step is over; it teaches something if it `completed`. `grown_bytes` as `note_growth` has them."""
+        return StepKind.BY_RULE if completed else StepKind.FAILED
+
+    def change_budget(self, hbm_budget_bytes: int) -> None:
+        """Another budget from the next step on. Between steps."""

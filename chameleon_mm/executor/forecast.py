@@ -1,0 +1,70 @@
+"""How far the model's own allocation will grow until memory is checked again: what a budget leaves free for it.
+
+LearnedForecast(headroom)     # as much as at the same check of the step before
+HighestForecast(headroom)     # the most between any two checks of that step: for a step that may be another one
+PlanForecast()                # what the plan says, as long as the step is the one that was planned
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from chameleon_mm.policy import Headroom
+
+
+class Forecast(Protocol):
+    """Growth of the model's allocation, in bytes."""
+
+    follows_plan: bool
+    """Whether a plan has room for what comes, hook for hook."""
+
+    def growth(self, checks: int = 0) -> int | None:
+        """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
+
+    def growth_from_check(self) -> int | None:
+        """The same as a check of memory sees it: a plan counts on what is reclaimed and prefetched at that hook."""
+
+
+class LearnedForecast:
+    """Forecast from the same checks of the step before."""
+
+    follows_plan = False
+
+    def __init__(self, headroom: Headroom) -> None:
+        self._headroom = headroom
+
+    def growth(self, checks: int = 0) -> int | None:
+        return self._headroom.need(checks)
+
+    def growth_from_check(self) -> int | None:
+        return self._headroom.need()
+
+
+class HighestForecast:
+    """Forecast of the most that the step before took between any two checks."""
+
+    follows_plan = False
+
+    def __init__(self, headroom: Headroom) -> None:
+        self._headroom = headroom
+
+    def growth(self, checks: int = 0) -> int | None:
+        return self._headroom.most()
+
+    growth_from_check = growth
+
+
+class PlanForecast:
+    """Forecast of a plan that has room for the model and for its own swap-ins."""
+
+    follows_plan = True
+
+    def __init__(self) -> None:
+        self.growth_bytes = 0
+        """Bytes that are allocated at most until the next check, by the plan's own prefetches too."""
+
+    def growth(self, checks: int = 0) -> int:
+        return 0
+
+    def growth_from_check(self) -> int:
+        return self.growth_bytes

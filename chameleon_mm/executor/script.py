@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from chameleon_mm.policy import Action, SwapPlan, memory_curve
 from chameleon_mm.policy.footprint import ActionColumns, Footprint
-from chameleon_mm.policy.memory import Int64s
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Int64s
 
 
 class Role(NamedTuple):

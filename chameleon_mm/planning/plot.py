@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.planning.prediction import Prediction
 from chameleon_mm.policy import EngineSpan, memory_curve
 from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import GIB, MIB, format_size
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _UNSWAPPED, _PLANNED, _BUDGET = "#9a6324", "#1f5fa8", "#b3261e"
 _PHASES = {StepPhase.FORWARD: "#9ec5e8", StepPhase.BACKWARD: "#f2b680", StepPhase.OPTIMIZER: "#b7d7a8"}
 _OUT, _BACK = "#5b7db1", "#7a9e5f"
-
-Floats = NDArray[np.float64]
 
 
 def save_plot(prediction: Prediction, path: Path) -> None:
@@ -82,7 +80,7 @@ def _draw_rows(prediction: Prediction, axes: Axes) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=3, frameon=False)
 
 
-def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Floats) -> None:
+def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Float64s) -> None:
     """Bars from each change of phase to the next. edges_us: (ticks + 1,)."""
     changes = np.flatnonzero(np.diff(trace.op_phase, prepend=np.uint8(255)))
     starts = edges_us[trace.op_tick[changes]] / 1e3
@@ -97,14 +95,14 @@ def _draw_copies(axes: Axes, row: int, spans: tuple[EngineSpan, ...], color: str
     axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=color)
 
 
-def _clock_us(trace: Trace) -> Floats:
+def _clock_us(trace: Trace) -> Float64s:
     """(ticks,): when compute reaches each, nothing swapped."""
     duration = np.zeros(trace.num_ticks + 1)
     duration[trace.op_tick + 1] = trace.op_us
     return np.cumsum(duration)[:-1]
 
 
-def _steps(tick_us: Floats, nbytes: NDArray[np.int64], end_us: float) -> tuple[Floats, Floats]:
+def _steps(tick_us: Float64s, nbytes: Int64s, end_us: float) -> tuple[Float64s, Float64s]:
     """Points of a line that keeps each tick's value until the next; milliseconds and bytes."""
     edges = np.append(tick_us, end_us) / 1e3
     return np.repeat(edges, 2)[1:-1], np.repeat(nbytes.astype(np.float64), 2)

@@ -204,6 +204,6 @@ def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
         host_bytes=plan.host_bytes,
         moved_bytes=plan.moved_bytes,
         stall_us=plan.stall_us,
-        device_copy_us=max(0.0, plan.step_us - plan.stall_us - trace.duration_us),
+        device_copy_us=max(0.0, plan.head_copy_us(trace.duration_us)),
         step_us=plan.step_us,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_mm.policy.baselines import swap_everything, swap_first
-from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, ideal, smallest_hidden_budget
+from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, hides_copies, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.learned import Headroom, LargestClimb, UseOrder
@@ -37,6 +37,7 @@ __all__ = [
     "full_recomputation",
     "generate_plan",
     "hidden_budget_bound",
+    "hides_copies",
     "ideal",
     "least_memory",
     "memory_curve",

@@ -13,16 +13,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.everything import early_hooks
 from chameleon_mm.policy.footprint import ActionColumns, Footprint
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve
+from chameleon_mm.policy.memory import Candidates, below_least, memory_curve
 from chameleon_mm.policy.plan import Action, SwapPlan
 from chameleon_mm.policy.simulate import simulate
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import format_size
+from chameleon_mm.trace.trace import Int64s
+from chameleon_mm.units import whole_bytes
 
 
 def swap_everything(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
@@ -53,11 +52,7 @@ def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: in
 
     while peak(len(largest), depth) > hbm_budget:
         if depth == 0:
-            least = peak(len(largest), 0)
-            raise InfeasibleBudget(
-                f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got "
-                f"{hbm_budget} ({format_size(hbm_budget)})"
-            )
+            raise below_least(peak(len(largest), 0), hbm_budget)
         depth -= 1
     low, high = -1, len(largest)  # too few, enough
     while high - low > 1:

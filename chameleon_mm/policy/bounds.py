@@ -15,18 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, smallest_budget
+from chameleon_mm.policy.memory import Candidates, below_least, memory_curve, smallest_budget
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import allocated_size, format_size
-
-Float64s = NDArray[np.float64]
+from chameleon_mm.trace.trace import Float64s, Int64s
+from chameleon_mm.units import allocated_size, whole_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +51,7 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     least = smallest_budget(trace)
     if hbm_budget < least:
-        raise InfeasibleBudget(
-            f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {hbm_budget} "
-            f"({format_size(hbm_budget)})"
-        )
+        raise below_least(least, hbm_budget)
     step = _Step(trace)
     over = np.maximum(step.least_moved - hbm_budget, 0)
     if not over.any():
@@ -96,26 +90,26 @@ def smallest_hidden_budget(
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
     simulator = Simulator(trace, cost_model)
-    allowed_us = trace.duration_us * (1 + tolerance)
     low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
     step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
-
-    def hides(budget: int) -> bool:
-        try:
-            timeline = simulator.run(plan_for(budget))
-        except InfeasibleBudget:
-            return False
-        return timeline.step_us <= allowed_us and timeline.peak_bytes <= budget
-
-    if low >= high or hides(low):
+    if low >= high or hides_copies(simulator, plan_for, low, tolerance):
         return min(low, high)
     while high - low > step_bytes:
         middle = (low + high) // 2
-        if hides(middle):
+        if hides_copies(simulator, plan_for, middle, tolerance):
             high = middle
         else:
             low = middle
     return high
+
+
+def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
+    """Whether `plan_for(budget)` makes a plan within `budget` whose step takes at most that share longer than unswapped."""
+    try:
+        timeline = simulator.run(plan_for(budget))
+    except InfeasibleBudget:
+        return False
+    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= budget
 
 
 class _Step:

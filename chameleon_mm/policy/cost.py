@@ -12,12 +12,9 @@ from operator import index
 from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import MIB
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""

@@ -21,7 +21,8 @@ from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import CopyEngine
 from chameleon_mm.policy.footprint import HOST_BLOCK_BYTES
 from chameleon_mm.policy.plan import Action, SwapPlan
-from chameleon_mm.policy.problem import Int64s, Problem
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import round_up
 
 _RECLAIM, _RECLAIM_PART, _OUT, _USE, _BACK = range(5)
@@ -114,8 +115,7 @@ class Draft:
 
     def peak_bytes(self, problem: Problem) -> int:
         """Device memory at most."""
-        peak = problem.peak_of(problem.level - problem.away(self.gives, self.reclaim_at, self.in_at))
-        return max([peak, *self._moments_in_part(problem)])
+        return max([problem.peak_without(self.gives, self.reclaim_at, self.in_at), *self._moments_in_part(problem)])
 
     def host_bytes(self, problem: Problem) -> int:
         """Pinned memory at most: a block is held from its copy out's hook to the last use, both included."""

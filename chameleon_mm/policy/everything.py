@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterator
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.draft import Draft
-from chameleon_mm.policy.memory import Int64s
 from chameleon_mm.policy.problem import Problem
-
-Float64s = NDArray[np.float64]
+from chameleon_mm.trace.trace import Float64s, Int64s
 
 _EACH_DEPTH = 8
 """Depths up to it are tried one by one, then powers of two."""
@@ -118,7 +115,7 @@ class Everything:
         return _hooks(self._by_out, self._sendable, self._first, self._use, depth)
 
     def _peak_bytes(self, depth: int) -> int:
-        return self._problem.peak_of(self._problem.level - self._problem.away(self._size, *self._hooks(depth)))
+        return self._problem.peak_without(self._size, *self._hooks(depth))
 
 
 def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:

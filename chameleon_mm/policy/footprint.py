@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.memory import Int64s
+from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.plan import Action
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
 
 HOST_BLOCK_BYTES = 4096
@@ -100,18 +101,14 @@ class Footprint:
 
     def _left_allocated(self, actions: ActionColumns) -> Int64s:
         """(ticks,): as `allocated`, but for what is there in the middle of a hook alone."""
-        change = np.zeros(len(self._curve), np.int64)
-        np.subtract.at(change, self._tick[actions.reclaim_at], actions.gain)
-        np.add.at(change, self._tick[actions.in_at], actions.gain)
-        return np.asarray(self._curve + np.cumsum(change))
+        since, until = self._tick[actions.reclaim_at], self._tick[actions.in_at]
+        return self._curve - sum_over_time(len(self._curve), actions.gain, since, until)
 
     def host_bytes(self, actions: ActionColumns) -> int:
         """Of pinned memory at most. A block is held from its copy out's hook to the last use of its storage, both included."""
         block = -(-actions.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
-        change = np.zeros(len(self._tick) + 1, np.int64)
-        np.add.at(change, actions.out_at, block)
-        np.subtract.at(change, self._last_use[actions.tensor] + 1, block)
-        return int(np.cumsum(change).max())
+        held = sum_over_time(len(self._tick), block, actions.out_at, self._last_use[actions.tensor] + 1)
+        return int(held.max(initial=0))
 
     def _moments_in_part(self, actions: ActionColumns, in_part: Int64s, hooks: Int64s, level: Int64s) -> dict[int, int]:
         """By hook of `hooks`: the most while a head and its whole storage are both allocated."""

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.trace import NEVER, TensorKind, Trace
-from chameleon_mm.units import allocated_size
+from chameleon_mm.trace.trace import Int32s, Int64s
+from chameleon_mm.units import allocated_size, format_size
 
-Int64s = NDArray[np.int64]
-Ticks = NDArray[np.int32] | NDArray[np.int64]
+Ticks = Int32s | Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,6 +108,14 @@ def least_memory(trace: Trace) -> Peak:
 def smallest_budget(trace: Trace) -> int:
     """The least bytes of device memory that there is a plan of `trace` for, whatever it costs in time."""
     return least_memory(trace).nbytes
+
+
+def below_least(least: int, budget: int) -> InfeasibleBudget:
+    """The error for a `budget` below `least`, the smallest that there is a plan for."""
+    return InfeasibleBudget(
+        f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {budget} "
+        f"({format_size(budget)})"
+    )
 
 
 def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) -> Peak:

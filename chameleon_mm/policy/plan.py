@@ -78,3 +78,7 @@ class SwapPlan:
     def moved_bytes(self) -> int:
         """One way."""
         return sum(action.nbytes for action in self.actions)
+
+    def head_copy_us(self, unswapped_us: float) -> float:
+        """Time in which compute copies what stays of storages that move in part; the step takes `unswapped_us` unplanned."""
+        return self.step_us - self.stall_us - unswapped_us

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import peak_memory
 from chameleon_mm.policy.placement import PerTensor
@@ -24,7 +23,7 @@ from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.search import Search
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import MIB, format_size
+from chameleon_mm.units import MIB, format_size, whole_bytes
 
 
 def generate_plan(

@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.trace import Trace
-
-Int64s = NDArray[np.int64]
+from chameleon_mm.trace.trace import Bools, Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,9 +44,9 @@ class Problem:
     use: list[int]
     last_use: list[int]
     """Its block of pinned memory is held until then."""
-    climbs: NDArray[np.bool_] = field(init=False)
+    climbs: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
-    falls: NDArray[np.bool_] = field(init=False)
+    falls: Bools = field(init=False)
     """(K,) the same, walking back: the level is higher than at hook k + 1, or a candidate may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
     """Nothing swapped."""
@@ -64,7 +62,7 @@ class Problem:
         object.__setattr__(self, "climbs", climbs)
         object.__setattr__(self, "falls", falls)
         object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
-        object.__setattr__(self, "least_bytes", self.peak_of(self.level - self.away(self.size, self.first, self.use)))
+        object.__setattr__(self, "least_bytes", self.peak_without(self.size, self.first, self.use))
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
@@ -95,14 +93,16 @@ class Problem:
         """The most of a step with `level` from each hook until the next."""
         return max(self.before_bytes, int(level.max(initial=0)))
 
-    def over(self, budget: int, where: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+    def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
         """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
         hooks = np.flatnonzero((self.level > budget) & where)
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
     def away(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
         """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
-        change = np.zeros(len(self.level) + 1, np.int64)
-        np.add.at(change, np.asarray(since, np.int64), gives)
-        np.subtract.at(change, np.asarray(until, np.int64), gives)
-        return np.cumsum(change[:-1])
+        columns = (np.asarray(column, np.int64) for column in (gives, since, until))
+        return sum_over_time(len(self.level), *columns)
+
+    def peak_without(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> int:
+        """Device memory at most with that away."""
+        return self.peak_of(self.level - self.away(gives, since, until))

@@ -17,14 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
 from chameleon_mm.policy.footprint import ActionColumns, Footprint
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve
+from chameleon_mm.policy.memory import Candidates, memory_curve
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Float64s, Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,7 +49,7 @@ class Timeline:
     out_spans: tuple[EngineSpan, ...]
     """Device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
-    tick_us: NDArray[np.float64]
+    tick_us: Float64s
     """(ticks,): when compute reaches each tick, before what it does there."""
 
 
@@ -65,7 +65,7 @@ class Simulator:
     """One trace on one link, for any number of plans. What does not depend on the plan is worked out once."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
-        self._trace = trace
+        self.trace = trace
         self._cost = cost_model
         self._footprint = Footprint(trace, memory_curve(trace))
         duration = np.zeros(trace.num_ticks + 1)
@@ -81,14 +81,14 @@ class Simulator:
         actions = self._check(plan)
         compute = _Compute(self._cost, actions)
         hooks, kinds, which = _in_order(actions)
-        ticks = self._trace.hook_tick[hooks]
+        ticks = self.trace.hook_tick[hooks]
         delays_us = [compute.do(us, kind, i) for us, kind, i in zip(self._tick_us[ticks].tolist(), kinds, which, strict=True)]
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
         allocated = self._footprint.allocated(actions)
         stall_us = sum(compute.out_stalls_us.values()) + sum(compute.in_stalls_us.values())
         return Timeline(
-            peak_bytes=int(allocated.max()) if len(allocated) else self._trace.start_bytes,
+            peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
             host_bytes=self._footprint.host_bytes(actions),
             step_us=self._ops_us + stall_us + compute.head_copy_us,
@@ -102,7 +102,7 @@ class Simulator:
         )
 
     def _check(self, plan: SwapPlan) -> ActionColumns:
-        trace, again = self._trace, "make a plan for this trace"
+        trace, again = self.trace, "make a plan for this trace"
         if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
             raise ValueError(
                 f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "

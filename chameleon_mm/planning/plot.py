@@ -47,7 +47,7 @@ def _draw_memory(prediction: Prediction, axes: Axes) -> None:
     in_sight = budget <= 3 * peak  # a budget far above would press the curve flat
     highest = max(peak, budget) if in_sight else peak
     unit, unit_bytes = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
-    ms, curve = _steps(_clock_us(trace), memory_curve(trace), trace.duration_us)
+    ms, curve = _steps(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us)
     label = f"no swapping, peak {format_size(peak)}"
     axes.plot(ms, curve / unit_bytes, color=_UNSWAPPED, linewidth=1.0, label=label)
     if timeline is not None and prediction.plan is not None and prediction.plan.actions:
@@ -65,7 +65,7 @@ def _draw_memory(prediction: Prediction, axes: Axes) -> None:
 def _draw_rows(prediction: Prediction, axes: Axes) -> None:
     trace, timeline = prediction.step.trace, prediction.timeline
     rows = ["no swapping"]
-    _draw_phases(axes, 0, trace, np.append(_clock_us(trace), trace.duration_us))
+    _draw_phases(axes, 0, trace, trace.clock_us())
     if timeline is not None and prediction.plan is not None and prediction.plan.actions:
         rows += ["this plan", "copies out", "copies back"]
         _draw_phases(axes, 1, trace, np.append(timeline.tick_us, timeline.step_us))
@@ -93,13 +93,6 @@ def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Float64s) -> None
 def _draw_copies(axes: Axes, row: int, spans: tuple[EngineSpan, ...], color: str) -> None:
     bars = [(span.start_us / 1e3, (span.end_us - span.start_us) / 1e3) for span in spans]
     axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=color)
-
-
-def _clock_us(trace: Trace) -> Float64s:
-    """(ticks,): when compute reaches each, nothing swapped."""
-    duration = np.zeros(trace.num_ticks + 1)
-    duration[trace.op_tick + 1] = trace.op_us
-    return np.cumsum(duration)[:-1]
 
 
 def _steps(tick_us: Float64s, nbytes: Int64s, end_us: float) -> tuple[Float64s, Float64s]:

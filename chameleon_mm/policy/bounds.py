@@ -117,9 +117,7 @@ class _Step:
 
     def __init__(self, trace: Trace) -> None:
         candidates = Candidates.of(trace)
-        duration = np.zeros(trace.num_ticks + 1)
-        duration[trace.op_tick + 1] = trace.op_us
-        clock = np.cumsum(duration)
+        clock = trace.clock_us()
         last = int(trace.hook_tick[candidates.use].max(initial=0))
         self.total_us = float(clock[-1])
         self.tail_us = float(clock[-1] - clock[last])

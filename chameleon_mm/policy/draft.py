@@ -50,8 +50,8 @@ class Draft:
 
     def moved_bytes(self, problem: Problem) -> list[int]:
         """Of each candidate: what crosses the link, its last bytes."""
-        size, nbytes = problem.size, problem.nbytes
-        return [nbytes[i] - size[i] + gives for i, gives in zip(self.who, self.gives, strict=True)]
+        padding = problem.padding
+        return [gives - padding[i] for i, gives in zip(self.who, self.gives, strict=True)]
 
     def late_us(
         self, problem: Problem, cost: LinkCost, *, at_most: float = inf, lag_us: Sequence[float] = ()
@@ -122,7 +122,7 @@ class Draft:
         change = np.zeros(len(problem.level) + 1, np.int64)
         blocks = [round_up(n, HOST_BLOCK_BYTES) for n in self.moved_bytes(problem)]
         np.add.at(change, np.asarray(self.out_at, np.int64), blocks)
-        np.subtract.at(change, np.asarray([problem.last_use[i] + 1 for i in self.who], np.int64), blocks)
+        np.subtract.at(change, problem.candidates.last_use[np.asarray(self.who, np.int64)] + 1, blocks)
         return int(np.cumsum(change).max(initial=0))
 
     def levels_within_hooks(self, problem: Problem) -> tuple[Int64s, Int64s]:

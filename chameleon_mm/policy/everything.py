@@ -48,13 +48,9 @@ class Everything:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        who = np.argsort(np.asarray(problem.use, np.int64), kind="stable")
-        columns = (problem.size, problem.nbytes, problem.sendable, problem.first, problem.use)
-        self._who = who
-        self._size, self._nbytes, self._sendable, self._first, self._use = (
-            np.asarray(column, np.int64)[who] for column in columns
-        )
-        self._by_out = np.argsort(self._sendable, kind="stable")
+        self._who = np.argsort(problem.candidates.use, kind="stable")
+        self._candidates = problem.candidates.take(self._who)
+        self._by_out = np.argsort(self._candidates.sendable, kind="stable")
         self._clock = np.asarray(problem.time_us)
 
     def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[Draft]:
@@ -77,8 +73,8 @@ class Everything:
         reclaim, back = self._hooks(depth)
         return Draft(
             who=self._who.tolist(),
-            gives=self._size.tolist(),
-            out_at=self._sendable.tolist(),
+            gives=self._candidates.size.tolist(),
+            out_at=self._candidates.sendable.tolist(),
             reclaim_at=reclaim.tolist(),
             in_at=back.tolist(),
         )
@@ -90,9 +86,9 @@ class Everything:
         copies begin, and when copies end says how late it is: each time around the bound comes closer, from below. It is not
         brought closer where it is `enough_us` as it is.
         """
-        clock, sendable, use = self._clock, self._sendable, self._use
+        clock, sendable, use, nbytes = self._clock, self._candidates.sendable, self._candidates.use, self._candidates.nbytes
         reclaim, back = self._hooks(depth)
-        out_us, back_us = cost.alone_us(self._nbytes, cost.d2h_gbps), cost.alone_us(self._nbytes, cost.h2d_gbps)
+        out_us, back_us = cost.alone_us(nbytes, cost.d2h_gbps), cost.alone_us(nbytes, cost.h2d_gbps)
         late = np.zeros(len(clock))
         np.add.at(late, reclaim, np.where(reclaim == sendable, out_us, 0.0))
         np.add.at(late, use, np.where(back == use, back_us, 0.0))
@@ -112,10 +108,11 @@ class Everything:
         return float(late[-1])
 
     def _hooks(self, depth: int) -> tuple[Int64s, Int64s]:
-        return _hooks(self._by_out, self._sendable, self._first, self._use, depth)
+        c = self._candidates
+        return _hooks(self._by_out, c.sendable, c.first, c.use, depth)
 
     def _peak_bytes(self, depth: int) -> int:
-        return self._problem.peak_without(self._size, *self._hooks(depth))
+        return self._problem.peak_without(self._candidates.size, *self._hooks(depth))
 
 
 def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:

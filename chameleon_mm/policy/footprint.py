@@ -68,9 +68,6 @@ class Footprint:
         self._curve = curve
         self._movable = np.flatnonzero(trace.hook_tensor >= 0)
         """Hooks about a storage that may move."""
-        self._last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
-        self._last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
 
     def allocated(self, actions: ActionColumns) -> Int64s:
         """(ticks,) of device memory allocated at most during each."""
@@ -104,10 +101,10 @@ class Footprint:
         since, until = self._tick[actions.reclaim_at], self._tick[actions.in_at]
         return self._curve - sum_over_time(len(self._curve), actions.gain, since, until)
 
-    def host_bytes(self, actions: ActionColumns) -> int:
+    def host_bytes(self, actions: ActionColumns, last_use: Int64s) -> int:
         """Of pinned memory at most. A block is held from its copy out's hook to the last use of its storage, both included."""
         block = -(-actions.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
-        held = sum_over_time(len(self._tick), block, actions.out_at, self._last_use[actions.tensor] + 1)
+        held = sum_over_time(len(self._tick), block, actions.out_at, last_use + 1)
         return int(held.max(initial=0))
 
     def _moments_in_part(self, actions: ActionColumns, in_part: Int64s, hooks: Int64s, level: Int64s) -> dict[int, int]:

@@ -10,7 +10,7 @@ Sizes count rounded up to 512 bytes, as the caching allocator takes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class Candidates:
     """First hook at which its memory can be given back: nobody else holds it any more."""
     use: Int64s
     """Hook of its first use: it must be back."""
+    last_use: Int64s
+    """Hook of its last use: its block of pinned memory is held until then."""
 
     @classmethod
     def of(cls, trace: Trace) -> Candidates:
@@ -44,6 +46,8 @@ class Candidates:
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses
         after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
@@ -56,10 +60,15 @@ class Candidates:
             sendable=trace.tensor_sendable[tensor].astype(np.int64),
             first=first[tensor],
             use=use[tensor],
+            last_use=last_use[tensor],
         )
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def take(self, which: Int64s) -> Candidates:
+        """Those of the rows `which`, in that order."""
+        return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
         """(ticks,) of device memory that could be away during each tick of `trace`."""

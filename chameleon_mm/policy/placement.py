@@ -71,9 +71,9 @@ def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead
     if not who:
         return {}
     slower = max(cost.duplex_gbps - cost.d2h_gbps, cost.h2d_gbps / 2)
-    nbytes = np.array([problem.nbytes[i] - problem.size[i] + taken[i] for i in who])
+    nbytes = np.array([taken[i] - problem.padding[i] for i in who])
     copy_us = cost.alone_us(nbytes, slower)
-    clock, use = np.asarray(problem.time_us), np.array([problem.use[i] for i in who])
+    clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
     due = clock[use] - by_candidate(problem, who, lead_us)
     rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
     start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
@@ -98,8 +98,8 @@ def copied_by(
     """
     done, now = {}, 0.0
     for i in sorted(taken, key=lambda i: (ready[i], problem.use[i], i)):
-        nbytes = problem.nbytes[i] - problem.size[i] + taken[i]
-        now = max(now, problem.time_us[ready[i]]) + cost.alone_us(nbytes, cost.d2h_gbps)
+        copy_us = cost.alone_us(taken[i] - problem.padding[i], cost.d2h_gbps)
+        now = max(now, problem.time_us[ready[i]]) + copy_us
         done[i] = now + lag_us[i]
     return done
 

@@ -33,17 +33,16 @@ class Problem:
     time_us: list[float]
     """(K,)"""
     total_us: float
-    tensor: list[int]
-    """(n,), like all below: its number in the trace."""
-    size: list[int]
-    """Bytes that it takes on the device."""
-    nbytes: list[int]
-    """Bytes that it has."""
-    sendable: list[int]
-    first: list[int]
-    use: list[int]
-    last_use: list[int]
-    """Its block of pinned memory is held until then."""
+    candidates: Candidates
+    """In the order in which their copies out may begin; the lists below are its columns."""
+    tensor: list[int] = field(init=False)
+    size: list[int] = field(init=False)
+    nbytes: list[int] = field(init=False)
+    sendable: list[int] = field(init=False)
+    first: list[int] = field(init=False)
+    use: list[int] = field(init=False)
+    padding: list[int] = field(init=False)
+    """Bytes by which `size` is more than `nbytes`."""
     climbs: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
     falls: Bools = field(init=False)
@@ -51,42 +50,36 @@ class Problem:
     peak_bytes: int = field(init=False)
     """Nothing swapped."""
     least_bytes: int = field(init=False)
-    """With every candidate away for as long as it may be: no plan's peak is below it."""
+    """With every candidate away for as long as it may be: no plan's peak is below it. It is `smallest_budget` of the trace, by
+    hooks instead of ticks: each is next to free where it stands, and a test compares them."""
 
     def __post_init__(self) -> None:
+        c = self.candidates
+        for name in ("tensor", "size", "nbytes", "sendable", "first", "use"):
+            object.__setattr__(self, name, getattr(c, name).tolist())
+        object.__setattr__(self, "padding", (c.size - c.nbytes).tolist())
         rises = np.diff(self.level)
         climbs, falls = np.ones(len(self.level), np.bool_), np.ones(len(self.level), np.bool_)
         climbs[1:], falls[:-1] = rises > 0, rises < 0
-        climbs[self.use] = True
-        falls[np.maximum(np.asarray(self.first, np.int64) - 1, 0)] = True
+        climbs[c.use] = True
+        falls[np.maximum(c.first - 1, 0)] = True
         object.__setattr__(self, "climbs", climbs)
         object.__setattr__(self, "falls", falls)
         object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
-        object.__setattr__(self, "least_bytes", self.peak_without(self.size, self.first, self.use))
+        object.__setattr__(self, "least_bytes", self.peak_without(c.size, c.first, c.use))
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
         """What the planner needs of `trace`. O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace)
-        clock = np.concatenate(([0.0], np.cumsum(trace.op_us)))
-        operators_before = hooks - np.arange(len(hooks))
-        order = np.argsort(candidates.sendable, kind="stable")
-        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
-        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
+        *time_us, total_us = trace.hook_us().tolist()
         return cls(
             before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
             level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
             at_hook=curve[hooks],
-            time_us=clock[operators_before].tolist(),
-            total_us=float(clock[-1]),
-            tensor=candidates.tensor[order].tolist(),
-            size=candidates.size[order].tolist(),
-            nbytes=candidates.nbytes[order].tolist(),
-            sendable=candidates.sendable[order].tolist(),
-            first=candidates.first[order].tolist(),
-            use=candidates.use[order].tolist(),
-            last_use=last_use[candidates.tensor[order]].tolist(),
+            time_us=time_us,
+            total_us=total_us,
+            candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
         )
 
     def peak_of(self, level: Int64s) -> int:

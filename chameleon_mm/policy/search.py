@@ -101,7 +101,7 @@ class Search:
         problem, cost = self._problem, self._cost
         if self.best is None:
             return False
-        nbytes = np.asarray(problem.nbytes)
+        nbytes = problem.candidates.nbytes
         fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
         out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
         last = max(problem.use)

@@ -68,9 +68,7 @@ class Simulator:
         self.trace = trace
         self._cost = cost_model
         self._footprint = Footprint(trace, memory_curve(trace))
-        duration = np.zeros(trace.num_ticks + 1)
-        duration[trace.op_tick + 1] = trace.op_us
-        clock = np.cumsum(duration)
+        clock = trace.clock_us()
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
         self._candidates = Candidates.of(trace)
         self._row = np.full(len(trace.tensor_bytes), -1)
@@ -90,7 +88,7 @@ class Simulator:
         return Timeline(
             peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
-            host_bytes=self._footprint.host_bytes(actions),
+            host_bytes=self._footprint.host_bytes(actions, self._candidates.last_use[self._row[actions.tensor]]),
             step_us=self._ops_us + stall_us + compute.head_copy_us,
             stall_us=stall_us,
             head_copy_us=compute.head_copy_us,

@@ -26,7 +26,8 @@ from chameleon_mm.policy import (
     smallest_budget,
 )
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
@@ -358,7 +359,8 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
     plan = random_plan(random, trace)
     timeline = simulate(trace, plan, LINK)
     curve = memory_curve(trace)
-    climbs = Footprint(trace, curve).climbs(ActionColumns.of(plan.actions, trace), timeline.allocated_bytes).tolist()
+    memory = PlannedMemory(trace, curve)
+    climbs = memory.growth_until_next_check(Moves.of(plan.actions, trace), timeline.allocated_bytes).tolist()
     gain = {
         a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
         for a in plan.actions

@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from chameleon_mm.policy import Action, SwapPlan, memory_curve
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
+from chameleon_mm.policy.moves import BACK, OUT, RECLAIM_IN_PART, Moves, in_order
+from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 
@@ -41,19 +44,15 @@ class Script:
     """Of one plan, for any number of steps. Not changed by them."""
 
     def __init__(
-        self, roles: dict[int, Role], plan: SwapPlan, sizes: Sequence[int], climbs: Sequence[int], allocated_bytes: Int64s
+        self, plan: SwapPlan, roles: dict[int, Role], due: Due, growth: Sequence[int], allocated_bytes: Int64s
     ) -> None:
-        """`sizes`: of the trace's storages, bytes. `climbs`: by hook, as `Footprint.climbs`."""
+        """`due`: all that the plan has. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
         self.allocated_bytes = allocated_bytes
         """(ticks,) at most during each."""
-        self._climbs = climbs
+        self._growth = growth
         self._roles = roles
-        self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
-        # One that is due out where it is due to go begins with the reclaim that waits for it; so does one that is due back at
-        # its use.
-        self.outs = sorted((a for a in plan.actions if a.out_at < a.reclaim_at), key=attrgetter("out_at"))
-        self.ins = sorted((a for a in plan.actions if a.in_at < a.use_at), key=attrgetter("in_at"))
+        self.reclaims, self.outs, self.ins = due
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> Script:
@@ -76,12 +75,17 @@ class Script:
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
                 roles[hook] = Role(tensor, actions.get(tensor))
-        in_reach = [
-            action for action in plan.actions if action.use_at < plan.num_hooks
-        ]  # of a wrong plan: the others never come
-        footprint, columns = Footprint(trace, memory_curve(trace)), ActionColumns.of(in_reach, trace)
-        allocated = footprint.allocated(columns)
-        return cls(roles, plan, trace.tensor_bytes.tolist(), footprint.climbs(columns, allocated).tolist(), allocated)
+        moves = Moves.of(plan.actions, trace)
+        events = in_order(moves)
+        reclaims, outs, ins = (
+            [plan.actions[j] for j in events.which[asked].tolist()]
+            for asked in (events.kinds <= RECLAIM_IN_PART, events.kinds == OUT, events.kinds == BACK)
+        )
+        in_reach = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
+        memory = PlannedMemory(trace, memory_curve(trace))
+        allocated = memory.allocated(in_reach)
+        growth = memory.growth_until_next_check(in_reach, allocated).tolist()
+        return cls(plan, roles, Due(reclaims, outs, ins), growth, allocated)
 
     def role(self, hook: int) -> Role | None:
         """Of the storage that is saved for the first time at hook number `hook`."""
@@ -89,7 +93,7 @@ class Script:
 
     def climb(self, hook: int) -> int:
         """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next look."""
-        return self._climbs[hook]
+        return self._growth[hook]
 
     def begin_step(self) -> Cursor:
         return Cursor(self)

@@ -15,9 +15,10 @@ import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.everything import early_hooks
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
 from chameleon_mm.policy.memory import Candidates, below_least, memory_curve
+from chameleon_mm.policy.moves import Moves
 from chameleon_mm.policy.plan import Action, SwapPlan
+from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.policy.simulate import simulate
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
@@ -43,12 +44,12 @@ def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: in
     Raises `InfeasibleBudget` where all candidates are not enough, `TypeError` for a budget that is no whole number.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
-    candidates, footprint = Candidates.of(trace), Footprint(trace, memory_curve(trace))
+    candidates, memory = Candidates.of(trace), PlannedMemory(trace, memory_curve(trace))
     largest = np.argsort(-candidates.size, kind="stable")
 
     def peak(count: int, depth: int) -> int:
         actions = _early(candidates, np.sort(largest[:count]), depth)
-        return int(footprint.allocated(ActionColumns.of(actions, trace)).max(initial=0))
+        return int(memory.allocated(Moves.of(actions, trace)).max(initial=0))
 
     while peak(len(largest), depth) > hbm_budget:
         if depth == 0:

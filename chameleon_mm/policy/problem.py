@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.planned_memory import moments_in_part
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Int64s
 
@@ -95,6 +97,29 @@ class Problem:
         """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
         columns = (np.asarray(column, np.int64) for column in (gives, since, until))
         return sum_over_time(len(self.level), *columns)
+
+    def moves(
+        self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
+    ) -> Moves:
+        """The moves of candidates `who`, each of which frees a multiple of 512 bytes: all that it takes, or less."""
+        c = self.candidates
+        which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
+        head = c.size[which] - freed_bytes
+        return Moves(
+            nbytes=c.nbytes[which] - head,
+            stays=head,
+            head=head,
+            freed=freed_bytes,
+            out_at=hooks[0],
+            reclaim_at=hooks[1],
+            in_at=hooks[2],
+            use_at=c.use[which],
+        )
+
+    def peak_with(self, moves: Moves) -> int:
+        """Device memory at most under `moves`."""
+        away = moves.away(len(self.level))
+        return max([self.peak_of(self.level - away), *moments_in_part(moves, self.at_hook - away).values()])
 
     def peak_without(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> int:
         """Device memory at most with that away."""

@@ -20,9 +20,10 @@ import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
 from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.policy.moves import BACK, OUT, USE, Moves, in_order
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
+from chameleon_mm.policy.planned_memory import PlannedMemory, pinned_peak
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 
@@ -67,7 +68,7 @@ class Simulator:
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
         self.trace = trace
         self._cost = cost_model
-        self._footprint = Footprint(trace, memory_curve(trace))
+        self._memory = PlannedMemory(trace, memory_curve(trace))
         clock = trace.clock_us()
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
         self._candidates = Candidates.of(trace)
@@ -77,18 +78,22 @@ class Simulator:
     def run(self, plan: SwapPlan) -> Timeline:
         """The step under `plan`. Raises as `simulate` does."""
         actions = self._check(plan)
-        compute = _Compute(self._cost, actions)
-        hooks, kinds, which = _in_order(actions)
+        tensors = [action.tensor for action in plan.actions]
+        compute = _Compute(self._cost, actions, tensors)
+        hooks, kinds, which = in_order(actions)
         ticks = self.trace.hook_tick[hooks]
-        delays_us = [compute.do(us, kind, i) for us, kind, i in zip(self._tick_us[ticks].tolist(), kinds, which, strict=True)]
+        delays_us = [
+            compute.do(us, kind, i)
+            for us, kind, i in zip(self._tick_us[ticks].tolist(), kinds.tolist(), which.tolist(), strict=True)
+        ]
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
-        allocated = self._footprint.allocated(actions)
+        allocated = self._memory.allocated(actions)
         stall_us = sum(compute.out_stalls_us.values()) + sum(compute.in_stalls_us.values())
         return Timeline(
             peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
-            host_bytes=self._footprint.host_bytes(actions, self._candidates.last_use[self._row[actions.tensor]]),
+            host_bytes=pinned_peak(len(self.trace.hook_tick), actions, self._candidates.last_use[self._row[tensors]]),
             step_us=self._ops_us + stall_us + compute.head_copy_us,
             stall_us=stall_us,
             head_copy_us=compute.head_copy_us,
@@ -99,7 +104,7 @@ class Simulator:
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
-    def _check(self, plan: SwapPlan) -> ActionColumns:
+    def _check(self, plan: SwapPlan) -> Moves:
         trace, again = self.trace, "make a plan for this trace"
         if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
             raise ValueError(
@@ -112,10 +117,10 @@ class Simulator:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        actions = ActionColumns.of(plan.actions, trace)
-        if len(np.unique(actions.tensor)) < len(plan.actions):
+        actions, tensors = Moves.of(plan.actions, trace), [action.tensor for action in plan.actions]
+        if len(set(tensors)) < len(tensors):
             raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
-        row = self._row[actions.tensor]
+        row = self._row[tensors]
         sendable, first, use = (
             column[row] for column in (self._candidates.sendable, self._candidates.first, self._candidates.use)
         )
@@ -131,31 +136,11 @@ class Simulator:
         return actions
 
 
-_RECLAIM, _RECLAIM_IN_PART, _OUT, _USE, _BACK = range(5)
-"""What an action can ask for at a hook, in the order in which it is done."""
-
-
-def _in_order(actions: ActionColumns) -> tuple[Int64s, list[int], list[int]]:
-    """All that `actions` ask for: at which hook, what, and which of them; by hook, then by what, then in the plan's order."""
-    n = len(actions.tensor)
-    hooks = np.concatenate((actions.reclaim_at, actions.out_at, actions.use_at, actions.in_at))
-    reclaim = np.where(actions.head > 0, _RECLAIM_IN_PART, _RECLAIM)
-    kinds = np.concatenate((reclaim, np.full(n, _OUT), np.full(n, _USE), np.full(n, _BACK)))
-    which = np.tile(np.arange(n), 4)
-    # A copy out begins with the reclaim that waits for it, a copy back with its use, where they share a hook.
-    asked = np.ones((4, n), np.bool_)
-    asked[1] = actions.out_at < actions.reclaim_at
-    asked[3] = actions.in_at < actions.use_at
-    kept = np.flatnonzero(asked)
-    order = kept[np.lexsort((which[kept], kinds[kept], hooks[kept]))]
-    return hooks[order], kinds[order].tolist(), which[order].tolist()
-
-
 class _Compute:
     """Where compute is: later, by what it waited for and copied, than it would be alone."""
 
-    def __init__(self, cost: LinkCost, actions: ActionColumns) -> None:
-        self._tensor, self._nbytes = actions.tensor.tolist(), actions.nbytes.tolist()
+    def __init__(self, cost: LinkCost, actions: Moves, tensors: list[int]) -> None:
+        self._tensor, self._nbytes = tensors, actions.nbytes.tolist()
         self._out_with_reclaim = (actions.out_at == actions.reclaim_at).tolist()
         self._back_with_use = (actions.in_at == actions.use_at).tolist()
         self._head_copy_us: list[float] = (actions.stays / (cost.hbm_gbps * 1e3)).tolist()
@@ -171,12 +156,12 @@ class _Compute:
         """Action `i` asks for `kind` at a hook that compute alone would reach at `alone_us`. Returns for how long it stays."""
         now_us = alone_us + self._late_us
         delay_us = 0.0
-        if kind == _OUT:
+        if kind == OUT:
             self._send(i, now_us)
-        elif kind == _BACK:
+        elif kind == BACK:
             self._bring(i, now_us)
             delay_us = self._copy_head(i)
-        elif kind == _USE:
+        elif kind == USE:
             if self._back_with_use[i]:
                 self._bring(i, now_us)
                 delay_us = self._copy_head(i)

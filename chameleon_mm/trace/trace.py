@@ -110,7 +110,7 @@ class Trace:
 
     def hook_us(self) -> Float64s:
         """(k + 1,): when compute is at each hook, nothing swapped, and at the step's end: `clock_us` there, for less work."""
-        operators_before = np.append(self.hook_tick - np.arange(len(self.hook_tick)), len(self.op_us))
+        operators_before: Int64s = np.append(self.hook_tick - np.arange(len(self.hook_tick)), len(self.op_us))
         clock = np.zeros(len(self.op_us) + 1)
         np.cumsum(self.op_us, out=clock[1:])
         return clock[operators_before]

@@ -36,6 +36,7 @@ from chameleon_mm.policy.problem import Problem
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
+from tests._oracles import timed_one_by_one
 from tests._traces import H200_LINK, chain, pipeline, plan_of, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -107,12 +108,13 @@ def between(trace: Trace, share: float) -> int:
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
-    """What the plan says of itself is what `simulate` says, and it keeps its budget."""
+    """What the plan says of itself is what `simulate` says, and a step carried out one by one; and it keeps its budget."""
     told = simulate(trace, plan, cost)
     assert told.peak_bytes == plan.peak_bytes <= plan.hbm_budget_bytes
     assert told.host_bytes == plan.host_bytes
     assert told.step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert told.stall_us == pytest.approx(plan.stall_us, rel=1e-9, abs=1e-6)
+    assert timed_one_by_one(trace, plan, cost).step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
 
 

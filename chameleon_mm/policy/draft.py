@@ -18,11 +18,11 @@ from math import inf
 import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import CopyEngine
-from chameleon_mm.policy.moves import OUT, RECLAIM_IN_PART, USE, Moves, in_order
+from chameleon_mm.policy.moves import Moves, in_order
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.planned_memory import pinned_peak
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.timing import walk
 from chameleon_mm.trace.trace import Int64s
 
 
@@ -58,40 +58,9 @@ class Draft:
         copies out are done later than the engine has them; empty: not at all.
         """
         moves = self.moves(problem)
-        moved = moves.nbytes.tolist()
-        stays_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
-        out, back = CopyEngine.pair(cost)
-        out_done, back_done = [-1.0] * len(moved), [-1.0] * len(moved)
-        lag = [lag_us[i] for i in self.who] if lag_us else [0.0] * len(moved)
-        stall = heads = late = 0.0
-        time_us, out_at, in_at = problem.time_us, self.out_at, self.in_at
-        for hook, what, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
-            now = time_us[hook] + late
-            if what <= RECLAIM_IN_PART:
-                if out_at[j] == hook:
-                    out_done[j] = out.queue(j, moved[j], now) + lag[j]
-                now += stays_us[j]
-                late += stays_us[j]
-                heads += stays_us[j]
-                wait = out_done[j] - now
-            elif what == OUT:
-                out_done[j] = out.queue(j, moved[j], now) + lag[j]
-                continue
-            else:
-                wait = 0.0
-                if in_at[j] == hook:
-                    back_done[j] = back.queue(j, moved[j], max(now, out_done[j]))
-                    now += stays_us[j]
-                    late += stays_us[j]
-                    heads += stays_us[j]
-                if what == USE:
-                    wait = back_done[j] - now
-            if wait > 0.0:
-                late += wait
-                stall += wait
-                if late > at_most:
-                    break
-        return stall, heads
+        lags = [lag_us[i] for i in self.who] if lag_us else []
+        walked = walk(moves, in_order(moves), problem.time_us, cost, at_most_us=at_most, lag_us=lags)
+        return walked.stall_us, walked.head_copy_us
 
     def peak_bytes(self, problem: Problem) -> int:
         """Device memory at most."""

@@ -1,14 +1,6 @@
-"""What a plan comes to, without carrying it out: device memory at every tick, stalls, both copy engines, the step's time.
+"""Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-at every hook that an action names, in the order that plan.py sets down:
-    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out
-    copies out    ready now
-    the use       its copy back, if not under way yet, is ready now; compute waits for it
-    copies back   ready now; of those in part the head is copied back meanwhile
-between hooks compute takes what the trace says
-
-Memory is exact. Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at
-its hook, and one back runs after its own copy out.
+What happens first at a hook is set down in plan.py, what it takes in timing.py. Memory is exact; time is a model.
 """
 
 from __future__ import annotations
@@ -21,9 +13,10 @@ import numpy as np
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
 from chameleon_mm.policy.memory import Candidates, memory_curve
-from chameleon_mm.policy.moves import BACK, OUT, USE, Moves, in_order
+from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, in_order
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
 from chameleon_mm.policy.planned_memory import PlannedMemory, pinned_peak
+from chameleon_mm.policy.timing import Walk, walk
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 
@@ -71,36 +64,38 @@ class Simulator:
         self._memory = PlannedMemory(trace, memory_curve(trace))
         clock = trace.clock_us()
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
+        self._hook_us: list[float] = clock[trace.hook_tick].tolist()
         self._candidates = Candidates.of(trace)
         self._row = np.full(len(trace.tensor_bytes), -1)
         self._row[self._candidates.tensor] = np.arange(len(self._candidates))
 
     def run(self, plan: SwapPlan) -> Timeline:
         """The step under `plan`. Raises as `simulate` does."""
-        actions = self._check(plan)
+        moves = self._check(plan)
         tensors = [action.tensor for action in plan.actions]
-        compute = _Compute(self._cost, actions, tensors)
-        hooks, kinds, which = in_order(actions)
-        ticks = self.trace.hook_tick[hooks]
-        delays_us = [
-            compute.do(us, kind, i)
-            for us, kind, i in zip(self._tick_us[ticks].tolist(), kinds.tolist(), which.tolist(), strict=True)
-        ]
+        return self.run_moves(moves, self._candidates.take(self._row[tensors]))
+
+    def run_moves(self, moves: Moves, who: Candidates) -> Timeline:
+        """The same for moves that can be carried out, of those candidates."""
+        events = in_order(moves)
+        ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
+        walked = walk(moves, events, self._hook_us, self._cost)
+        delays_us, out_stalls_us, in_stalls_us = _delays(moves, events, walked, self._cost, tensors)
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
-        allocated = self._memory.allocated(actions)
-        stall_us = sum(compute.out_stalls_us.values()) + sum(compute.in_stalls_us.values())
+        allocated = self._memory.allocated(moves)
+        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values())
         return Timeline(
             peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
-            host_bytes=pinned_peak(len(self.trace.hook_tick), actions, self._candidates.last_use[self._row[tensors]]),
-            step_us=self._ops_us + stall_us + compute.head_copy_us,
+            host_bytes=pinned_peak(len(self._hook_us), moves, who.last_use),
+            step_us=self._ops_us + stall_us + walked.head_copy_us,
             stall_us=stall_us,
-            head_copy_us=compute.head_copy_us,
-            out_stalls_us=compute.out_stalls_us,
-            in_stalls_us=compute.in_stalls_us,
-            out_spans=compute.out.spans,
-            in_spans=compute.back.spans,
+            head_copy_us=walked.head_copy_us,
+            out_stalls_us=out_stalls_us,
+            in_stalls_us=in_stalls_us,
+            out_spans=_spans(walked.out, tensors),
+            in_spans=_spans(walked.back, tensors),
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
@@ -136,58 +131,20 @@ class Simulator:
         return actions
 
 
-class _Compute:
-    """Where compute is: later, by what it waited for and copied, than it would be alone."""
-
-    def __init__(self, cost: LinkCost, actions: Moves, tensors: list[int]) -> None:
-        self._tensor, self._nbytes = tensors, actions.nbytes.tolist()
-        self._out_with_reclaim = (actions.out_at == actions.reclaim_at).tolist()
-        self._back_with_use = (actions.in_at == actions.use_at).tolist()
-        self._head_copy_us: list[float] = (actions.stays / (cost.hbm_gbps * 1e3)).tolist()
-        self.out, self.back = CopyEngine.pair(cost)
-        self._out_done = [0.0] * len(self._tensor)
-        self._back_done = [0.0] * len(self._tensor)
-        self._late_us = 0.0
-        self.head_copy_us = 0.0
-        self.out_stalls_us: dict[int, float] = {}
-        self.in_stalls_us: dict[int, float] = {}
-
-    def do(self, alone_us: float, kind: int, i: int) -> float:
-        """Action `i` asks for `kind` at a hook that compute alone would reach at `alone_us`. Returns for how long it stays."""
-        now_us = alone_us + self._late_us
-        delay_us = 0.0
-        if kind == OUT:
-            self._send(i, now_us)
-        elif kind == BACK:
-            self._bring(i, now_us)
-            delay_us = self._copy_head(i)
-        elif kind == USE:
-            if self._back_with_use[i]:
-                self._bring(i, now_us)
-                delay_us = self._copy_head(i)
-            delay_us += _wait(self.in_stalls_us, self._tensor[i], self._back_done[i] - now_us - delay_us)
-        else:
-            if self._out_with_reclaim[i]:
-                self._send(i, now_us)
-            delay_us = self._copy_head(i)
-            delay_us += _wait(self.out_stalls_us, self._tensor[i], self._out_done[i] - now_us - delay_us)
-        self._late_us += delay_us
-        return delay_us
-
-    def _send(self, i: int, now_us: float) -> None:
-        self._out_done[i] = self.out.queue(self._tensor[i], self._nbytes[i], now_us)
-
-    def _bring(self, i: int, now_us: float) -> None:
-        self._back_done[i] = self.back.queue(self._tensor[i], self._nbytes[i], max(now_us, self._out_done[i]))
-
-    def _copy_head(self, i: int) -> float:
-        self.head_copy_us += self._head_copy_us[i]
-        return self._head_copy_us[i]
+def _delays(
+    moves: Moves, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
+) -> tuple[Float64s, dict[int, float], dict[int, float]]:
+    """By how much each event delays compute; of that, waits at reclaims and at uses, by tensor."""
+    kinds, which = events.kinds, events.which
+    reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
+    copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
+    delays_us = np.where(copies_head, (moves.stays / (cost.hbm_gbps * 1e3))[which], 0.0)
+    stalls_us = []
+    for waits_us, here in ((walked.out_waits_us, reclaims), (walked.in_waits_us, uses)):
+        delays_us += np.where(here, np.asarray(waits_us)[which], 0.0)
+        stalls_us.append({tensors[j]: waits_us[j] for j in which[here].tolist() if waits_us[j] > 0.0})
+    return delays_us, stalls_us[0], stalls_us[1]
 
 
-def _wait(stalls_us: dict[int, float], tensor: int, wait_us: float) -> float:
-    """Compute waits that long on behalf of `tensor`, if at all. Returns how long."""
-    if wait_us <= 0:
-        return 0.0
-    stalls_us[tensor] = wait_us
-    return wait_us
+def _spans(engine: CopyEngine, tensors: list[int]) -> tuple[EngineSpan, ...]:
+    return tuple(EngineSpan(tensors[j], start_us, end_us, nbytes) for j, start_us, end_us, nbytes in engine.spans)

@@ -29,10 +29,11 @@ from chameleon_mm.policy import (
     swap_first,
 )
 from chameleon_mm.policy.cover import RANKS, cover, evenly, evenly_by_bytes, used_latest
-from chameleon_mm.policy.draft import Draft
 from chameleon_mm.policy.everything import Everything
+from chameleon_mm.policy.moves import Moves, in_order
 from chameleon_mm.policy.placement import latest_back, place
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.timing import walk
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
@@ -116,6 +117,12 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     assert told.stall_us == pytest.approx(plan.stall_us, rel=1e-9, abs=1e-6)
     assert timed_one_by_one(trace, plan, cost).step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
+
+
+def delay_us(problem: Problem, moves: Moves, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
+    """Microseconds by which the step is longer with `moves`. `lag_us`: of each, by how much its copy out is there later."""
+    walked = walk(moves, in_order(moves), problem.time_us, cost, lag_us=lag_us)
+    return walked.stall_us + walked.head_copy_us
 
 
 # --- budgets
@@ -336,8 +343,9 @@ def test_copies_back_wait_for_their_time_and_leave_a_lead() -> None:
     assert taken is not None
     eager = place(problem, budget, taken)
     timely = place(problem, budget, taken, latest=lambda taken: latest_back(problem, taken, H200_LINK, 0.0))
-    assert sum(eager.in_at) < sum(timely.in_at)
-    assert eager.late_us(problem, H200_LINK)[0] == timely.late_us(problem, H200_LINK)[0] == 0.0
+    assert eager.moves.in_at.sum() < timely.moves.in_at.sum()
+    for moves in (eager.moves, timely.moves):
+        assert walk(moves, in_order(moves), problem.time_us, H200_LINK).stall_us == 0.0
 
 
 @pytest.mark.parametrize("lead_us", [0.0, 1.0])
@@ -387,18 +395,8 @@ def test_a_plan_with_lags_is_as_sound_as_any(seed: int, share: float, slow: bool
 
 def behind(trace: Trace, plan: SwapPlan, cost: LinkCost, lag_us: dict[int, float]) -> float:
     """Microseconds that the step takes where those copies out are there so much later than their engine has them."""
-    problem = Problem.of(trace)
-    row = {tensor: i for i, tensor in enumerate(problem.tensor)}
-    who = [row[action.tensor] for action in plan.actions]
-    draft = Draft(
-        who=who,
-        gives=[action.nbytes + problem.size[i] - problem.nbytes[i] for i, action in zip(who, plan.actions, strict=True)],
-        out_at=[action.out_at for action in plan.actions],
-        reclaim_at=[action.reclaim_at for action in plan.actions],
-        in_at=[action.in_at for action in plan.actions],
-    )
-    lags = [lag_us.get(tensor, 0.0) for tensor in problem.tensor]
-    return problem.total_us + sum(draft.late_us(problem, cost, lag_us=lags))
+    problem, moves = Problem.of(trace), Moves.of(plan.actions, trace)
+    return problem.total_us + delay_us(problem, moves, cost, [lag_us.get(action.tensor, 0.0) for action in plan.actions])
 
 
 def reclaims(plan: SwapPlan) -> dict[int, int]:
@@ -458,8 +456,8 @@ def test_the_lead_of_each_storage_is_kept_where_memory_has_room(seed: int, share
     assert all(early[j] <= late[j] for j in taken)
     draft = place(problem, budget, taken, latest=lambda taken: latest_back(problem, taken, SLOW_LINK, {one: 50.0}))
     eager = place(problem, budget, taken)
-    back, soonest = (dict(zip(d.who, d.in_at, strict=True)) for d in (draft, eager))
-    if i in back and i in soonest and not draft.in_part(problem):
+    back, soonest = (dict(zip(who, moves.in_at.tolist(), strict=True)) for who, moves in (draft, eager))
+    if i in back and i in soonest and not draft.moves.head.any():
         assert back[i] <= max(early[i], soonest[i])
 
 
@@ -487,11 +485,8 @@ def test_swapping_everything_is_one_of_the_drafts(seed: int, depth: int, cost: L
     plan = swap_everything(trace, cost, depth=depth)
     everything = Everything(problem)
     draft = everything.at(depth)
-    columns = zip(draft.who, draft.out_at, draft.reclaim_at, draft.in_at, strict=True)
-    assert [(problem.tensor[i], *hooks) for i, *hooks in columns] == [
-        (action.tensor, action.out_at, action.reclaim_at, action.in_at) for action in plan.actions
-    ]
-    late_us = sum(draft.late_us(problem, cost))
+    assert draft.moves.actions([problem.tensor[i] for i in draft.who]) == plan.actions
+    late_us = delay_us(problem, draft.moves, cost)
     assert problem.total_us + late_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert everything.least_us(depth, cost) <= late_us * (1 + 1e-9) + 1e-6
 
@@ -539,7 +534,7 @@ def test_a_cover_that_is_spread_evenly_keeps_both_engines_busy(share: float) -> 
     for rank in (used_latest, evenly, evenly_by_bytes):
         taken = cover(problem, budget, rank(problem))
         assert taken is not None
-        of_ideal[rank] = ideal_us / (problem.total_us + sum(place(problem, budget, taken).late_us(problem, H200_LINK)))
+        of_ideal[rank] = ideal_us / (problem.total_us + delay_us(problem, place(problem, budget, taken).moves, H200_LINK))
     assert of_ideal[used_latest] < 0.9
     assert min(of_ideal[evenly], of_ideal[evenly_by_bytes]) > 0.99
 

@@ -14,7 +14,9 @@ from math import inf
 import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.draft import Draft
+from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.placement import Placed
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.trace.trace import Float64s, Int64s
 
@@ -24,21 +26,39 @@ _ROUNDS = 3
 """In which a bound is brought close."""
 
 
-def early_hooks(sendable: Int64s, first: Int64s, use: Int64s, depth: int) -> tuple[Int64s, Int64s]:
-    """(n,) hooks each of reclaims and of copies back. `sendable`, `first`, `use`: (n,) hooks of storages, by their uses.
+def early_moves(candidates: Candidates, depth: int) -> Moves:
+    """The moves of `candidates`, ordered by their uses, whole and as early as possible.
 
-    Copies out cross in the order of `sendable`, those of one hook in that of their uses.
+    Copies out cross in the order in which they may begin, those of one hook in that of their uses.
     """
-    return _hooks(np.argsort(sendable, kind="stable"), sendable, first, use, depth)
+    if depth < 0:
+        raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
+    by_out = np.argsort(candidates.sendable, kind="stable")
+    return _whole(candidates, *_hooks(candidates, by_out, depth))
 
 
-def _hooks(by_out: Int64s, sendable: Int64s, first: Int64s, use: Int64s, depth: int) -> tuple[Int64s, Int64s]:
-    n = len(use)
+def _whole(candidates: Candidates, reclaim: Int64s, back: Int64s) -> Moves:
+    nothing = np.zeros(len(candidates), np.int64)
+    return Moves(
+        nbytes=candidates.nbytes,
+        stays=nothing,
+        head=nothing,
+        freed=candidates.size,
+        out_at=candidates.sendable,
+        reclaim_at=reclaim,
+        in_at=back,
+        use_at=candidates.use,
+    )
+
+
+def _hooks(candidates: Candidates, by_out: Int64s, depth: int) -> tuple[Int64s, Int64s]:
+    """(n,) hooks each of reclaims and of copies back."""
+    sendable, use, n = candidates.sendable, candidates.use, len(candidates)
     depth = min(depth, n)
     later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for nobody, the first ones come on demand
     later[by_out[: n - depth]] = sendable[by_out[depth:]]
     earlier[depth:] = use[: n - depth]
-    reclaim = np.minimum(np.maximum(first, later), use)
+    reclaim = np.minimum(np.maximum(candidates.first, later), use)
     back = np.where(earlier < 0, use, np.maximum(reclaim, earlier)) if depth else use
     return reclaim, back
 
@@ -53,31 +73,27 @@ class Everything:
         self._by_out = np.argsort(self._candidates.sendable, kind="stable")
         self._clock = np.asarray(problem.time_us)
 
-    def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[Draft]:
-        """Those within `budget`, the most promising first, until none can make the step later by less than `most_us()`."""
+    def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Placed, int]]:
+        """Those within `budget`, and the most that each allocates; the most promising first, until none can make the step later
+        by less than `most_us()`."""
         depths = list(range(_EACH_DEPTH + 1))
         while 2 * depths[-1] < len(self._who):
             depths.append(2 * depths[-1])
         promising = []
         for depth in depths:
             least_us = self.least_us(depth, cost, enough_us=most_us())
-            if least_us < most_us() and self._peak_bytes(depth) <= budget:
-                promising.append((least_us, depth))
-        for least_us, depth in sorted(promising):
+            if least_us < most_us():
+                peak_bytes = self._problem.peak_without(self._candidates.size, *self._hooks(depth))
+                if peak_bytes <= budget:
+                    promising.append((least_us, depth, peak_bytes))
+        for least_us, depth, peak_bytes in sorted(promising):
             if least_us >= most_us():
                 return
-            yield self.at(depth)
+            yield self.at(depth), peak_bytes
 
-    def at(self, depth: int) -> Draft:
-        """The draft of `swap_everything`."""
-        reclaim, back = self._hooks(depth)
-        return Draft(
-            who=self._who.tolist(),
-            gives=self._candidates.size.tolist(),
-            out_at=self._candidates.sendable.tolist(),
-            reclaim_at=reclaim.tolist(),
-            in_at=back.tolist(),
-        )
+    def at(self, depth: int) -> Placed:
+        """The moves of `swap_everything`."""
+        return Placed(self._who.tolist(), _whole(self._candidates, *self._hooks(depth)))
 
     def least_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
         """By how much it makes the step later at the least, in arithmetic over all candidates at once.
@@ -108,11 +124,7 @@ class Everything:
         return float(late[-1])
 
     def _hooks(self, depth: int) -> tuple[Int64s, Int64s]:
-        c = self._candidates
-        return _hooks(self._by_out, c.sendable, c.first, c.use, depth)
-
-    def _peak_bytes(self, depth: int) -> int:
-        return self._problem.peak_without(self._candidates.size, *self._hooks(depth))
+        return _hooks(self._candidates, self._by_out, depth)
 
 
 def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:

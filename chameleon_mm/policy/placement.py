@@ -13,17 +13,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.draft import Draft
+from chameleon_mm.policy.moves import Moves
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 
 PerTensor = float | Mapping[int, float]
 """Microseconds: for all, or by tensor of the trace (0 for the others)."""
+
+
+class Placed(NamedTuple):
+    """A plan while it is being sought: candidates in the order of their uses, which is that of the plan."""
+
+    who: list[int]
+    """Their numbers in the problem."""
+    moves: Moves
 
 
 def place(
@@ -35,7 +44,7 @@ def place(
     latest: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
     copied: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
     soon: Sequence[bool] = (),
-) -> Draft:
+) -> Placed:
     """The hooks of `taken`, candidate -> bytes, a cover of `problem`. Time: O(K + n log n).
 
     ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a cover, by
@@ -49,16 +58,16 @@ def place(
         in_at = _copies_back(problem, budget, taken, latest(taken) if latest is not None else {})
         reclaim_at = _reclaims(problem, budget, taken, in_at, ready, copied(taken) if copied is not None else {}, soon)
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
-        draft = Draft(
-            who=who,
-            gives=[taken[i] for i in who],
-            out_at=[min(ready[i], reclaim_at[i]) for i in who],
-            reclaim_at=[reclaim_at[i] for i in who],
-            in_at=[in_at[i] for i in who],
+        moves = problem.moves(
+            who,
+            [taken[i] for i in who],
+            [min(ready[i], reclaim_at[i]) for i in who],
+            [reclaim_at[i] for i in who],
+            [in_at[i] for i in who],
         )
-        more = _make_room(problem, budget, draft)
+        more = _make_room(problem, budget, who, moves)
         if not more:
-            return draft
+            return Placed(who, moves)
         taken.update(more)
 
 
@@ -82,7 +91,7 @@ def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead
     return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
 
 
-def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> NDArray[np.float64]:
+def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
     """Of each candidate of `who`."""
     if isinstance(us, Mapping):
         return np.array([us.get(problem.tensor[i], 0.0) for i in who])
@@ -176,27 +185,36 @@ def _reclaims(
     return reclaim_at
 
 
-def _make_room(problem: Problem, budget: int, draft: Draft) -> dict[int, int]:
-    """Moves the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied.
+def _make_room(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
+    """Moves the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied:
+    `moves`, of candidates `who`, are changed in place.
 
     Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
     only lower memory, so what had its place keeps it.
     """
-    parts = draft.in_part(problem)
+    parts = np.flatnonzero(moves.head).tolist()
     if not parts:
         return {}
-    leaving, staying = draft.levels_within_hooks(problem)
+    leaving, staying = _levels_within_hooks(problem, moves)
     more: dict[int, int] = {}
     for j in parts:
-        i = draft.who[j]
-        stays = problem.size[i] - draft.gives[j]
-        room_out = budget - leaving[problem.first[i] : draft.reclaim_at[j] + 1]
-        room_back = budget - staying[draft.in_at[j] : problem.use[i] + 1]
+        i, stays = who[j], int(moves.head[j])
+        room_out = budget - leaving[problem.first[i] : moves.reclaim_at[j] + 1]
+        room_back = budget - staying[moves.in_at[j] : problem.use[i] + 1]
         room = min(int(room_out.max()), int(room_back.max()))
         if room < stays:
             more[i] = problem.size[i] - max(0, room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES)
             continue
-        draft.reclaim_at[j] = problem.first[i] + int(np.flatnonzero(room_out >= stays)[-1])
-        draft.out_at[j] = min(draft.out_at[j], draft.reclaim_at[j])
-        draft.in_at[j] += int(np.flatnonzero(room_back >= stays)[0])
+        moves.reclaim_at[j] = problem.first[i] + int(np.flatnonzero(room_out >= stays)[-1])
+        moves.out_at[j] = min(moves.out_at[j], moves.reclaim_at[j])
+        moves.in_at[j] += int(np.flatnonzero(room_back >= stays)[0])
     return more
+
+
+def _levels_within_hooks(problem: Problem, moves: Moves) -> tuple[Int64s, Int64s]:
+    """(K,) bytes allocated within each hook: once whole storages are reclaimed and nothing is back; once all is done."""
+    after = moves.away(len(problem.level))
+    before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
+    whole = moves.head == 0
+    np.add.at(before, moves.reclaim_at[whole], moves.freed[whole])
+    return problem.at_hook - before, problem.at_hook - after

@@ -4,8 +4,8 @@ problem = Problem.of(trace)                 ticks become hooks, storages candida
 fits already                                an empty plan
 not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
 taken = cover(problem, budget, rank)        what moves, and how much of it: no more bytes than needed
-draft = place(problem, budget, taken)       when it goes, when its memory is reclaimed, when it comes back
-draft.late_us(problem, cost)                what it costs, as `simulate` has it; the best of several covers is the plan
+placed = place(problem, budget, taken)      when it goes, when its memory is reclaimed, when it comes back
+walk(moves, in_order(moves), ...)           what it costs, as `simulate` has it; the best of several covers is the plan
 
 docs/policy.md explains why, and says how far from the least time the result is.
 """
@@ -18,10 +18,10 @@ from math import isfinite
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import peak_memory
-from chameleon_mm.policy.placement import PerTensor
+from chameleon_mm.policy.placement import PerTensor, Placed
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.search import Search
+from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import MIB, format_size, whole_bytes
 
@@ -77,7 +77,7 @@ def candidate_plans(
     _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
-        return [_empty_plan(problem, hbm_budget, trace.fingerprint)]
+        return [_plan(trace, problem, hbm_budget, _nothing(problem))]
     if problem.least_bytes > hbm_budget:
         raise _infeasible(trace, problem, hbm_budget)
     search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
@@ -92,14 +92,7 @@ def candidate_plans(
     for found in sorted(search.found, key=lambda found: found.order):
         if len(plans) == at_most:
             break
-        plan = found.draft.plan(
-            problem,
-            stall_us=found.stall_us,
-            heads_us=found.heads_us,
-            host_bytes=found.host_bytes,
-            budget=hbm_budget,
-            fingerprint=trace.fingerprint,
-        )
+        plan = _plan(trace, problem, hbm_budget, found)
         if plans and plan.step_us > plans[0].step_us * (1 + within):
             break
         if all(plan.actions != other.actions for other in plans):
@@ -107,16 +100,29 @@ def candidate_plans(
     return plans
 
 
-def _empty_plan(problem: Problem, budget: int, fingerprint: int) -> SwapPlan:
-    return SwapPlan(
-        fingerprint=fingerprint,
-        num_hooks=len(problem.level),
-        actions=(),
-        hbm_budget_bytes=budget,
+def _nothing(problem: Problem) -> Found:
+    """What a step that fits is planned to do."""
+    return Found(
+        placed=Placed([], problem.moves([], [], [], [], [])),
+        late_us=0.0,
+        stall_us=0.0,
+        head_copy_us=0.0,
+        moved_bytes=0,
         peak_bytes=problem.peak_bytes,
         host_bytes=0,
-        step_us=problem.total_us,
-        stall_us=0.0,
+    )
+
+
+def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan:
+    return SwapPlan(
+        fingerprint=trace.fingerprint,
+        num_hooks=len(problem.level),
+        actions=found.placed.moves.actions([problem.tensor[i] for i in found.placed.who]),
+        hbm_budget_bytes=budget,
+        peak_bytes=found.peak_bytes,
+        host_bytes=found.host_bytes,
+        step_us=problem.total_us + found.stall_us + found.head_copy_us,
+        stall_us=found.stall_us,
     )
 
 

@@ -20,10 +20,12 @@ import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.cover import RANKS, Rank, cover, evenly, sparing, used_latest
-from chameleon_mm.policy.draft import Draft
 from chameleon_mm.policy.everything import Everything
-from chameleon_mm.policy.placement import PerTensor, by_candidate, copied_by, latest_back, place
+from chameleon_mm.policy.moves import in_order
+from chameleon_mm.policy.placement import PerTensor, Placed, by_candidate, copied_by, latest_back, place
+from chameleon_mm.policy.planned_memory import pinned_peak
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.timing import walk
 from chameleon_mm.policy.variation import Variation, start_of, vary
 
 _CANDIDATES_BY_RANK = 2_000
@@ -44,14 +46,15 @@ _NEAR_ENOUGH = 1.02
 class Found:
     """A draft within both budgets."""
 
-    draft: Draft
+    placed: Placed
     late_us: float
     """By how much it makes the step later, copies out being there as much later as the search was told."""
     stall_us: float
     """Compute waits, copies out being there when their engine has them."""
-    heads_us: float
+    head_copy_us: float
     """Copies, within device memory, of what stays of storages that move in part."""
     moved_bytes: int
+    peak_bytes: int
     host_bytes: int
 
     @property
@@ -115,9 +118,9 @@ class Search:
     def try_ranks(self) -> None:
         """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
-        if self.best is not None and self.best.late_us - self.best.heads_us < _NO_WORSE_US:
+        if self.best is not None and self.best.late_us - self.best.head_copy_us < _NO_WORSE_US:
             # All that it costs are copies of what stays of storages that move in part: they may move whole.
-            self._place({i: self._problem.size[i] for i in self.best.draft.who}, eager=False)
+            self._place({i: self._problem.size[i] for i in self.best.placed.who}, eager=False)
         ranks = [*RANKS, *(sparing(rank, self._lagging) for rank in RANKS if self._lagging)]
         left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
         if not left:
@@ -146,8 +149,8 @@ class Search:
         """All that may move, whole: at every depth worth it that the budget has room for, and as the budget demands."""
         if self.hides_all:
             return
-        for draft in Everything(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
-            self._time(draft, at_most=self._to_beat_us())
+        for placed, peak_bytes in Everything(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
+            self._time(placed, peak_bytes, at_most=self._to_beat_us())
         if len(self._problem.size) <= _CANDIDATES_BY_RANK:
             self._place(dict(enumerate(self._problem.size)), eager=True)
 
@@ -204,37 +207,41 @@ class Search:
         def copied(taken: Mapping[int, int]) -> Mapping[int, float]:
             return copied_by(self._problem, taken, ready or self._problem.sendable, self._cost, self._lag_us)
 
-        draft = place(
+        placed = place(
             self._problem, self._budget, taken, ready=ready, latest=latest, copied=copied if self._lagging else None, soon=soon
         )
-        return self._judge(draft, at_most=at_most)
+        return self._judge(placed, at_most=at_most)
 
-    def _judge(self, draft: Draft, *, at_most: float = inf) -> float:
+    def _judge(self, placed: Placed, *, at_most: float = inf) -> float:
         """Keeps it if it is within both budgets. By how much it makes the step later; infinite beyond `at_most`, too."""
         self._drafts += 1
-        return inf if draft.peak_bytes(self._problem) > self._budget else self._time(draft, at_most=at_most)
+        peak_bytes = self._problem.peak_with(placed.moves)
+        return inf if peak_bytes > self._budget else self._time(placed, peak_bytes, at_most=at_most)
 
-    def _time(self, draft: Draft, *, at_most: float) -> float:
+    def _time(self, placed: Placed, peak_bytes: int, *, at_most: float) -> float:
         """The same for one that is known to be within the device's."""
-        host_bytes = draft.host_bytes(self._problem)
+        problem, (who, moves) = self._problem, placed
+        host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
         if self._host_budget is not None and host_bytes > self._host_budget:
             return inf
-        stall_us, heads_us = draft.late_us(self._problem, self._cost, at_most=at_most, lag_us=self._lag_us)
-        late_us = stall_us + heads_us
+        events, lags = in_order(moves), [self._lag_us[i] for i in who] if self._lag_us else []
+        walked = walk(moves, events, problem.time_us, self._cost, at_most_us=at_most, lag_us=lags)
+        late_us = walked.stall_us + walked.head_copy_us
         if late_us > at_most:
             return inf
-        if self._lag_us:
-            stall_us, heads_us = draft.late_us(self._problem, self._cost)
+        if lags:
+            walked = walk(moves, events, problem.time_us, self._cost)
         found = Found(
-            draft=draft,
+            placed=placed,
             late_us=late_us,
-            stall_us=stall_us,
-            heads_us=heads_us,
-            moved_bytes=sum(draft.gives),
+            stall_us=walked.stall_us,
+            head_copy_us=walked.head_copy_us,
+            moved_bytes=int(moves.freed.sum()),
+            peak_bytes=peak_bytes,
             host_bytes=host_bytes,
         )
         self.found.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
-        return found.late_us
+        return late_us

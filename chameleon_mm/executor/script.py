@@ -56,12 +56,11 @@ class Script:
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> Script:
-        """`plan` was made for `trace`. Raises `ValueError` where it was not."""
-        if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
-            raise ValueError(
-                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
-                f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; make a plan for this trace"
-            )
+        """`plan` was made for `trace`. Raises `ValueError` where it was not.
+
+        Its hooks may be any: a wrong plan costs time, never a number, so it is followed. Only `simulate` refuses those.
+        """
+        plan.check_made_for(trace)
         unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
         if unknown:
             raise ValueError(

@@ -20,6 +20,7 @@ from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, below_least, memory_curve, smallest_budget
 from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
@@ -58,10 +59,31 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
         return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
     if recompute:
         return _cheapest_mix(trace, step, int(over.argmax()), float(over.max()), cost_model)
-    before_us = np.maximum(step.before_us, over / (cost_model.d2h_gbps * 1e3))
-    after_us = np.maximum(step.after_us, over / (cost_model.h2d_gbps * 1e3))
-    t = int((before_us + after_us).argmax())
-    return Ideal(step_us=float(before_us[t] + after_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+    out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
+    relaxed_us = _relaxed_us(step.before_us, step.after_us, out_us, back_us)
+    t = int(relaxed_us.argmax())
+    return Ideal(step_us=float(relaxed_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+
+
+def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
+    """The step on a link of the same mean rates that is never idle.
+
+    Unlike `ideal` it prices a copy's pieces and counts padding: no bound, but nearer to what a plan can reach.
+    """
+    nbytes = problem.candidates.nbytes
+    fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
+    out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
+    last = max(problem.use)
+    clock = np.asarray(problem.time_us)
+    over = np.maximum(problem.level[:last] - budget, 0)
+    relaxed_us = _relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
+    return float(relaxed_us.max()) + problem.total_us - float(clock[last])
+
+
+def _relaxed_us(before_us: Float64s, after_us: Float64s, out_us: Float64s, back_us: Float64s) -> Float64s:
+    """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
+    `back_us`, with `before_us` and `after_us` of compute on either side."""
+    return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
 
 
 def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
@@ -144,11 +166,11 @@ def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: Li
     if 0 < rises < len(y):
         y = np.append(y, np.interp(0.0, slack_us[rises - 1 : rises + 1], y[rises - 1 : rises + 1]))
     recomputed_us = np.interp(y, again, again_us)
-    before_us = np.maximum(step.before_us[t], (over - y) / out_rate)
-    after_us = np.maximum(step.after_us[t] + recomputed_us, (over - y) / back_rate)
-    best = int((before_us + after_us).argmin())
+    before_us, after_us = step.before_us[t], step.after_us[t] + recomputed_us
+    relaxed_us = _relaxed_us(before_us, after_us, (over - y) / out_rate, (over - y) / back_rate)
+    best = int(relaxed_us.argmin())
     return Ideal(
-        step_us=float(before_us[best] + after_us[best]) + step.tail_us,
+        step_us=float(relaxed_us[best]) + step.tail_us,
         swapped_bytes=float(over - y[best]),
         recomputed_us=float(recomputed_us[best]),
     )

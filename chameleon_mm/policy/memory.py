@@ -157,4 +157,4 @@ def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> In
     change = np.zeros(ticks + 2, np.int64)
     np.add.at(change, since, amounts)
     np.subtract.at(change, until, amounts)
-    return np.cumsum(change[:ticks])
+    return change[:ticks].cumsum()

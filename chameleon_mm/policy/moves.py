@@ -93,11 +93,11 @@ class Events(NamedTuple):
 def in_order(moves: Moves) -> Events:
     """The events of `moves`: by hook, then by kind, then in the plan's order."""
     every = np.arange(len(moves))
-    outs = np.flatnonzero(moves.out_at < moves.reclaim_at)  # the others begin with the reclaim that waits for them
-    backs = np.flatnonzero(moves.in_at < moves.use_at)  # the others begin with the use that waits for them
+    outs = (moves.out_at < moves.reclaim_at).nonzero()[0]  # the others begin with the reclaim that waits for them
+    backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin with the use that waits for them
     keys = np.concatenate(
         (
-            moves.reclaim_at * 5 + np.where(moves.head > 0, RECLAIM_IN_PART, RECLAIM),
+            moves.reclaim_at * 5 + RECLAIM + (moves.head > 0),
             moves.out_at[outs] * 5 + OUT,
             moves.use_at * 5 + USE,
             moves.in_at[backs] * 5 + BACK,

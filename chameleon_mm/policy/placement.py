@@ -192,22 +192,23 @@ def _make_room(problem: Problem, budget: int, who: Sequence[int], moves: Moves) 
     Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
     only lower memory, so what had its place keeps it.
     """
-    parts = np.flatnonzero(moves.head).tolist()
+    parts = moves.head.nonzero()[0].tolist()
     if not parts:
         return {}
+    reclaim_at, in_at, heads = moves.reclaim_at.tolist(), moves.in_at.tolist(), moves.head.tolist()
     leaving, staying = _levels_within_hooks(problem, moves)
     more: dict[int, int] = {}
     for j in parts:
-        i, stays = who[j], int(moves.head[j])
-        room_out = budget - leaving[problem.first[i] : moves.reclaim_at[j] + 1]
-        room_back = budget - staying[moves.in_at[j] : problem.use[i] + 1]
+        i, stays = who[j], heads[j]
+        room_out = budget - leaving[problem.first[i] : reclaim_at[j] + 1]
+        room_back = budget - staying[in_at[j] : problem.use[i] + 1]
         room = min(int(room_out.max()), int(room_back.max()))
         if room < stays:
             more[i] = problem.size[i] - max(0, room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES)
             continue
-        moves.reclaim_at[j] = problem.first[i] + int(np.flatnonzero(room_out >= stays)[-1])
+        moves.reclaim_at[j] = problem.first[i] + (room_out >= stays).nonzero()[0][-1]
         moves.out_at[j] = min(moves.out_at[j], moves.reclaim_at[j])
-        moves.in_at[j] += int(np.flatnonzero(room_back >= stays)[0])
+        moves.in_at[j] += (room_back >= stays).argmax()
     return more
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from chameleon_mm.trace import Trace
+
 
 class ActionKind(enum.Enum):
     """What becomes of a candidate between its last use in forward and its first in backward."""
@@ -78,6 +80,14 @@ class SwapPlan:
     def moved_bytes(self) -> int:
         """One way."""
         return sum(action.nbytes for action in self.actions)
+
+    def check_made_for(self, trace: Trace) -> None:
+        """Raise `ValueError` unless it was made for `trace`, as far as its fingerprint and its hooks tell."""
+        if self.fingerprint != trace.fingerprint or self.num_hooks != len(trace.hook_tick):
+            raise ValueError(
+                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
+                f"got one for {self.fingerprint:#x} and {self.num_hooks}; make a plan for this trace"
+            )
 
     def head_copy_us(self, unswapped_us: float) -> float:
         """Time in which compute copies what stays of storages that move in part; the step takes `unswapped_us` unplanned."""

@@ -22,7 +22,7 @@ HOST_BLOCK_BYTES = 4096
 def moments_in_part(moves: Moves, left: Int64s) -> dict[int, int]:
     """Bytes allocated at most within each hook at which a storage goes or returns in part, by hook: its head and the whole of
     it are both allocated for a moment. `left`: (hooks,) bytes allocated once each hook is done."""
-    parts = np.flatnonzero(moves.head).tolist()
+    parts = moves.head.nonzero()[0].tolist()
     if not parts:
         return {}
     columns = (moves.head, moves.freed, moves.reclaim_at, moves.in_at, moves.use_at)

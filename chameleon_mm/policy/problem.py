@@ -90,7 +90,7 @@ class Problem:
 
     def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
         """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
-        hooks = np.flatnonzero((self.level > budget) & where)
+        hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
     def away(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:

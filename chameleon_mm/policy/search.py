@@ -18,6 +18,7 @@ from random import Random
 
 import numpy as np
 
+from chameleon_mm.policy.bounds import estimate_us
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.cover import RANKS, Rank, cover, evenly, sparing, used_latest
 from chameleon_mm.policy.everything import Everything
@@ -101,19 +102,10 @@ class Search:
     @property
     def _near_enough(self) -> bool:
         """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
-        problem, cost = self._problem, self._cost
         if self.best is None:
             return False
-        nbytes = problem.candidates.nbytes
-        fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
-        out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
-        last = max(problem.use)
-        clock = np.asarray(problem.time_us)
-        over = np.maximum(problem.level[:last] - self._budget, 0)
-        before_us = np.maximum(clock[1 : last + 1], over * out_us)
-        after_us = np.maximum(clock[last] - clock[:last], over * back_us)
-        ideal_us = float((before_us + after_us).max()) + problem.total_us - float(clock[last])
-        return problem.total_us + self.best.late_us <= _NEAR_ENOUGH * ideal_us
+        step_us = self._problem.total_us + self.best.late_us
+        return step_us <= _NEAR_ENOUGH * estimate_us(self._problem, self._budget, self._cost)
 
     def try_ranks(self) -> None:
         """Covers by each rank, copies back as late as they are in time, then as early as there is room."""

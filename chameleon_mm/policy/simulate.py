@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import CopyEngine, EngineSpan
+from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.memory import Candidates, memory_curve
 from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, in_order
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
@@ -71,9 +71,7 @@ class Simulator:
 
     def run(self, plan: SwapPlan) -> Timeline:
         """The step under `plan`. Raises as `simulate` does."""
-        moves = self._check(plan)
-        tensors = [action.tensor for action in plan.actions]
-        return self.run_moves(moves, self._candidates.take(self._row[tensors]))
+        return self.run_moves(*self._checked(plan))
 
     def run_moves(self, moves: Moves, who: Candidates) -> Timeline:
         """The same for moves that can be carried out, of those candidates."""
@@ -94,41 +92,36 @@ class Simulator:
             head_copy_us=walked.head_copy_us,
             out_stalls_us=out_stalls_us,
             in_stalls_us=in_stalls_us,
-            out_spans=_spans(walked.out, tensors),
-            in_spans=_spans(walked.back, tensors),
+            out_spans=walked.out.spans_of(tensors),
+            in_spans=walked.back.spans_of(tensors),
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
-    def _check(self, plan: SwapPlan) -> Moves:
+    def _checked(self, plan: SwapPlan) -> tuple[Moves, Candidates]:
+        """The plan's moves, and of which candidates they are. That it is of this trace is what `Script` asks for, too; here
+        somebody must be able to carry it out as well."""
         trace, again = self.trace, "make a plan for this trace"
-        if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
-            raise ValueError(
-                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
-                f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; {again}"
-            )
+        plan.check_made_for(trace)
         for action in plan.actions:
             who = f"plan, tensor {action.tensor}"
             if action.kind is not ActionKind.SWAP:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        actions, tensors = Moves.of(plan.actions, trace), [action.tensor for action in plan.actions]
+        moves, tensors = Moves.of(plan.actions, trace), [action.tensor for action in plan.actions]
         if len(set(tensors)) < len(tensors):
             raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
-        row = self._row[tensors]
-        sendable, first, use = (
-            column[row] for column in (self._candidates.sendable, self._candidates.first, self._candidates.use)
-        )
-        wrong = (actions.out_at < sendable) | (actions.reclaim_at < first) | (actions.use_at != use) | (actions.stays < 0)
+        of = self._candidates.take(self._row[tensors])
+        wrong = (moves.out_at < of.sendable) | (moves.reclaim_at < of.first) | (moves.use_at != of.use) | (moves.stays < 0)
         if wrong.any():
             i = int(wrong.argmax())
-            action, whole = plan.actions[i], int(self._candidates.nbytes[row[i]])
+            action = plan.actions[i]
             raise ValueError(
-                f"plan, tensor {action.tensor}: expected at most {whole} bytes to move, out_at of {sendable[i]} or later, "
-                f"reclaim_at of {first[i]} or later and use_at {use[i]}, got {action.nbytes}, {action.out_at}, "
+                f"plan, tensor {action.tensor}: expected at most {of.nbytes[i]} bytes to move, out_at of {of.sendable[i]} or "
+                f"later, reclaim_at of {of.first[i]} or later and use_at {of.use[i]}, got {action.nbytes}, {action.out_at}, "
                 f"{action.reclaim_at} and {action.use_at}; {again}"
             )
-        return actions
+        return moves, of
 
 
 def _delays(
@@ -144,7 +137,3 @@ def _delays(
         delays_us += np.where(here, np.asarray(waits_us)[which], 0.0)
         stalls_us.append({tensors[j]: waits_us[j] for j in which[here].tolist() if waits_us[j] > 0.0})
     return delays_us, stalls_us[0], stalls_us[1]
-
-
-def _spans(engine: CopyEngine, tensors: list[int]) -> tuple[EngineSpan, ...]:
-    return tuple(EngineSpan(tensors[j], start_us, end_us, nbytes) for j, start_us, end_us, nbytes in engine.spans)

@@ -1,6 +1,6 @@
-"""Plans that do not plan, to compare plans with.
+"""Baseline plans without optimisation, to compare plans with.
 
-swap everything:   every candidate goes, whole
+swap all:          every candidate goes, whole
 swap first:        the largest go, whole, until the rest fits the budget
 both:              out as early as possible, `depth` storages on their way at once, either way
 
@@ -12,16 +12,16 @@ from __future__ import annotations
 import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.everything import early_moves
 from chameleon_mm.policy.memory import Candidates, below_least, memory_curve
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.policy.swap_all import early_moves
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import whole_bytes
 
 
-def swap_everything(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
+def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
     """Every candidate of `trace` moves. Its budget is the peak that comes of it.
 
     depth: a storage is reclaimed when that many later ones may be copied, and comes back with the use of the one that is used
@@ -34,7 +34,7 @@ def swap_everything(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> Sw
 def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
     """The largest candidates of `trace` move, as few as are enough for `hbm_budget` bytes.
 
-    depth: as in `swap_everything`; where the budget has no room for it, as much of it as there is room for.
+    depth: as in `swap_all`; where the budget has no room for it, as much of it as there is room for.
 
     Raises `InfeasibleBudget` where all candidates are not enough, `TypeError` for a budget that is no whole number.
     """

@@ -1,4 +1,4 @@
-"""What no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
+"""Bounds that no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
 
 at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
@@ -33,9 +33,9 @@ class Ideal:
 
     step_us: float
     swapped_bytes: float
-    """One way, at the moment that decides."""
+    """Bytes that cross one way, at the moment that decides."""
     recomputed_us: float
-    """Of `step_us`."""
+    """Share of `step_us` in which operators run again."""
 
     def reached_by(self, step_us: float) -> float:
         """The share of the bound that a step of `step_us` reaches: 1 is all there is."""
@@ -177,7 +177,7 @@ def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: Li
 
 
 def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
-    """Of the candidates that are idle at tick `t` and that operators of the step wrote: device bytes, and what those took.
+    """Device bytes of the candidates that are idle at tick `t` and that operators of the step wrote, and the time these took.
 
     An operator with several results is shared out by their sizes: it runs once for all.
     """

@@ -18,7 +18,7 @@ from chameleon_mm.policy.cost import LinkCost
 
 
 class EngineSpan(NamedTuple):
-    """When a storage crosses the link, one way."""
+    """The time in which a storage crosses the link, one way."""
 
     tensor: int
     """Its number in the trace."""
@@ -28,7 +28,7 @@ class EngineSpan(NamedTuple):
 
 
 class CopyEngine:
-    """One direction."""
+    """Engine of one direction."""
 
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
@@ -53,7 +53,7 @@ class CopyEngine:
 
     @property
     def spans(self) -> tuple[EngineSpan, ...]:
-        """What was queued, in the order in which it runs."""
+        """Copies that were queued, in the order in which they run."""
         return tuple(map(EngineSpan._make, self._rows))
 
     def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
@@ -78,7 +78,7 @@ class CopyEngine:
         return end
 
     def _piece(self, nbytes: int, clock_us: float) -> float:
-        """When `nbytes` whose first byte crosses at `clock_us` are through."""
+        """Time at which `nbytes` are through whose first byte crosses at `clock_us`."""
         left, others = float(nbytes), self._other._rows
         for i in range(self._beside, len(others)):
             _, beside_start, beside_end, _ = others[i]

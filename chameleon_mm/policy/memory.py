@@ -42,7 +42,7 @@ class Candidates:
 
     @classmethod
     def of(cls, trace: Trace) -> Candidates:
-        """Of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first use."""
+        """Storages of `trace` that autograd saved and only a handle of ours held at some hook before their first use."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
@@ -101,7 +101,7 @@ def memory_curve(trace: Trace) -> Int64s:
 
 
 def peak_memory(trace: Trace) -> Peak:
-    """Where `trace` needs the most, nothing swapped, and for what."""
+    """The moment at which `trace` needs the most, nothing swapped, and what for."""
     return _peak(trace, memory_curve(trace), Candidates.of(trace), away=False)
 
 

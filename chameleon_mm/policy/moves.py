@@ -1,7 +1,7 @@
 """The moves of a plan as arrays, one row for each storage that moves, and the order in which what they ask for happens.
 
 moves = Moves.of(plan.actions, trace)     a hundred thousand actions are arithmetic, not a loop
-moves.actions(tensors)                    the same as actions
+moves.actions(tensors)                    the other way around
 in_order(moves)                           events in the order that plan.py sets down: the one place that computes it
 """
 
@@ -66,7 +66,7 @@ class Moves:
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
-        """The same as actions. `tensors`: (n,) numbers in the trace."""
+        """The moves as actions. `tensors`: (n,) numbers in the trace."""
         columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at)
         return tuple(
             Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)
@@ -81,7 +81,7 @@ class Moves:
 
 
 class Events(NamedTuple):
-    """What happens at hooks, one event after the other."""
+    """Events at hooks, one after the other."""
 
     hooks: Int64s
     kinds: Int64s

@@ -1,11 +1,11 @@
-"""From a trace, budgets and what the link does: the plan.
+"""The planner makes a plan from a trace, budgets and what the link does.
 
 problem = Problem.of(trace)                 ticks become hooks, storages candidates
 fits already                                an empty plan
 not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
-taken = cover(problem, budget, rank)        what moves, and how much of it: no more bytes than needed
-placed = place(problem, budget, taken)      when it goes, when its memory is reclaimed, when it comes back
-walk(moves, in_order(moves), ...)           what it costs, as `simulate` has it; the best of several covers is the plan
+selected = select(problem, budget, rank)    what moves, and how much of it: no more bytes than needed
+schedule(problem, budget, selected)         when it goes, when its memory is reclaimed, when it comes back
+walk(moves, in_order(moves), ...)           what it costs, as `simulate` has it; the best of several is the plan
 
 docs/policy.md explains why, and says how far from the least time the result is.
 """
@@ -18,9 +18,9 @@ from math import isfinite
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import peak_memory
-from chameleon_mm.policy.placement import PerTensor, Placed
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.scheduling import PerTensor, Scheduled
 from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import MIB, format_size, whole_bytes
@@ -36,7 +36,7 @@ def generate_plan(
     lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
 ) -> SwapPlan:
-    """What of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the least time.
+    """Plan for `trace`: device memory stays within `hbm_budget` bytes, and the step takes the least time.
 
     host_budget: bytes of pinned memory; None: no limit. drafts: how many a local search may try where there are 16 candidates
     or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
@@ -82,7 +82,7 @@ def candidate_plans(
         raise _infeasible(trace, problem, hbm_budget)
     search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()
-    search.try_everything()
+    search.try_swap_all()
     search.improve(drafts)
     if not search.found:
         raise _host_too_small(problem, hbm_budget, host_budget or 0, search.least_host_bytes or 0, cost_model)
@@ -101,10 +101,10 @@ def candidate_plans(
 
 
 def _nothing(problem: Problem) -> Found:
-    """What a step that fits is planned to do."""
+    """The draft for a step that fits."""
     return Found(
-        placed=Placed([], problem.moves([], [], [], [], [])),
-        late_us=0.0,
+        scheduled=Scheduled([], problem.moves([], [], [], [], [])),
+        delay_us=0.0,
         stall_us=0.0,
         head_copy_us=0.0,
         moved_bytes=0,
@@ -117,7 +117,7 @@ def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan
     return SwapPlan(
         fingerprint=trace.fingerprint,
         num_hooks=len(problem.level),
-        actions=found.placed.moves.actions([problem.tensor[i] for i in found.placed.who]),
+        actions=found.scheduled.moves.actions([problem.tensor[i] for i in found.scheduled.who]),
         hbm_budget_bytes=budget,
         peak_bytes=found.peak_bytes,
         host_bytes=found.host_bytes,
@@ -145,7 +145,7 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
 
 
 def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_bytes: int, cost: LinkCost) -> InfeasibleBudget:
-    """By halving: the smallest device budget for which there is a plan within `host_budget`."""
+    """The error that names the smallest device budget with a plan within `host_budget`, found by halving."""
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2

@@ -36,7 +36,7 @@ class Problem:
     """(K,)"""
     total_us: float
     candidates: Candidates
-    """In the order in which their copies out may begin; the lists below are its columns."""
+    """Candidates in the order in which their copies out may begin; the lists below are its columns."""
     tensor: list[int] = field(init=False)
     size: list[int] = field(init=False)
     nbytes: list[int] = field(init=False)
@@ -45,15 +45,15 @@ class Problem:
     use: list[int] = field(init=False)
     padding: list[int] = field(init=False)
     """Bytes by which `size` is more than `nbytes`."""
-    climbs: Bools = field(init=False)
+    may_exceed_more: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
-    falls: Bools = field(init=False)
+    may_exceed_more_backwards: Bools = field(init=False)
     """(K,) the same, walking back: the level is higher than at hook k + 1, or a candidate may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
-    """Nothing swapped."""
+    """Device memory at most, nothing swapped."""
     least_bytes: int = field(init=False)
-    """With every candidate away for as long as it may be: no plan's peak is below it. It is `smallest_budget` of the trace, by
-    hooks instead of ticks: each is next to free where it stands, and a test compares them."""
+    """The same with every candidate away for as long as it may be: no plan's peak is below it. It is `smallest_budget` of the
+    trace, by hooks instead of ticks: each is next to free where it stands, and a test compares them."""
 
     def __post_init__(self) -> None:
         c = self.candidates
@@ -65,14 +65,14 @@ class Problem:
         climbs[1:], falls[:-1] = rises > 0, rises < 0
         climbs[c.use] = True
         falls[np.maximum(c.first - 1, 0)] = True
-        object.__setattr__(self, "climbs", climbs)
-        object.__setattr__(self, "falls", falls)
+        object.__setattr__(self, "may_exceed_more", climbs)
+        object.__setattr__(self, "may_exceed_more_backwards", falls)
         object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
         object.__setattr__(self, "least_bytes", self.peak_without(c.size, c.first, c.use))
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
-        """What the planner needs of `trace`. O(operators + storages + hooks), without a loop."""
+        """The planner's view of `trace`. O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace)
         *time_us, total_us = trace.hook_us().tolist()
         return cls(
@@ -93,9 +93,9 @@ class Problem:
         hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
-    def away(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
-        """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
-        columns = (np.asarray(column, np.int64) for column in (gives, since, until))
+    def away(self, freed: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
+        """(K,) bytes that are away from each hook until the next, where freed[j] are from hook since[j] until hook until[j]."""
+        columns = (np.asarray(column, np.int64) for column in (freed, since, until))
         return sum_over_time(len(self.level), *columns)
 
     def moves(
@@ -121,6 +121,6 @@ class Problem:
         away = moves.away(len(self.level))
         return max([self.peak_of(self.level - away), *moments_in_part(moves, self.at_hook - away).values()])
 
-    def peak_without(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> int:
+    def peak_without(self, freed: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> int:
         """Device memory at most with that away."""
-        return self.peak_of(self.level - self.away(gives, since, until))
+        return self.peak_of(self.level - self.away(freed, since, until))

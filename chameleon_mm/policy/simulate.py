@@ -1,6 +1,6 @@
 """Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-What happens first at a hook is set down in plan.py, what it takes in timing.py. Memory is exact; time is a model.
+plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Timeline:
     head_copy_us: float
     """Compute copies what stays of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """By tensor: compute waits at `reclaim_at` for its copy out. Who never makes compute wait is not in it."""
+    """Waits of compute at `reclaim_at` for copies out, by tensor. Who never makes compute wait is not in it."""
     in_stalls_us: Mapping[int, float]
-    """By tensor: compute waits at `use_at` for its copy back."""
+    """Waits of compute at `use_at` for copies back, by tensor."""
     out_spans: tuple[EngineSpan, ...]
     """Device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
@@ -74,7 +74,7 @@ class Simulator:
         return self.run_moves(*self._checked(plan))
 
     def run_moves(self, moves: Moves, who: Candidates) -> Timeline:
-        """The same for moves that can be carried out, of those candidates."""
+        """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
         walked = walk(moves, events, self._hook_us, self._cost)
@@ -127,7 +127,7 @@ class Simulator:
 def _delays(
     moves: Moves, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
 ) -> tuple[Float64s, dict[int, float], dict[int, float]]:
-    """By how much each event delays compute; of that, waits at reclaims and at uses, by tensor."""
+    """Time by which each event delays compute; of that, waits at reclaims and at uses, by tensor."""
     kinds, which = events.kinds, events.which
     reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
     copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])

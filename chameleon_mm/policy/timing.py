@@ -23,7 +23,7 @@ from chameleon_mm.policy.moves import OUT, RECLAIM_IN_PART, USE, Events, Moves
 
 
 class Walk(NamedTuple):
-    """How much later the step ends, and why."""
+    """Delays of a step, and the copies behind them."""
 
     stall_us: float
     """Compute waits for copies."""

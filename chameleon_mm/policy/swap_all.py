@@ -1,4 +1,4 @@
-"""Swapping all that may move, whole: what published offloading does, and what no plan is to be worse than.
+"""Swapping of all that may move, whole: published offloading does that, and no plan is to be worse.
 
 out       as soon as each may be sent
 reclaimed when `depth` later ones may be copied
@@ -16,14 +16,14 @@ import numpy as np
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.policy.moves import Moves
-from chameleon_mm.policy.placement import Placed
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.scheduling import Scheduled
 from chameleon_mm.trace.trace import Float64s, Int64s
 
 _EACH_DEPTH = 8
 """Depths up to it are tried one by one, then powers of two."""
 _ROUNDS = 3
-"""In which a bound is brought close."""
+"""Rounds in which a bound is brought close."""
 
 
 def early_moves(candidates: Candidates, depth: int) -> Moves:
@@ -63,7 +63,7 @@ def _hooks(candidates: Candidates, by_out: Int64s, depth: int) -> tuple[Int64s, 
     return reclaim, back
 
 
-class Everything:
+class SwapAll:
     """All candidates of one problem, whole, at any depth."""
 
     def __init__(self, problem: Problem) -> None:
@@ -73,7 +73,7 @@ class Everything:
         self._by_out = np.argsort(self._candidates.sendable, kind="stable")
         self._clock = np.asarray(problem.time_us)
 
-    def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Placed, int]]:
+    def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Scheduled, int]]:
         """Those within `budget`, and the most that each allocates; the most promising first, until none can make the step later
         by less than `most_us()`."""
         depths = list(range(_EACH_DEPTH + 1))
@@ -81,22 +81,22 @@ class Everything:
             depths.append(2 * depths[-1])
         promising = []
         for depth in depths:
-            least_us = self.least_us(depth, cost, enough_us=most_us())
-            if least_us < most_us():
+            delay_bound_us = self.delay_bound_us(depth, cost, enough_us=most_us())
+            if delay_bound_us < most_us():
                 peak_bytes = self._problem.peak_without(self._candidates.size, *self._hooks(depth))
                 if peak_bytes <= budget:
-                    promising.append((least_us, depth, peak_bytes))
-        for least_us, depth, peak_bytes in sorted(promising):
-            if least_us >= most_us():
+                    promising.append((delay_bound_us, depth, peak_bytes))
+        for delay_bound_us, depth, peak_bytes in sorted(promising):
+            if delay_bound_us >= most_us():
                 return
-            yield self.at(depth), peak_bytes
+            yield self.at_depth(depth), peak_bytes
 
-    def at(self, depth: int) -> Placed:
-        """The moves of `swap_everything`."""
-        return Placed(self._who.tolist(), _whole(self._candidates, *self._hooks(depth)))
+    def at_depth(self, depth: int) -> Scheduled:
+        """The moves of `swap_all`."""
+        return Scheduled(self._who.tolist(), _whole(self._candidates, *self._hooks(depth)))
 
-    def least_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
-        """By how much it makes the step later at the least, in arithmetic over all candidates at once.
+    def delay_bound_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
+        """Time by which the step is later at the least, in arithmetic over all candidates at once.
 
         Waits that nothing can shorten come first: for copies that begin when they are waited for. How late compute is says when
         copies begin, and when copies end says how late it is: each time around the bound comes closer, from below. It is not

@@ -1,11 +1,11 @@
-"""When what moves goes and comes, so that memory is within the budget at every hook and copies have the most time.
+"""Schedules when what moves goes and comes, so that memory is within the budget at every hook and copies have the most time.
 
 copies out    as soon as each may be sent: the engine takes them one after the other
 copies back   last hook to first: memory that is needed at hook k is taken from what is used latest; that comes back after k
 reclaims      first hook to last: memory that is needed at hook k is reclaimed at k, from what was copied out first
 in part       a part that stays needs memory of its own for a moment: at a hook with room for it, or all of it moves
 
-Both sweeps only decide who is away, never that fewer are than `cover` found enough, so neither can end without room. What the
+Both sweeps only decide who is away, never that fewer are than `select` found enough, so neither can end without room. What the
 sweeps never send away is no longer part of the plan.
 """
 
@@ -27,7 +27,7 @@ PerTensor = float | Mapping[int, float]
 """Microseconds: for all, or by tensor of the trace (0 for the others)."""
 
 
-class Placed(NamedTuple):
+class Scheduled(NamedTuple):
     """A plan while it is being sought: candidates in the order of their uses, which is that of the plan."""
 
     who: list[int]
@@ -35,52 +35,60 @@ class Placed(NamedTuple):
     moves: Moves
 
 
-def place(
+def schedule(
     problem: Problem,
     budget: int,
-    taken: Mapping[int, int],
+    selected: Mapping[int, int],
     *,
-    ready: Sequence[int] | None = None,
-    latest: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
-    copied: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
-    soon: Sequence[bool] = (),
-) -> Placed:
-    """The hooks of `taken`, candidate -> bytes, a cover of `problem`. Time: O(K + n log n).
+    send_from: Sequence[int] | None = None,
+    latest_return: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
+    copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
+    reclaim_early: Sequence[bool] = (),
+) -> Scheduled:
+    """The hooks of `selected`, candidate -> bytes, as `select` has them. Time: O(K + n log n).
 
-    ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a cover, by
-    candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as there is room.
-    copied: the same, when its copy out is there (`copied_by`); by default in the order in which copies out begin. soon: (n,)
-    whether its memory goes as soon as it may, needed or not; empty: none of them.
+    send_from: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest_return: of a
+    selection, by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as
+    there is room. copied_out_us: the same, when its copy out is there (`copied_by`); by default in the order in which copies
+    out begin. reclaim_early: (n,) whether its memory goes as soon as it may, needed or not; empty: none of them.
     """
-    taken = dict(taken)
-    ready = problem.sendable if ready is None else ready
+    selected = dict(selected)
+    send_from = problem.sendable if send_from is None else send_from
     while True:
-        in_at = _copies_back(problem, budget, taken, latest(taken) if latest is not None else {})
-        reclaim_at = _reclaims(problem, budget, taken, in_at, ready, copied(taken) if copied is not None else {}, soon)
+        in_at = _copies_back(problem, budget, selected, latest_return(selected) if latest_return is not None else {})
+        reclaim_at = _reclaims(
+            problem,
+            budget,
+            selected,
+            in_at,
+            send_from,
+            copied_out_us(selected) if copied_out_us is not None else {},
+            reclaim_early,
+        )
         who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
         moves = problem.moves(
             who,
-            [taken[i] for i in who],
-            [min(ready[i], reclaim_at[i]) for i in who],
+            [selected[i] for i in who],
+            [min(send_from[i], reclaim_at[i]) for i in who],
             [reclaim_at[i] for i in who],
             [in_at[i] for i in who],
         )
-        more = _make_room(problem, budget, who, moves)
+        more = _make_room_for_parts(problem, budget, who, moves)
         if not more:
-            return Placed(who, moves)
-        taken.update(more)
+            return Scheduled(who, moves)
+        selected.update(more)
 
 
-def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
+def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
     """Candidate -> the last hook at which its copy back begins in time, if they cross in the order of their uses.
 
     In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
     """
-    who = sorted(taken, key=lambda i: (problem.use[i], i))
+    who = sorted(selected, key=lambda i: (problem.use[i], i))
     if not who:
         return {}
     slower = max(cost.duplex_gbps - cost.d2h_gbps, cost.h2d_gbps / 2)
-    nbytes = np.array([taken[i] - problem.padding[i] for i in who])
+    nbytes = np.array([selected[i] - problem.padding[i] for i in who])
     copy_us = cost.alone_us(nbytes, slower)
     clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
     due = clock[use] - by_candidate(problem, who, lead_us)
@@ -92,39 +100,39 @@ def latest_back(problem: Problem, taken: Mapping[int, int], cost: LinkCost, lead
 
 
 def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
-    """Of each candidate of `who`."""
+    """(len(who),) microseconds of each candidate of `who`."""
     if isinstance(us, Mapping):
         return np.array([us.get(problem.tensor[i], 0.0) for i in who])
     return np.full(len(who), us)
 
 
 def copied_by(
-    problem: Problem, taken: Mapping[int, int], ready: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
+    problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
 ) -> dict[int, float]:
     """Candidate -> microseconds at which its copy out is there, if nothing stalls and nothing goes the other way.
 
-    ready: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
+    send_from: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
     """
     done, now = {}, 0.0
-    for i in sorted(taken, key=lambda i: (ready[i], problem.use[i], i)):
-        copy_us = cost.alone_us(taken[i] - problem.padding[i], cost.d2h_gbps)
-        now = max(now, problem.time_us[ready[i]]) + copy_us
+    for i in sorted(selected, key=lambda i: (send_from[i], problem.use[i], i)):
+        copy_us = cost.alone_us(selected[i] - problem.padding[i], cost.d2h_gbps)
+        now = max(now, problem.time_us[send_from[i]]) + copy_us
         done[i] = now + lag_us[i]
     return done
 
 
-def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
+def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
     """Candidate -> first hook at which there is room for it to be back, room until its use; last used, last back.
 
     held: hooks before which it is not back even so.
     """
     first, use = problem.first, problem.use
-    waiting = sorted(taken, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
+    waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
     holding = sorted(held, key=held.__getitem__)
     here = [0] * (len(problem.level) + 1)  # by hook: bytes of what was not away before it
     in_at: dict[int, int] = {}
     away, seen = 0, len(problem.level)
-    for k, excess in zip(*map(reversed, problem.over(budget, problem.falls)), strict=True):
+    for k, excess in zip(*map(reversed, problem.over(budget, problem.may_exceed_more_backwards)), strict=True):
         away -= sum(here[k + 1 : seen + 1])
         seen = k
         while holding and held[holding[-1]] > k:
@@ -132,14 +140,14 @@ def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: 
             if i not in in_at:
                 in_at[i] = held[i]
                 if first[i] <= k:
-                    away += taken[i]
-                    here[first[i]] += taken[i]
+                    away += selected[i]
+                    here[first[i]] += selected[i]
         while away < excess:
             i = waiting.pop()
             if first[i] <= k and i not in in_at:
                 in_at[i] = k + 1
-                away += taken[i]
-                here[first[i]] += taken[i]
+                away += selected[i]
+                here[first[i]] += selected[i]
     for i in holding:  # not needed by what comes after it; the reclaims may still prefer it
         in_at.setdefault(i, held[i])
     return in_at
@@ -148,29 +156,29 @@ def _copies_back(problem: Problem, budget: int, taken: Mapping[int, int], held: 
 def _reclaims(
     problem: Problem,
     budget: int,
-    taken: Mapping[int, int],
+    selected: Mapping[int, int],
     in_at: Mapping[int, int],
-    ready: Sequence[int],
-    copied: Mapping[int, float],
-    soon: Sequence[bool],
+    send_from: Sequence[int],
+    copied_out_us: Mapping[int, float],
+    reclaim_early: Sequence[bool],
 ) -> dict[int, int]:
     """Candidate -> last hook at which its memory must go; first copied out, first gone."""
     first, use = problem.first, problem.use
-    who = sorted(in_at, key=lambda i: (ready[i], use[i], i))
-    if copied:
-        who.sort(key=copied.__getitem__)
+    who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
+    if copied_out_us:
+        who.sort(key=copied_out_us.__getitem__)
     arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
-    climbs = problem.climbs.copy()
+    climbs = problem.may_exceed_more.copy()
     climbs[list(in_at.values())] = True
     waiting: list[int] = []
-    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went soon
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went early
     reclaim_at: dict[int, int] = {}
     away, seen = 0, -1
-    for i in who if soon else ():
-        if soon[i] and first[i] < in_at[i]:
+    for i in who if reclaim_early else ():
+        if reclaim_early[i] and first[i] < in_at[i]:
             reclaim_at[i] = first[i]
-            back[first[i]] -= taken[i]
-            back[in_at[i]] += taken[i]
+            back[first[i]] -= selected[i]
+            back[in_at[i]] += selected[i]
     for k, excess in zip(*problem.over(budget, climbs), strict=True):
         while arrivals and first[who[arrivals[-1]]] <= k:
             heapq.heappush(waiting, arrivals.pop())
@@ -180,12 +188,12 @@ def _reclaims(
             i = who[heapq.heappop(waiting)]
             if in_at[i] > k and i not in reclaim_at:
                 reclaim_at[i] = k
-                away += taken[i]
-                back[in_at[i]] += taken[i]
+                away += selected[i]
+                back[in_at[i]] += selected[i]
     return reclaim_at
 
 
-def _make_room(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
+def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
     """Moves the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied:
     `moves`, of candidates `who`, are changed in place.
 

@@ -28,6 +28,7 @@ from chameleon_mm.policy import (
     swap_all,
     swap_first,
 )
+from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.moves import Moves, in_order
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import latest_back, schedule
@@ -308,8 +309,8 @@ def test_a_cover_by_any_rank_is_enough_at_every_hook(seed: int, share: float) ->
     for rank in RANKS:
         selected = select(problem, budget, rank(problem))
         assert selected is not None
-        who = list(selected)
-        away = problem.away([selected[i] for i in who], [problem.first[i] for i in who], [problem.use[i] for i in who])
+        who, c = list(selected), problem.candidates
+        away = sum_over_time(len(problem.level), np.array(list(selected.values()), np.int64), c.first[who], c.use[who])
         assert problem.peak_of(problem.level - away) <= budget
         assert all(0 < gives <= problem.size[i] for i, gives in selected.items())
         moved.append(sum(selected.values()))

@@ -41,6 +41,21 @@ class Moves:
     use_at: Int64s
 
     @classmethod
+    def freeing(cls, freed: Int64s, size: Int64s, nbytes: Int64s, hooks: Sequence[Int64s]) -> Moves:
+        """Moves that free `freed` of the `size` that storages of `nbytes` take, multiples of 512. `hooks`: the last columns."""
+        head, (out_at, reclaim_at, in_at, use_at) = size - freed, hooks
+        return cls(
+            nbytes=nbytes - head,
+            stays=head,
+            head=head,
+            freed=freed,
+            out_at=out_at,
+            reclaim_at=reclaim_at,
+            in_at=in_at,
+            use_at=use_at,
+        )
+
+    @classmethod
     def of(cls, actions: Sequence[Action], trace: Trace) -> Moves:
         """Raises `IndexError` for a tensor that `trace` does not have."""
         rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]

@@ -102,15 +102,7 @@ def candidate_plans(
 
 def _nothing(problem: Problem) -> Found:
     """The draft for a step that fits."""
-    return Found(
-        scheduled=Scheduled([], problem.moves([], [], [], [], [])),
-        delay_us=0.0,
-        stall_us=0.0,
-        head_copy_us=0.0,
-        moved_bytes=0,
-        peak_bytes=problem.peak_bytes,
-        host_bytes=0,
-    )
+    return Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
 
 
 def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan:

@@ -68,7 +68,8 @@ class Problem:
         object.__setattr__(self, "may_exceed_more", climbs)
         object.__setattr__(self, "may_exceed_more_backwards", falls)
         object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
-        object.__setattr__(self, "least_bytes", self.peak_without(c.size, c.first, c.use))
+        away = sum_over_time(len(self.level), c.size, c.first, c.use)
+        object.__setattr__(self, "least_bytes", self.peak_of(self.level - away))
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
@@ -93,34 +94,15 @@ class Problem:
         hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
-    def away(self, freed: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
-        """(K,) bytes that are away from each hook until the next, where freed[j] are from hook since[j] until hook until[j]."""
-        columns = (np.asarray(column, np.int64) for column in (freed, since, until))
-        return sum_over_time(len(self.level), *columns)
-
     def moves(
         self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
     ) -> Moves:
         """The moves of candidates `who`, each of which frees a multiple of 512 bytes: all that it takes, or less."""
         c = self.candidates
         which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
-        head = c.size[which] - freed_bytes
-        return Moves(
-            nbytes=c.nbytes[which] - head,
-            stays=head,
-            head=head,
-            freed=freed_bytes,
-            out_at=hooks[0],
-            reclaim_at=hooks[1],
-            in_at=hooks[2],
-            use_at=c.use[which],
-        )
+        return Moves.freeing(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]))
 
     def peak_with(self, moves: Moves) -> int:
         """Device memory at most under `moves`."""
         away = moves.away(len(self.level))
         return max([self.peak_of(self.level - away), *moments_in_part(moves, self.at_hook - away).values()])
-
-    def peak_without(self, freed: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> int:
-        """Device memory at most with that away."""
-        return self.peak_of(self.level - self.away(freed, since, until))

@@ -48,15 +48,15 @@ class Found:
     """A draft within both budgets."""
 
     scheduled: Scheduled
-    delay_us: float
-    """Time by which the step is later, copies out being there as much later as the search was told."""
-    stall_us: float
-    """Compute waits, copies out being there when their engine has them."""
-    head_copy_us: float
-    """Copies, within device memory, of what stays of storages that move in part."""
-    moved_bytes: int
     peak_bytes: int
-    host_bytes: int
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    delay_us: float = 0.0
+    """Time by which the step is later, copies out being there as much later as the search was told."""
+    stall_us: float = 0.0
+    """Compute waits, copies out being there when their engine has them."""
+    head_copy_us: float = 0.0
+    """Copies, within device memory, of what stays of storages that move in part."""
 
     @property
     def order(self) -> tuple[int, int]:

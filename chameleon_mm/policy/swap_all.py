@@ -26,41 +26,22 @@ _ROUNDS = 3
 """Rounds in which a bound is brought close."""
 
 
-def early_moves(candidates: Candidates, depth: int) -> Moves:
+def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> Moves:
     """The moves of `candidates`, ordered by their uses, whole and as early as possible.
 
-    Copies out cross in the order in which they may begin, those of one hook in that of their uses.
+    Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
-    by_out = np.argsort(candidates.sendable, kind="stable")
-    return _whole(candidates, *_hooks(candidates, by_out, depth))
-
-
-def _whole(candidates: Candidates, reclaim: Int64s, back: Int64s) -> Moves:
-    nothing = np.zeros(len(candidates), np.int64)
-    return Moves(
-        nbytes=candidates.nbytes,
-        stays=nothing,
-        head=nothing,
-        freed=candidates.size,
-        out_at=candidates.sendable,
-        reclaim_at=reclaim,
-        in_at=back,
-        use_at=candidates.use,
-    )
-
-
-def _hooks(candidates: Candidates, by_out: Int64s, depth: int) -> tuple[Int64s, Int64s]:
-    """(n,) hooks each of reclaims and of copies back."""
-    sendable, use, n = candidates.sendable, candidates.use, len(candidates)
+    c, n = candidates, len(candidates)
+    by_out = np.argsort(c.sendable, kind="stable") if by_out is None else by_out
     depth = min(depth, n)
     later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for nobody, the first ones come on demand
-    later[by_out[: n - depth]] = sendable[by_out[depth:]]
-    earlier[depth:] = use[: n - depth]
-    reclaim = np.minimum(np.maximum(candidates.first, later), use)
-    back = np.where(earlier < 0, use, np.maximum(reclaim, earlier)) if depth else use
-    return reclaim, back
+    later[by_out[: n - depth]] = c.sendable[by_out[depth:]]
+    earlier[depth:] = c.use[: n - depth]
+    reclaim = np.minimum(np.maximum(c.first, later), c.use)
+    back = np.where(earlier < 0, c.use, np.maximum(reclaim, earlier)) if depth else c.use
+    return Moves.freeing(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use))
 
 
 class SwapAll:
@@ -83,7 +64,7 @@ class SwapAll:
         for depth in depths:
             delay_bound_us = self.delay_bound_us(depth, cost, enough_us=most_us())
             if delay_bound_us < most_us():
-                peak_bytes = self._problem.peak_without(self._candidates.size, *self._hooks(depth))
+                peak_bytes = self._problem.peak_with(self._moves(depth))
                 if peak_bytes <= budget:
                     promising.append((delay_bound_us, depth, peak_bytes))
         for delay_bound_us, depth, peak_bytes in sorted(promising):
@@ -93,7 +74,7 @@ class SwapAll:
 
     def at_depth(self, depth: int) -> Scheduled:
         """The moves of `swap_all`."""
-        return Scheduled(self._who.tolist(), _whole(self._candidates, *self._hooks(depth)))
+        return Scheduled(self._who.tolist(), self._moves(depth))
 
     def delay_bound_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
         """Time by which the step is later at the least, in arithmetic over all candidates at once.
@@ -103,7 +84,8 @@ class SwapAll:
         brought closer where it is `enough_us` as it is.
         """
         clock, sendable, use, nbytes = self._clock, self._candidates.sendable, self._candidates.use, self._candidates.nbytes
-        reclaim, back = self._hooks(depth)
+        moves = self._moves(depth)
+        reclaim, back = moves.reclaim_at, moves.in_at
         out_us, back_us = cost.alone_us(nbytes, cost.d2h_gbps), cost.alone_us(nbytes, cost.h2d_gbps)
         late = np.zeros(len(clock))
         np.add.at(late, reclaim, np.where(reclaim == sendable, out_us, 0.0))
@@ -123,8 +105,8 @@ class SwapAll:
             late = np.maximum.accumulate(late)
         return float(late[-1])
 
-    def _hooks(self, depth: int) -> tuple[Int64s, Int64s]:
-        return _hooks(self._candidates, self._by_out, depth)
+    def _moves(self, depth: int) -> Moves:
+        return early_moves(self._candidates, depth, self._by_out)
 
 
 def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:

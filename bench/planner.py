@@ -37,7 +37,7 @@ from chameleon_mm.policy import (
     ideal,
     memory_curve,
     smallest_budget,
-    swap_everything,
+    swap_all,
     swap_first,
 )
 from chameleon_mm.trace import Trace
@@ -73,7 +73,7 @@ _QUALITY = (
     Column(
         key="everything",
         title="swap-all",
-        formula="step of swap_everything (the best depth within the budget) / step",
+        formula="step of swap_all (the best depth within the budget) / step",
         simulated=True,
     ),
 )
@@ -172,7 +172,7 @@ def quality(device: Device, layers: int) -> Results:
     steps += [(_PIPELINE, tokens, pipeline_chain(LayerShape(tokens=tokens), MICRO_BATCHES, stage)) for tokens in TOKENS]
     for order, tokens, trace in steps:
         activations = int(memory_curve(trace).max()) - trace.start_bytes
-        everything = [swap_everything(trace, LINK, depth=depth) for depth in DEPTHS]
+        everything = [swap_all(trace, LINK, depth=depth) for depth in DEPTHS]
         for less in LESS:
             budget = max(smallest_budget(trace), trace.start_bytes + activations // less)
             plan = generate_plan(trace, budget, None, LINK)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 from math import floor
+from operator import index
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -53,6 +54,16 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
     if factor == 1 and number.denominator != 1:
         raise ValueError(f'{what}: expected a whole number of bytes, or a unit after it ("1.5GiB"), got {size!r}')
     return floor(number * factor)
+
+
+def whole_bytes(name: str, nbytes: int) -> int:
+    """`nbytes` as an int. `name` is the argument's. Raises `TypeError` for what is no whole number, NaN among it."""
+    try:
+        return index(nbytes)
+    except TypeError:
+        raise TypeError(
+            f"{name}: expected a whole number of bytes, got {nbytes!r} ({type(nbytes).__name__}); give an int"
+        ) from None
 
 
 def round_up(nbytes: int, multiple: int) -> int:

@@ -23,7 +23,7 @@ from chameleon_mm.policy import (
     simulate,
     smallest_budget,
     smallest_hidden_budget,
-    swap_everything,
+    swap_all,
     swap_first,
 )
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
@@ -174,16 +174,16 @@ def test_the_hidden_bound_of_a_small_step() -> None:
 # --- plans that do not plan
 
 
-def test_swap_everything_at_once_and_on_demand_reaches_the_smallest_budget() -> None:
+def test_swap_all_at_once_and_on_demand_reaches_the_smallest_budget() -> None:
     for trace in (chain(layers=4), chain(layers=3, micro_batches=2)):
-        plan = swap_everything(trace, H200_LINK, depth=0)
+        plan = swap_all(trace, H200_LINK, depth=0)
         assert plan.peak_bytes == plan.hbm_budget_bytes == smallest_budget(trace)
         assert plan.moved_bytes == Candidates.of(trace).nbytes.sum()
 
 
-def test_swap_everything_with_storages_on_their_way() -> None:
+def test_swap_all_with_storages_on_their_way() -> None:
     trace = chain(layers=4, saved_bytes=(8 * MIB,) * 4)
-    plans = [swap_everything(trace, H200_LINK, depth=depth) for depth in (0, 1, 3)]
+    plans = [swap_all(trace, H200_LINK, depth=depth) for depth in (0, 1, 3)]
     # A chain of equal storages: each that is on its way when memory is fullest takes 8 MiB more.
     assert [plan.peak_bytes - plans[0].peak_bytes for plan in plans] == [0, 8 * MIB, 24 * MIB]
     assert plans[1].step_us < plans[0].step_us
@@ -197,7 +197,7 @@ def test_swap_everything_with_storages_on_their_way() -> None:
 def test_plans_tell_what_they_come_to() -> None:
     trace = chain(layers=3)
     budget = (smallest_budget(trace) + peak_memory(trace).nbytes) // 2
-    for plan in (swap_everything(trace, H200_LINK), swap_first(trace, budget, H200_LINK)):
+    for plan in (swap_all(trace, H200_LINK), swap_first(trace, budget, H200_LINK)):
         timeline = simulate(trace, plan, H200_LINK)
         assert (plan.peak_bytes, plan.host_bytes, plan.step_us, plan.stall_us) == (
             timeline.peak_bytes,
@@ -237,7 +237,7 @@ def test_baselines_refuse_what_cannot_be() -> None:
     with pytest.raises(InfeasibleBudget, match=f"expected a budget of {least} bytes"):
         swap_first(trace, least - 1, H200_LINK)
     with pytest.raises(ValueError, match="depth: expected 0 storages on their way or more, got -1"):
-        swap_everything(trace, H200_LINK, depth=-1)
+        swap_all(trace, H200_LINK, depth=-1)
 
 
 # --- the smallest budget that hides all copies

@@ -166,3 +166,12 @@ def test_every_micro_batch_has_its_own_candidates() -> None:
     assert len(Candidates.of(three)) == 3 * len(Candidates.of(one))
     assert peak_memory(three).nbytes == peak_memory(one).nbytes
     assert np.array_equal(memory_curve(one)[:60], memory_curve(three)[:60])
+
+
+@given(st.randoms(use_true_random=False))
+def test_hooks_are_on_the_clock_of_ticks(random: Random) -> None:
+    trace = random_step(random)
+    clock_us, hook_us = trace.clock_us(), trace.hook_us()
+    assert len(clock_us) == trace.num_ticks + 1
+    assert hook_us.tolist() == clock_us[[*trace.hook_tick.tolist(), trace.num_ticks]].tolist()
+    assert all(clock_us[op.tick + 1] - clock_us[op.tick] >= 0 for op in trace.ops)

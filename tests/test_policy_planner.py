@@ -25,17 +25,20 @@ from chameleon_mm.policy import (
     peak_memory,
     simulate,
     smallest_budget,
-    swap_everything,
+    swap_all,
     swap_first,
 )
-from chameleon_mm.policy.cover import RANKS, cover, evenly, evenly_by_bytes, used_latest
-from chameleon_mm.policy.draft import Draft
-from chameleon_mm.policy.everything import Everything
-from chameleon_mm.policy.placement import latest_back, place
+from chameleon_mm.policy.memory import sum_over_time
+from chameleon_mm.policy.moves import Moves, in_order
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.scheduling import latest_back, schedule
+from chameleon_mm.policy.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
+from chameleon_mm.policy.swap_all import SwapAll
+from chameleon_mm.policy.timing import walk
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
+from tests._oracles import timed_one_by_one
 from tests._traces import H200_LINK, chain, pipeline, plan_of, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
@@ -107,13 +110,20 @@ def between(trace: Trace, share: float) -> int:
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
-    """What the plan says of itself is what `simulate` says, and it keeps its budget."""
+    """What the plan says of itself is what `simulate` says, and a step carried out one by one; and it keeps its budget."""
     told = simulate(trace, plan, cost)
     assert told.peak_bytes == plan.peak_bytes <= plan.hbm_budget_bytes
     assert told.host_bytes == plan.host_bytes
     assert told.step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert told.stall_us == pytest.approx(plan.stall_us, rel=1e-9, abs=1e-6)
+    assert timed_one_by_one(trace, plan, cost).step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
+
+
+def delay_us(problem: Problem, moves: Moves, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
+    """Microseconds by which the step is longer with `moves`. `lag_us`: of each, by how much its copy out is there later."""
+    walked = walk(moves, in_order(moves), problem.time_us, cost, lag_us=lag_us)
+    return walked.stall_us + walked.head_copy_us
 
 
 # --- budgets
@@ -297,13 +307,13 @@ def test_a_cover_by_any_rank_is_enough_at_every_hook(seed: int, share: float) ->
     problem, budget = Problem.of(trace), between(trace, share)
     moved = []
     for rank in RANKS:
-        taken = cover(problem, budget, rank(problem))
-        assert taken is not None
-        who = list(taken)
-        away = problem.away([taken[i] for i in who], [problem.first[i] for i in who], [problem.use[i] for i in who])
+        selected = select(problem, budget, rank(problem))
+        assert selected is not None
+        who, c = list(selected), problem.candidates
+        away = sum_over_time(len(problem.level), np.array(list(selected.values()), np.int64), c.first[who], c.use[who])
         assert problem.peak_of(problem.level - away) <= budget
-        assert all(0 < gives <= problem.size[i] for i, gives in taken.items())
-        moved.append(sum(taken.values()))
+        assert all(0 < gives <= problem.size[i] for i, gives in selected.items())
+        moved.append(sum(selected.values()))
     assert moved[0] <= min(moved) + 512 * len(problem.size), "used latest moves the fewest bytes, but for what rounding adds"
 
 
@@ -311,11 +321,11 @@ def test_bounds_of_a_cover() -> None:
     trace = chain(layers=2)
     problem, budget = Problem.of(trace), between(trace, 0.5)
     rank = used_latest(problem)
-    assert cover(problem, budget, rank, most=[0] * len(problem.size)) is None
+    assert select(problem, budget, rank, most=[0] * len(problem.size)) is None
     first = min(i for i in range(len(rank)) if rank[i] == max(rank))
-    taken = cover(problem, budget, rank, least=[problem.size[i] * (i == first) for i in range(len(rank))])
-    assert taken is not None
-    assert taken[first] == problem.size[first]
+    selected = select(problem, budget, rank, least=[problem.size[i] * (i == first) for i in range(len(rank))])
+    assert selected is not None
+    assert selected[first] == problem.size[first]
 
 
 def test_copies_back_wait_for_their_time_and_leave_a_lead() -> None:
@@ -330,12 +340,13 @@ def test_copies_back_wait_for_their_time_and_leave_a_lead() -> None:
     assert back[1][only] < back[0][only]
     assert back[2][only] < back[0][only]
     assert all(back[1][tensor] <= hook for tensor, hook in back[0].items())
-    taken = cover(problem, budget, used_latest(problem))
-    assert taken is not None
-    eager = place(problem, budget, taken)
-    timely = place(problem, budget, taken, latest=lambda taken: latest_back(problem, taken, H200_LINK, 0.0))
-    assert sum(eager.in_at) < sum(timely.in_at)
-    assert eager.late_us(problem, H200_LINK)[0] == timely.late_us(problem, H200_LINK)[0] == 0.0
+    selected = select(problem, budget, used_latest(problem))
+    assert selected is not None
+    eager = schedule(problem, budget, selected)
+    timely = schedule(problem, budget, selected, latest_return=lambda selected: latest_back(problem, selected, H200_LINK, 0.0))
+    assert eager.moves.in_at.sum() < timely.moves.in_at.sum()
+    for moves in (eager.moves, timely.moves):
+        assert walk(moves, in_order(moves), problem.time_us, H200_LINK).stall_us == 0.0
 
 
 @pytest.mark.parametrize("lead_us", [0.0, 1.0])
@@ -360,9 +371,9 @@ def test_a_copy_back_begins_no_later_than_its_use(lead_us: float) -> None:
     trace = b.finish()
     cost = LinkCost(d2h_gbps=1e12, h2d_gbps=1e12, duplex_gbps=1e12, copy_us=0.0)
     problem = Problem.of(trace)
-    taken = dict(enumerate(problem.size))
-    hooks = latest_back(problem, taken, cost, lead_us)
-    assert all(0 <= hooks[i] <= problem.use[i] for i in taken)
+    selected = dict(enumerate(problem.size))
+    hooks = latest_back(problem, selected, cost, lead_us)
+    assert all(0 <= hooks[i] <= problem.use[i] for i in selected)
     for plan in candidate_plans(trace, between(trace, 0.5), None, cost, lead_us=lead_us, at_most=4, within=1.0):
         held_to(trace, plan, cost)
 
@@ -385,18 +396,8 @@ def test_a_plan_with_lags_is_as_sound_as_any(seed: int, share: float, slow: bool
 
 def behind(trace: Trace, plan: SwapPlan, cost: LinkCost, lag_us: dict[int, float]) -> float:
     """Microseconds that the step takes where those copies out are there so much later than their engine has them."""
-    problem = Problem.of(trace)
-    row = {tensor: i for i, tensor in enumerate(problem.tensor)}
-    who = [row[action.tensor] for action in plan.actions]
-    draft = Draft(
-        who=who,
-        gives=[action.nbytes + problem.size[i] - problem.nbytes[i] for i, action in zip(who, plan.actions, strict=True)],
-        out_at=[action.out_at for action in plan.actions],
-        reclaim_at=[action.reclaim_at for action in plan.actions],
-        in_at=[action.in_at for action in plan.actions],
-    )
-    lags = [lag_us.get(tensor, 0.0) for tensor in problem.tensor]
-    return problem.total_us + sum(draft.late_us(problem, cost, lag_us=lags))
+    problem, moves = Problem.of(trace), Moves.of(plan.actions, trace)
+    return problem.total_us + delay_us(problem, moves, cost, [lag_us.get(action.tensor, 0.0) for action in plan.actions])
 
 
 def reclaims(plan: SwapPlan) -> dict[int, int]:
@@ -446,18 +447,20 @@ def test_stalls_are_told_by_tensor() -> None:
 def test_the_lead_of_each_storage_is_kept_where_memory_has_room(seed: int, share: float, which: int) -> None:
     trace = any_step(seed)
     problem, budget = Problem.of(trace), between(trace, share)
-    taken = cover(problem, budget, used_latest(problem))
-    if not taken:
+    selected = select(problem, budget, used_latest(problem))
+    if not selected:
         return
-    one = problem.tensor[sorted(taken)[which % len(taken)]]
-    late, early = (latest_back(problem, taken, SLOW_LINK, lead_us) for lead_us in (0.0, {one: 50.0}))
+    one = problem.tensor[sorted(selected)[which % len(selected)]]
+    late, early = (latest_back(problem, selected, SLOW_LINK, lead_us) for lead_us in (0.0, {one: 50.0}))
     i = problem.tensor.index(one)
     assert early[i] == 0 or problem.time_us[problem.use[i]] - problem.time_us[early[i]] >= 50.0
-    assert all(early[j] <= late[j] for j in taken)
-    draft = place(problem, budget, taken, latest=lambda taken: latest_back(problem, taken, SLOW_LINK, {one: 50.0}))
-    eager = place(problem, budget, taken)
-    back, soonest = (dict(zip(d.who, d.in_at, strict=True)) for d in (draft, eager))
-    if i in back and i in soonest and not draft.in_part(problem):
+    assert all(early[j] <= late[j] for j in selected)
+    draft = schedule(
+        problem, budget, selected, latest_return=lambda selected: latest_back(problem, selected, SLOW_LINK, {one: 50.0})
+    )
+    eager = schedule(problem, budget, selected)
+    back, soonest = (dict(zip(who, moves.in_at.tolist(), strict=True)) for who, moves in (draft, eager))
+    if i in back and i in soonest and not draft.moves.head.any():
         assert back[i] <= max(early[i], soonest[i])
 
 
@@ -468,7 +471,7 @@ def test_the_lead_of_each_storage_is_kept_where_memory_has_room(seed: int, share
 @given(seed=st.integers(0, 10**6), slow=st.booleans(), depth=st.integers(0, 2))
 def test_never_worse_than_swapping_everything(seed: int, slow: bool, depth: int) -> None:
     trace, cost = any_step(seed), SLOW_LINK if slow else H200_LINK
-    everything = swap_everything(trace, cost, depth=depth)
+    everything = swap_all(trace, cost, depth=depth)
     plan = generate_plan(trace, max(1, everything.peak_bytes), None, cost, drafts=60)
     held_to(trace, plan, cost)
     assert plan.step_us <= everything.step_us + 1e-6
@@ -482,16 +485,13 @@ def test_swapping_everything_is_one_of_the_drafts(seed: int, depth: int, cost: L
     problem = Problem.of(trace)
     if not problem.size:
         return
-    plan = swap_everything(trace, cost, depth=depth)
-    everything = Everything(problem)
-    draft = everything.at(depth)
-    columns = zip(draft.who, draft.out_at, draft.reclaim_at, draft.in_at, strict=True)
-    assert [(problem.tensor[i], *hooks) for i, *hooks in columns] == [
-        (action.tensor, action.out_at, action.reclaim_at, action.in_at) for action in plan.actions
-    ]
-    late_us = sum(draft.late_us(problem, cost))
+    plan = swap_all(trace, cost, depth=depth)
+    everything = SwapAll(problem)
+    draft = everything.at_depth(depth)
+    assert draft.moves.actions([problem.tensor[i] for i in draft.who]) == plan.actions
+    late_us = delay_us(problem, draft.moves, cost)
     assert problem.total_us + late_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
-    assert everything.least_us(depth, cost) <= late_us * (1 + 1e-9) + 1e-6
+    assert everything.delay_bound_us(depth, cost) <= late_us * (1 + 1e-9) + 1e-6
 
 
 def sizes(random: Random | None) -> Callable[[], int]:
@@ -517,7 +517,7 @@ def test_all_forwards_before_all_backwards_is_never_worse_than_swapping_everythi
 
 def never_worse_than_everything(trace: Trace, shares: Sequence[float], *, at_least: float) -> None:
     """Nor far from what no plan can beat."""
-    everything = [swap_everything(trace, H200_LINK, depth=depth) for depth in (0, 1, 2, 3, 4, 8, 16)]
+    everything = [swap_all(trace, H200_LINK, depth=depth) for depth in (0, 1, 2, 3, 4, 8, 16)]
     for share in shares:
         budget = between(trace, share)
         plan = generate_plan(trace, budget, None, H200_LINK, drafts=60)
@@ -534,12 +534,12 @@ def test_a_cover_that_is_spread_evenly_keeps_both_engines_busy(share: float) -> 
     problem, budget = Problem.of(trace), between(trace, share)
     ideal_us = ideal(trace, budget, H200_LINK).step_us
     of_ideal = {}
-    for rank in (used_latest, evenly, evenly_by_bytes):
-        taken = cover(problem, budget, rank(problem))
-        assert taken is not None
-        of_ideal[rank] = ideal_us / (problem.total_us + sum(place(problem, budget, taken).late_us(problem, H200_LINK)))
+    for rank in (used_latest, spread_evenly, spread_evenly_by_bytes):
+        selected = select(problem, budget, rank(problem))
+        assert selected is not None
+        of_ideal[rank] = ideal_us / (problem.total_us + delay_us(problem, schedule(problem, budget, selected).moves, H200_LINK))
     assert of_ideal[used_latest] < 0.9
-    assert min(of_ideal[evenly], of_ideal[evenly_by_bytes]) > 0.99
+    assert min(of_ideal[spread_evenly], of_ideal[spread_evenly_by_bytes]) > 0.99
 
 
 @pytest.mark.parametrize("tokens", [4096, 32_768])
@@ -550,7 +550,7 @@ def test_a_chain_comes_close_to_the_ideal(tokens: int, less: int) -> None:
     plan = generate_plan(trace, budget, None, H200_LINK)
     held_to(trace, plan, H200_LINK)
     assert ideal(trace, budget, H200_LINK).step_us >= 0.97 * plan.step_us
-    assert plan.step_us <= swap_everything(trace, H200_LINK).step_us
+    assert plan.step_us <= swap_all(trace, H200_LINK).step_us
     if less == 4:
         for depth in range(3):
             assert swap_first(trace, budget, H200_LINK, depth=depth).step_us >= 1.10 * plan.step_us

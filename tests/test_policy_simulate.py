@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +20,17 @@ from chameleon_mm.policy import (
     Candidates,
     LinkCost,
     Simulator,
-    SwapPlan,
     memory_curve,
     peak_memory,
     simulate,
     smallest_budget,
 )
 from chameleon_mm.policy.engine import CopyEngine, EngineSpan
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
+from tests._oracles import carried_out, timed_one_by_one
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back; 2560 both ways; 10240 within device memory.
@@ -307,49 +309,25 @@ def test_memory_is_that_of_a_step_carried_out_one_by_one(random: Random) -> None
     assert timeline.peak_bytes >= smallest_budget(trace)
 
 
-def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
-    """The most allocated during each tick, and of the host at once: with one entry for every block, taken and given back."""
-    blocks: dict[tuple[str, int], int] = {}
-    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
-    last_use = {hook.tensor: k for k, hook in enumerate(trace.hooks) if hook.use}
-    hook_of = {hook.tick: k for k, hook in enumerate(trace.hooks)}
-    inside = {op.tick: op.inner_bytes for op in trace.ops}
-    host: dict[int, int] = {}
-    most, most_on_host = [], 0
+@given(st.randoms(use_true_random=False), st.sampled_from([H200_LINK, LINK]))
+def test_time_is_that_of_a_step_carried_out_one_by_one(random: Random, link: LinkCost) -> None:
+    trace = random_step(random)
+    plan = random_plan(random, trace)
+    timeline, timed = simulate(trace, plan, link), timed_one_by_one(trace, plan, link)
+    assert timeline.step_us == near(timed.step_us)
+    assert timeline.tick_us.tolist() == near(timed.tick_us)
+    assert timeline.head_copy_us == near(timed.head_copy_us)
+    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
+        assert [stalls.get(tensor, 0.0) for tensor in expected] == near(list(expected.values()))
+        assert set(stalls) <= set(expected)
+    for spans, engine in ((timeline.out_spans, timed.out), (timeline.in_spans, timed.back)):
+        assert [(span.tensor, span.nbytes) for span in spans] == [(span.tensor, span.nbytes) for span in engine.spans]
+        ends = [[(span.start_us, span.end_us) for span in of] for of in (spans, engine.spans)]
+        assert np.array(ends[0]) == near(np.array(ends[1]))
 
-    def there() -> int:
-        return untouched + sum(blocks.values())
 
-    for tick in range(trace.num_ticks):
-        for number, tensor in enumerate(trace.tensors):
-            if tensor.dies < tick:
-                blocks.pop(("storage", number), None)
-            elif max(tensor.born, 0) == tick:
-                blocks["storage", number] = round_up(tensor.nbytes, 512)
-        moments = []
-        if tick in hook_of:
-            k = hook_of[tick]
-            sizes = {a.tensor: trace.tensors[a.tensor].nbytes for a in plan.actions}
-            reclaims = [a for a in plan.actions if a.reclaim_at == k]
-            for action in reclaims:
-                if action.nbytes == sizes[action.tensor]:
-                    del blocks["storage", action.tensor]
-            for action in reclaims:
-                if action.nbytes < sizes[action.tensor]:
-                    blocks["head", action.tensor] = round_up(sizes[action.tensor] - action.nbytes, 512)
-                    moments.append(there())
-                    del blocks["storage", action.tensor]
-            moments.append(there())
-            backs = [a for a in plan.actions if a.in_at == k]
-            for action in [a for a in backs if a.use_at == k] + [a for a in backs if a.use_at != k]:
-                blocks["storage", action.tensor] = round_up(sizes[action.tensor], 512)
-                moments.append(there())
-                blocks.pop(("head", action.tensor), None)
-            host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
-            most_on_host = max(most_on_host, sum(host.values()))
-            host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
-        most.append(max(moments, default=there() + inside.get(tick, 0)))
-    return most, most_on_host
+def near(expected: Any) -> Any:
+    return pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
 @given(st.randoms(use_true_random=False))
@@ -358,7 +336,8 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
     plan = random_plan(random, trace)
     timeline = simulate(trace, plan, LINK)
     curve = memory_curve(trace)
-    climbs = Footprint(trace, curve).climbs(ActionColumns.of(plan.actions, trace), timeline.allocated_bytes).tolist()
+    memory = PlannedMemory(trace, curve)
+    climbs = memory.growth_until_next_check(Moves.of(plan.actions, trace), timeline.allocated_bytes).tolist()
     gain = {
         a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
         for a in plan.actions

@@ -13,10 +13,13 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from chameleon_mm.policy import Action, SwapPlan, memory_curve
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
-from chameleon_mm.policy.memory import Int64s
+from chameleon_mm.policy.moves import BACK, OUT, RECLAIM_IN_PART, Moves, in_order
+from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Int64s
 
 
 class StorageAction(NamedTuple):
@@ -42,32 +45,27 @@ class HookSchedule:
 
     def __init__(
         self,
-        storage_actions: dict[int, StorageAction],
         plan: SwapPlan,
-        sizes: Sequence[int],
-        climbs: Sequence[int],
+        storage_actions: dict[int, StorageAction],
+        due: DueActions,
+        growth: Sequence[int],
         allocated_bytes: Int64s,
     ) -> None:
-        """`sizes`: of the trace's storages, bytes. `climbs`: by hook, as `Footprint.climbs`."""
+        """`due`: all that the plan has. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
         self.allocated_bytes = allocated_bytes
         """(ticks,) at most during each."""
-        self._climbs = climbs
+        self._growth = growth
         self._storage_actions = storage_actions
-        self.reclaims = sorted(plan.actions, key=lambda action: (action.reclaim_at, action.nbytes < sizes[action.tensor]))
-        # One that is due out where it is due to go begins with the reclaim that waits for it; so does one that is due back at
-        # its use.
-        self.outs = sorted((a for a in plan.actions if a.out_at < a.reclaim_at), key=attrgetter("out_at"))
-        self.ins = sorted((a for a in plan.actions if a.in_at < a.use_at), key=attrgetter("in_at"))
+        self.reclaims, self.outs, self.ins = due
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> HookSchedule:
-        """`plan` was made for `trace`. Raises `ValueError` where it was not."""
-        if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
-            raise ValueError(
-                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
-                f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; make a plan for this trace"
-            )
+        """`plan` was made for `trace`. Raises `ValueError` where it was not.
+
+        Its hooks may be any: a wrong plan costs time, never a number, so it is followed. Only `simulate` refuses those.
+        """
+        plan.check_made_for(trace)
         unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
         if unknown:
             raise ValueError(
@@ -81,12 +79,17 @@ class HookSchedule:
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
                 storage_actions[hook] = StorageAction(tensor, actions.get(tensor))
-        in_reach = [
-            action for action in plan.actions if action.use_at < plan.num_hooks
-        ]  # of a wrong plan: the others never come
-        footprint, columns = Footprint(trace, memory_curve(trace)), ActionColumns.of(in_reach, trace)
-        allocated = footprint.allocated(columns)
-        return cls(storage_actions, plan, trace.tensor_bytes.tolist(), footprint.climbs(columns, allocated).tolist(), allocated)
+        moves = Moves.of(plan.actions, trace)
+        events = in_order(moves)
+        reclaims, outs, ins = (
+            [plan.actions[j] for j in events.which[asked].tolist()]
+            for asked in (events.kinds <= RECLAIM_IN_PART, events.kinds == OUT, events.kinds == BACK)
+        )
+        in_reach = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
+        memory = PlannedMemory(trace, memory_curve(trace))
+        allocated = memory.allocated(in_reach)
+        growth = memory.growth_until_next_check(in_reach, allocated).tolist()
+        return cls(plan, storage_actions, DueActions(reclaims, outs, ins), growth, allocated)
 
     def storage_action(self, hook: int) -> StorageAction | None:
         """Of the storage that is saved for the first time at hook number `hook`."""
@@ -94,7 +97,7 @@ class HookSchedule:
 
     def climb(self, hook: int) -> int:
         """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next check."""
-        return self._climbs[hook]
+        return self._growth[hook]
 
     def begin_step(self) -> ScheduleCursor:
         return ScheduleCursor(self)

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor.metrics import CopySpan
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.cost import FASTEST_GBPS, SLOWEST_GBPS
+from chameleon_mm.trace.trace import Float64s
 from chameleon_mm.transfer import CalibrationCache
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
@@ -35,8 +35,6 @@ _LATEST, _LATEST_US = 4_000, 300e6
 
 _FEW = 9
 """Of the copies timed last: when their middle one began is what time it is, even were one or two of them timed wrong."""
-
-_Float64s = NDArray[np.float64]
 
 
 def link_cost_for(device: Device) -> LinkCost:
@@ -78,13 +76,13 @@ def _is_rate(gbps: float) -> bool:
     return SLOWEST_GBPS <= gbps <= FASTEST_GBPS
 
 
-def _rows(spans: Sequence[CopySpan]) -> _Float64s:
+def _rows(spans: Sequence[CopySpan]) -> Float64s:
     """(n, 3): start, end, bytes, by start."""
     rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
     return np.array(rows, np.float64).reshape(-1, 3)
 
 
-def _alone_gbps(one: _Float64s, other: _Float64s, copy_us: float) -> float | None:
+def _alone_gbps(one: Float64s, other: Float64s, copy_us: float) -> float | None:
     """Rate of the copies beside which nothing went the other way, each taken to cost `copy_us` of its own."""
     if len(one) == 0:
         return None
@@ -97,7 +95,7 @@ def _alone_gbps(one: _Float64s, other: _Float64s, copy_us: float) -> float | Non
     return gbps if _is_rate(gbps) else None
 
 
-def _duplex_gbps(out: _Float64s, back: _Float64s) -> float | None:
+def _duplex_gbps(out: Float64s, back: Float64s) -> float | None:
     """Bytes of both directions by the time in which both were busy, each copy's bytes spread evenly over its time."""
     if len(out) == 0 or len(back) == 0:
         return None
@@ -112,13 +110,13 @@ def _duplex_gbps(out: _Float64s, back: _Float64s) -> float | None:
     return moved / (both_us * 1e3)
 
 
-def _shared_us(one: _Float64s, other: _Float64s) -> _Float64s:
+def _shared_us(one: Float64s, other: Float64s) -> Float64s:
     """(n,): of each copy of `one`, for how long a copy of `other` ran too. Copies of one direction never overlap."""
     if len(one) == 0 or len(other) == 0:
         return np.zeros(len(one))
     busy = np.concatenate([[0.0], np.cumsum(other[:, 1] - other[:, 0])])
 
-    def busy_until(times: _Float64s) -> _Float64s:
+    def busy_until(times: Float64s) -> Float64s:
         """How long `other` was busy before each of `times`."""
         begun = np.searchsorted(other[:, 0], times, side="right")
         last = np.maximum(begun - 1, 0)

@@ -149,7 +149,7 @@ class PlannedStep:
         if current is None:
             return 1.0
         plan, foreseen_us = current.schedule.plan, self.trace.duration_us
-        copies_us = plan.step_us - plan.stall_us - foreseen_us  # of what stays of storages that move in part: no operator's
+        copies_us = plan.head_copy_us(foreseen_us)  # no operator's
         took_us = median(current.busy_us) - copies_us
         return took_us / foreseen_us if min(took_us, foreseen_us) > 0 else 1.0
 

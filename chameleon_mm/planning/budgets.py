@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, simulate, smallest_hidden_budget
+from chameleon_mm.policy import LinkCost, Simulator, SwapPlan, generate_plan, hides_copies, smallest_hidden_budget
 from chameleon_mm.session import DEFAULT_BUDGET_SHARE
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import format_size_up, parse_size
@@ -49,15 +49,9 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
     def plan_for(budget: int) -> SwapPlan:
         return generate_plan(trace, budget, host_budget, cost)
 
-    def hides(budget: int) -> bool:
-        try:
-            plan = plan_for(budget)
-        except InfeasibleBudget:
-            return False
-        return simulate(trace, plan, cost).step_us <= trace.duration_us * (1 + HIDDEN_WITHIN)
-
+    simulator = Simulator(trace, cost)
     budget = _said(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
-    while budget < peak_bytes and not hides(budget):
+    while budget < peak_bytes and not hides_copies(simulator, plan_for, budget, HIDDEN_WITHIN):
         budget = _said(budget + (peak_bytes - budget) // _TRIES + 1)
     return min(budget, peak_bytes)
 

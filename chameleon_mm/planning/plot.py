@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.planning.prediction import Prediction
 from chameleon_mm.policy import EngineSpan, memory_curve
 from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import GIB, MIB, format_size
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 _UNSWAPPED, _PLANNED, _BUDGET = "#9a6324", "#1f5fa8", "#b3261e"
 _PHASES = {StepPhase.FORWARD: "#9ec5e8", StepPhase.BACKWARD: "#f2b680", StepPhase.OPTIMIZER: "#b7d7a8"}
 _OUT, _BACK = "#5b7db1", "#7a9e5f"
-
-Floats = NDArray[np.float64]
 
 
 def save_plot(prediction: Prediction, path: Path) -> None:
@@ -49,7 +47,7 @@ def _draw_memory(prediction: Prediction, axes: Axes) -> None:
     in_sight = budget <= 3 * peak  # a budget far above would press the curve flat
     highest = max(peak, budget) if in_sight else peak
     unit, unit_bytes = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
-    ms, curve = _steps(_clock_us(trace), memory_curve(trace), trace.duration_us)
+    ms, curve = _steps(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us)
     label = f"no swapping, peak {format_size(peak)}"
     axes.plot(ms, curve / unit_bytes, color=_UNSWAPPED, linewidth=1.0, label=label)
     if timeline is not None and prediction.plan is not None and prediction.plan.actions:
@@ -67,7 +65,7 @@ def _draw_memory(prediction: Prediction, axes: Axes) -> None:
 def _draw_rows(prediction: Prediction, axes: Axes) -> None:
     trace, timeline = prediction.step.trace, prediction.timeline
     rows = ["no swapping"]
-    _draw_phases(axes, 0, trace, np.append(_clock_us(trace), trace.duration_us))
+    _draw_phases(axes, 0, trace, trace.clock_us())
     if timeline is not None and prediction.plan is not None and prediction.plan.actions:
         rows += ["this plan", "copies out", "copies back"]
         _draw_phases(axes, 1, trace, np.append(timeline.tick_us, timeline.step_us))
@@ -82,7 +80,7 @@ def _draw_rows(prediction: Prediction, axes: Axes) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=3, frameon=False)
 
 
-def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Floats) -> None:
+def _draw_phases(axes: Axes, row: int, trace: Trace, edges_us: Float64s) -> None:
     """Bars from each change of phase to the next. edges_us: (ticks + 1,)."""
     changes = np.flatnonzero(np.diff(trace.op_phase, prepend=np.uint8(255)))
     starts = edges_us[trace.op_tick[changes]] / 1e3
@@ -97,14 +95,7 @@ def _draw_copies(axes: Axes, row: int, spans: tuple[EngineSpan, ...], color: str
     axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=color)
 
 
-def _clock_us(trace: Trace) -> Floats:
-    """(ticks,): when compute reaches each, nothing swapped."""
-    duration = np.zeros(trace.num_ticks + 1)
-    duration[trace.op_tick + 1] = trace.op_us
-    return np.cumsum(duration)[:-1]
-
-
-def _steps(tick_us: Floats, nbytes: NDArray[np.int64], end_us: float) -> tuple[Floats, Floats]:
+def _steps(tick_us: Float64s, nbytes: Int64s, end_us: float) -> tuple[Float64s, Float64s]:
     """Points of a line that keeps each tick's value until the next; milliseconds and bytes."""
     edges = np.append(tick_us, end_us) / 1e3
     return np.repeat(edges, 2)[1:-1], np.repeat(nbytes.astype(np.float64), 2)

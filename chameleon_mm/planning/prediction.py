@@ -28,7 +28,7 @@ from chameleon_mm.policy import (
     least_memory,
     peak_memory,
     simulate,
-    swap_everything,
+    swap_all,
 )
 from chameleon_mm.trace import StepPhase, Trace
 
@@ -169,7 +169,7 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
     ways = [
         _unmoved("no swapping", peak.nbytes, trace.duration_us),
         *([] if plan is None else [_planned("this plan", trace, plan)]),
-        _planned("swap everything", trace, swap_everything(trace, cost)),
+        _planned("swap everything", trace, swap_all(trace, cost)),
         _unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us),
     ]
     return Prediction(
@@ -204,6 +204,6 @@ def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
         host_bytes=plan.host_bytes,
         moved_bytes=plan.moved_bytes,
         stall_us=plan.stall_us,
-        device_copy_us=max(0.0, plan.step_us - plan.stall_us - trace.duration_us),
+        device_copy_us=max(0.0, plan.head_copy_us(trace.duration_us)),
         step_us=plan.step_us,
     )

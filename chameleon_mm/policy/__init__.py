@@ -1,9 +1,9 @@
-"""What moves and when, as pure arithmetic: no torch, no device."""
+"""The policy plans what moves and when. It is pure arithmetic: no torch, no device."""
 
 from __future__ import annotations
 
-from chameleon_mm.policy.baselines import swap_everything, swap_first
-from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, ideal, smallest_hidden_budget
+from chameleon_mm.policy.baselines import swap_all, swap_first
+from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, hides_copies, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.learned import Headroom, LargestClimb, UseOrder
@@ -37,6 +37,7 @@ __all__ = [
     "full_recomputation",
     "generate_plan",
     "hidden_budget_bound",
+    "hides_copies",
     "ideal",
     "least_memory",
     "memory_curve",
@@ -44,6 +45,6 @@ __all__ = [
     "simulate",
     "smallest_budget",
     "smallest_hidden_budget",
-    "swap_everything",
+    "swap_all",
     "swap_first",
 ]

@@ -1,4 +1,4 @@
-"""What no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
+"""Bounds that no plan can beat: the least time that a step takes within a budget, and the least budget that costs no time.
 
 at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
@@ -15,18 +15,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, smallest_budget
+from chameleon_mm.policy.memory import Candidates, below_least, memory_curve, smallest_budget
 from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import allocated_size, format_size
-
-Float64s = NDArray[np.float64]
+from chameleon_mm.trace.trace import Float64s, Int64s
+from chameleon_mm.units import allocated_size, whole_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +33,9 @@ class Ideal:
 
     step_us: float
     swapped_bytes: float
-    """One way, at the moment that decides."""
+    """Bytes that cross one way, at the moment that decides."""
     recomputed_us: float
-    """Of `step_us`."""
+    """Share of `step_us` in which operators run again."""
 
     def reached_by(self, step_us: float) -> float:
         """The share of the bound that a step of `step_us` reaches: 1 is all there is."""
@@ -54,20 +52,38 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     least = smallest_budget(trace)
     if hbm_budget < least:
-        raise InfeasibleBudget(
-            f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {hbm_budget} "
-            f"({format_size(hbm_budget)})"
-        )
+        raise below_least(least, hbm_budget)
     step = _Step(trace)
     over = np.maximum(step.least_moved - hbm_budget, 0)
     if not over.any():
         return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
     if recompute:
         return _cheapest_mix(trace, step, int(over.argmax()), float(over.max()), cost_model)
-    before_us = np.maximum(step.before_us, over / (cost_model.d2h_gbps * 1e3))
-    after_us = np.maximum(step.after_us, over / (cost_model.h2d_gbps * 1e3))
-    t = int((before_us + after_us).argmax())
-    return Ideal(step_us=float(before_us[t] + after_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+    out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
+    relaxed_us = _relaxed_us(step.before_us, step.after_us, out_us, back_us)
+    t = int(relaxed_us.argmax())
+    return Ideal(step_us=float(relaxed_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+
+
+def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
+    """The step on a link of the same mean rates that is never idle.
+
+    Unlike `ideal` it prices a copy's pieces and counts padding: no bound, but nearer to what a plan can reach.
+    """
+    nbytes = problem.candidates.nbytes
+    fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
+    out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
+    last = max(problem.use)
+    clock = np.asarray(problem.time_us)
+    over = np.maximum(problem.level[:last] - budget, 0)
+    relaxed_us = _relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
+    return float(relaxed_us.max()) + problem.total_us - float(clock[last])
+
+
+def _relaxed_us(before_us: Float64s, after_us: Float64s, out_us: Float64s, back_us: Float64s) -> Float64s:
+    """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
+    `back_us`, with `before_us` and `after_us` of compute on either side."""
+    return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
 
 
 def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
@@ -96,26 +112,26 @@ def smallest_hidden_budget(
     if not 0 <= tolerance < 1:
         raise ValueError(f"tolerance: expected a share of the step from 0 to below 1, got {tolerance}")
     simulator = Simulator(trace, cost_model)
-    allowed_us = trace.duration_us * (1 + tolerance)
     low, high = hidden_budget_bound(trace, cost_model), int(memory_curve(trace).max(initial=trace.start_bytes))
     step_bytes = max(1, (high - low) // 256 if precision_bytes is None else precision_bytes)
-
-    def hides(budget: int) -> bool:
-        try:
-            timeline = simulator.run(plan_for(budget))
-        except InfeasibleBudget:
-            return False
-        return timeline.step_us <= allowed_us and timeline.peak_bytes <= budget
-
-    if low >= high or hides(low):
+    if low >= high or hides_copies(simulator, plan_for, low, tolerance):
         return min(low, high)
     while high - low > step_bytes:
         middle = (low + high) // 2
-        if hides(middle):
+        if hides_copies(simulator, plan_for, middle, tolerance):
             high = middle
         else:
             low = middle
     return high
+
+
+def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budget: int, tolerance: float) -> bool:
+    """Whether `plan_for(budget)` makes a plan within `budget` whose step takes at most that share longer than unswapped."""
+    try:
+        timeline = simulator.run(plan_for(budget))
+    except InfeasibleBudget:
+        return False
+    return timeline.step_us <= simulator.trace.duration_us * (1 + tolerance) and timeline.peak_bytes <= budget
 
 
 class _Step:
@@ -123,9 +139,7 @@ class _Step:
 
     def __init__(self, trace: Trace) -> None:
         candidates = Candidates.of(trace)
-        duration = np.zeros(trace.num_ticks + 1)
-        duration[trace.op_tick + 1] = trace.op_us
-        clock = np.cumsum(duration)
+        clock = trace.clock_us()
         last = int(trace.hook_tick[candidates.use].max(initial=0))
         self.total_us = float(clock[-1])
         self.tail_us = float(clock[-1] - clock[last])
@@ -152,18 +166,18 @@ def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: Li
     if 0 < rises < len(y):
         y = np.append(y, np.interp(0.0, slack_us[rises - 1 : rises + 1], y[rises - 1 : rises + 1]))
     recomputed_us = np.interp(y, again, again_us)
-    before_us = np.maximum(step.before_us[t], (over - y) / out_rate)
-    after_us = np.maximum(step.after_us[t] + recomputed_us, (over - y) / back_rate)
-    best = int((before_us + after_us).argmin())
+    before_us, after_us = step.before_us[t], step.after_us[t] + recomputed_us
+    relaxed_us = _relaxed_us(before_us, after_us, (over - y) / out_rate, (over - y) / back_rate)
+    best = int(relaxed_us.argmin())
     return Ideal(
-        step_us=float(before_us[best] + after_us[best]) + step.tail_us,
+        step_us=float(relaxed_us[best]) + step.tail_us,
         swapped_bytes=float(over - y[best]),
         recomputed_us=float(recomputed_us[best]),
     )
 
 
 def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
-    """Of the candidates that are idle at tick `t` and that operators of the step wrote: device bytes, and what those took.
+    """Device bytes of the candidates that are idle at tick `t` and that operators of the step wrote, and the time these took.
 
     An operator with several results is shared out by their sizes: it runs once for all.
     """

@@ -1,4 +1,4 @@
-"""What a copy takes on the link: measured rates, a fixed cost per piece, and what is left while both directions are busy.
+"""Time of a copy on the link: measured rates, a fixed cost per piece, and what is left while both directions are busy.
 
 start = max(when it may start, when its direction is free)
 end   = start + copy_us per piece + bytes at this direction's rate, or at the duplex rest beside a copy the other way
@@ -12,12 +12,9 @@ from operator import index
 from typing import overload
 
 import numpy as np
-from numpy.typing import NDArray
 
+from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import MIB
-
-Int64s = NDArray[np.int64]
-Float64s = NDArray[np.float64]
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
 """Far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""
@@ -77,5 +74,5 @@ class LinkCost:
     @overload
     def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
     def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
-        """What a copy of `nbytes` takes at one rate, its pieces' fixed cost with it; of an array of sizes, one by one."""
+        """Time of a copy of `nbytes` at one rate, its pieces' fixed cost with it; of an array of sizes, one by one."""
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)

@@ -3,18 +3,22 @@
 start = max(when it is ready, when the engine is free)
 per piece:  copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
 
-As the simulated device has it: a copy's time is fixed when it is queued. The earlier of two that run both ways keeps its rate.
+A copy's time is fixed when it is queued. The earlier of two that run both ways keeps its rate.
+
+There are two of these on purpose: the simulated device's (`device/sim/link.py`), written apart and for one DMA at a time, is an
+independent oracle for this one. `test_the_engines_are_the_simulated_devices` holds one to the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from chameleon_mm.policy.cost import LinkCost
 
 
 class EngineSpan(NamedTuple):
-    """When a storage crosses the link, one way."""
+    """The time in which a storage crosses the link, one way."""
 
     tensor: int
     """Its number in the trace."""
@@ -24,7 +28,7 @@ class EngineSpan(NamedTuple):
 
 
 class CopyEngine:
-    """One direction."""
+    """Engine of one direction."""
 
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
@@ -49,8 +53,13 @@ class CopyEngine:
 
     @property
     def spans(self) -> tuple[EngineSpan, ...]:
-        """What was queued, in the order in which it runs."""
+        """Copies that were queued, in the order in which they run."""
         return tuple(map(EngineSpan._make, self._rows))
+
+    def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
+        """`spans` of what was queued by its place in `tensors`."""
+        rows = ((tensors[place], start_us, end_us, nbytes) for place, start_us, end_us, nbytes in self._rows)
+        return tuple(map(EngineSpan._make, rows))
 
     def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
         """A copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
@@ -69,7 +78,7 @@ class CopyEngine:
         return end
 
     def _piece(self, nbytes: int, clock_us: float) -> float:
-        """When `nbytes` whose first byte crosses at `clock_us` are through."""
+        """Time at which `nbytes` are through whose first byte crosses at `clock_us`."""
         left, others = float(nbytes), self._other._rows
         for i in range(self._beside, len(others)):
             _, beside_start, beside_end, _ = others[i]

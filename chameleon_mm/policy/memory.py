@@ -10,16 +10,16 @@ Sizes count rounded up to 512 bytes, as the caching allocator takes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.trace import NEVER, TensorKind, Trace
-from chameleon_mm.units import allocated_size
+from chameleon_mm.trace.trace import Int32s, Int64s
+from chameleon_mm.units import allocated_size, format_size
 
-Int64s = NDArray[np.int64]
-Ticks = NDArray[np.int32] | NDArray[np.int64]
+Ticks = Int32s | Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,13 +37,17 @@ class Candidates:
     """First hook at which its memory can be given back: nobody else holds it any more."""
     use: Int64s
     """Hook of its first use: it must be back."""
+    last_use: Int64s
+    """Hook of its last use: its block of pinned memory is held until then."""
 
     @classmethod
     def of(cls, trace: Trace) -> Candidates:
-        """Of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first use."""
+        """Storages of `trace` that autograd saved and only a handle of ours held at some hook before their first use."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses
         after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
@@ -56,10 +60,15 @@ class Candidates:
             sendable=trace.tensor_sendable[tensor].astype(np.int64),
             first=first[tensor],
             use=use[tensor],
+            last_use=last_use[tensor],
         )
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def take(self, which: Int64s) -> Candidates:
+        """Those of the rows `which`, in that order."""
+        return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
         """(ticks,) of device memory that could be away during each tick of `trace`."""
@@ -92,7 +101,7 @@ def memory_curve(trace: Trace) -> Int64s:
 
 
 def peak_memory(trace: Trace) -> Peak:
-    """Where `trace` needs the most, nothing swapped, and for what."""
+    """The moment at which `trace` needs the most, nothing swapped, and what for."""
     return _peak(trace, memory_curve(trace), Candidates.of(trace), away=False)
 
 
@@ -108,6 +117,14 @@ def least_memory(trace: Trace) -> Peak:
 def smallest_budget(trace: Trace) -> int:
     """The least bytes of device memory that there is a plan of `trace` for, whatever it costs in time."""
     return least_memory(trace).nbytes
+
+
+def below_least(least: int, budget: int) -> InfeasibleBudget:
+    """The error for a `budget` below `least`, the smallest that there is a plan for."""
+    return InfeasibleBudget(
+        f"expected a budget of {least} bytes ({format_size(least)}) or more, which is what never moves, got {budget} "
+        f"({format_size(budget)})"
+    )
 
 
 def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) -> Peak:
@@ -140,4 +157,4 @@ def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> In
     change = np.zeros(ticks + 2, np.int64)
     np.add.at(change, since, amounts)
     np.subtract.at(change, until, amounts)
-    return np.cumsum(change[:ticks])
+    return change[:ticks].cumsum()

@@ -1,10 +1,13 @@
-"""What a step is to move, and at which of its hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
+"""A `SwapPlan` says what a step moves and at which of its hooks: data that the executor carries out and `simulate` predicts.
 
-At one hook, in this order:
-    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped
+At one hook, in this order, which `moves.in_order` computes:
+    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped: whole storages
+       first, then those that move in part, of which what stays is copied to memory of its own
     2. copies out whose `out_at` it is are queued, in the plan's order
     3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it
     4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
+A copy out begins with its reclaim, and a copy back with its use, where they share a hook. What stayed is copied back once the
+copy back is queued.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from chameleon_mm.trace import Trace
+
 
 class ActionKind(enum.Enum):
-    """What becomes of a candidate between its last use in forward and its first in backward."""
+    """The way that a candidate goes between its last use in forward and its first in backward."""
 
     SWAP = "swap"
     """It crosses the link as it is."""
@@ -31,7 +36,7 @@ class Action:
     tensor: int
     """Its number in the trace."""
     nbytes: int
-    """How many of its bytes move: its last ones. The rest, if any, stays on the device, in memory of its own."""
+    """Bytes of it that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
     out_at: int
     """Hook at which its copy out is queued."""
     reclaim_at: int
@@ -42,7 +47,7 @@ class Action:
     """Hook of its first use."""
     kind: ActionKind = ActionKind.SWAP
     codec: str = ""
-    """Of ENCODE: which."""
+    """The codec of ENCODE."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
@@ -59,22 +64,34 @@ class SwapPlan:
     """The actions for one step, and what they are expected to come to. No actions: nothing moves."""
 
     fingerprint: int
-    """Of the trace it was made for."""
+    """Fingerprint of the trace it was made for."""
     num_hooks: int
-    """Of that trace."""
+    """Hooks of that trace."""
     actions: tuple[Action, ...]
     """In the order in which they are queued, each direction's own: by `out_at`, and by `in_at`."""
     hbm_budget_bytes: int
     peak_bytes: int
-    """Of device memory, as `simulate` has it."""
+    """Device memory at most, as `simulate` has it."""
     host_bytes: int
-    """Of pinned memory at the most."""
+    """Pinned memory at most."""
     step_us: float
     """As `simulate` has it."""
     stall_us: float
-    """Of `step_us`: time in which compute waits for copies."""
+    """Share of `step_us` in which compute waits for copies."""
 
     @property
     def moved_bytes(self) -> int:
-        """One way."""
+        """Bytes that cross the link one way."""
         return sum(action.nbytes for action in self.actions)
+
+    def check_made_for(self, trace: Trace) -> None:
+        """Raise `ValueError` unless it was made for `trace`, as far as its fingerprint and its hooks tell."""
+        if self.fingerprint != trace.fingerprint or self.num_hooks != len(trace.hook_tick):
+            raise ValueError(
+                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
+                f"got one for {self.fingerprint:#x} and {self.num_hooks}; make a plan for this trace"
+            )
+
+    def head_copy_us(self, unswapped_us: float) -> float:
+        """Time in which compute copies what stays of storages that move in part; the step takes `unswapped_us` unplanned."""
+        return self.step_us - self.stall_us - unswapped_us

@@ -1,11 +1,11 @@
-"""From a trace, budgets and what the link does: the plan.
+"""The planner makes a plan from a trace, budgets and what the link does.
 
 problem = Problem.of(trace)                 ticks become hooks, storages candidates
 fits already                                an empty plan
 not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
-taken = cover(problem, budget, rank)        what moves, and how much of it: no more bytes than needed
-draft = place(problem, budget, taken)       when it goes, when its memory is reclaimed, when it comes back
-draft.late_us(problem, cost)                what it costs, as `simulate` has it; the best of several covers is the plan
+selected = select(problem, budget, rank)    what moves, and how much of it: no more bytes than needed
+schedule(problem, budget, selected)         when it goes, when its memory is reclaimed, when it comes back
+walk(moves, in_order(moves), ...)           what it costs, as `simulate` has it; the best of several is the plan
 
 docs/policy.md explains why, and says how far from the least time the result is.
 """
@@ -16,15 +16,14 @@ from collections.abc import Mapping
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.policy.arguments import whole_bytes
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import peak_memory
-from chameleon_mm.policy.placement import PerTensor
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.search import Search
+from chameleon_mm.policy.scheduling import PerTensor, Scheduled
+from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.trace import Trace
-from chameleon_mm.units import MIB, format_size
+from chameleon_mm.units import MIB, format_size, whole_bytes
 
 
 def generate_plan(
@@ -37,7 +36,7 @@ def generate_plan(
     lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
 ) -> SwapPlan:
-    """What of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the least time.
+    """Plan for `trace`: device memory stays within `hbm_budget` bytes, and the step takes the least time.
 
     host_budget: bytes of pinned memory; None: no limit. drafts: how many a local search may try where there are 16 candidates
     or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
@@ -78,12 +77,12 @@ def candidate_plans(
     _check_arguments(hbm_budget, host_budget, {"lead_us": lead_us, "lag_us": lag_us}, drafts, at_most, within)
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
-        return [_empty_plan(problem, hbm_budget, trace.fingerprint)]
+        return [_plan(trace, problem, hbm_budget, _nothing(problem))]
     if problem.least_bytes > hbm_budget:
         raise _infeasible(trace, problem, hbm_budget)
     search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()
-    search.try_everything()
+    search.try_swap_all()
     search.improve(drafts)
     if not search.found:
         raise _host_too_small(problem, hbm_budget, host_budget or 0, search.least_host_bytes or 0, cost_model)
@@ -93,14 +92,7 @@ def candidate_plans(
     for found in sorted(search.found, key=lambda found: found.order):
         if len(plans) == at_most:
             break
-        plan = found.draft.plan(
-            problem,
-            stall_us=found.stall_us,
-            heads_us=found.heads_us,
-            host_bytes=found.host_bytes,
-            budget=hbm_budget,
-            fingerprint=trace.fingerprint,
-        )
+        plan = _plan(trace, problem, hbm_budget, found)
         if plans and plan.step_us > plans[0].step_us * (1 + within):
             break
         if all(plan.actions != other.actions for other in plans):
@@ -108,16 +100,21 @@ def candidate_plans(
     return plans
 
 
-def _empty_plan(problem: Problem, budget: int, fingerprint: int) -> SwapPlan:
+def _nothing(problem: Problem) -> Found:
+    """The draft for a step that fits."""
+    return Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
+
+
+def _plan(trace: Trace, problem: Problem, budget: int, found: Found) -> SwapPlan:
     return SwapPlan(
-        fingerprint=fingerprint,
+        fingerprint=trace.fingerprint,
         num_hooks=len(problem.level),
-        actions=(),
+        actions=found.scheduled.moves.actions([problem.tensor[i] for i in found.scheduled.who]),
         hbm_budget_bytes=budget,
-        peak_bytes=problem.peak_bytes,
-        host_bytes=0,
-        step_us=problem.total_us,
-        stall_us=0.0,
+        peak_bytes=found.peak_bytes,
+        host_bytes=found.host_bytes,
+        step_us=problem.total_us + found.stall_us + found.head_copy_us,
+        stall_us=found.stall_us,
     )
 
 
@@ -140,7 +137,7 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
 
 
 def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_bytes: int, cost: LinkCost) -> InfeasibleBudget:
-    """By halving: the smallest device budget for which there is a plan within `host_budget`."""
+    """The error that names the smallest device budget with a plan within `host_budget`, found by halving."""
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2

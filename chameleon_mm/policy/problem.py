@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.planned_memory import moments_in_part
 from chameleon_mm.trace import Trace
-
-Int64s = NDArray[np.int64]
+from chameleon_mm.trace.trace import Bools, Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,74 +35,74 @@ class Problem:
     time_us: list[float]
     """(K,)"""
     total_us: float
-    tensor: list[int]
-    """(n,), like all below: its number in the trace."""
-    size: list[int]
-    """Bytes that it takes on the device."""
-    nbytes: list[int]
-    """Bytes that it has."""
-    sendable: list[int]
-    first: list[int]
-    use: list[int]
-    last_use: list[int]
-    """Its block of pinned memory is held until then."""
-    climbs: NDArray[np.bool_] = field(init=False)
+    candidates: Candidates
+    """Candidates in the order in which their copies out may begin; the lists below are its columns."""
+    tensor: list[int] = field(init=False)
+    size: list[int] = field(init=False)
+    nbytes: list[int] = field(init=False)
+    sendable: list[int] = field(init=False)
+    first: list[int] = field(init=False)
+    use: list[int] = field(init=False)
+    padding: list[int] = field(init=False)
+    """Bytes by which `size` is more than `nbytes`."""
+    may_exceed_more: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
-    falls: NDArray[np.bool_] = field(init=False)
+    may_exceed_more_backwards: Bools = field(init=False)
     """(K,) the same, walking back: the level is higher than at hook k + 1, or a candidate may be away from k + 1 on."""
     peak_bytes: int = field(init=False)
-    """Nothing swapped."""
+    """Device memory at most, nothing swapped."""
     least_bytes: int = field(init=False)
-    """With every candidate away for as long as it may be: no plan's peak is below it."""
+    """The same with every candidate away for as long as it may be: no plan's peak is below it. It is `smallest_budget` of the
+    trace, by hooks instead of ticks: each is next to free where it stands, and a test compares them."""
 
     def __post_init__(self) -> None:
+        c = self.candidates
+        for name in ("tensor", "size", "nbytes", "sendable", "first", "use"):
+            object.__setattr__(self, name, getattr(c, name).tolist())
+        object.__setattr__(self, "padding", (c.size - c.nbytes).tolist())
         rises = np.diff(self.level)
         climbs, falls = np.ones(len(self.level), np.bool_), np.ones(len(self.level), np.bool_)
         climbs[1:], falls[:-1] = rises > 0, rises < 0
-        climbs[self.use] = True
-        falls[np.maximum(np.asarray(self.first, np.int64) - 1, 0)] = True
-        object.__setattr__(self, "climbs", climbs)
-        object.__setattr__(self, "falls", falls)
+        climbs[c.use] = True
+        falls[np.maximum(c.first - 1, 0)] = True
+        object.__setattr__(self, "may_exceed_more", climbs)
+        object.__setattr__(self, "may_exceed_more_backwards", falls)
         object.__setattr__(self, "peak_bytes", self.peak_of(self.level))
-        object.__setattr__(self, "least_bytes", self.peak_of(self.level - self.away(self.size, self.first, self.use)))
+        away = sum_over_time(len(self.level), c.size, c.first, c.use)
+        object.__setattr__(self, "least_bytes", self.peak_of(self.level - away))
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
-        """What the planner needs of `trace`. O(operators + storages + hooks), without a loop."""
+        """The planner's view of `trace`. O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace)
-        clock = np.concatenate(([0.0], np.cumsum(trace.op_us)))
-        operators_before = hooks - np.arange(len(hooks))
-        order = np.argsort(candidates.sendable, kind="stable")
-        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
-        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        last_use[trace.hook_tensor[uses]] = uses  # of several the last one assigned stays
+        *time_us, total_us = trace.hook_us().tolist()
         return cls(
             before_bytes=int(curve[: hooks[0] if len(hooks) else None].max(initial=0)) if len(curve) else trace.start_bytes,
             level=np.maximum.reduceat(curve, hooks) if len(hooks) else np.empty(0, np.int64),
             at_hook=curve[hooks],
-            time_us=clock[operators_before].tolist(),
-            total_us=float(clock[-1]),
-            tensor=candidates.tensor[order].tolist(),
-            size=candidates.size[order].tolist(),
-            nbytes=candidates.nbytes[order].tolist(),
-            sendable=candidates.sendable[order].tolist(),
-            first=candidates.first[order].tolist(),
-            use=candidates.use[order].tolist(),
-            last_use=last_use[candidates.tensor[order]].tolist(),
+            time_us=time_us,
+            total_us=total_us,
+            candidates=candidates.take(np.argsort(candidates.sendable, kind="stable")),
         )
 
     def peak_of(self, level: Int64s) -> int:
         """The most of a step with `level` from each hook until the next."""
         return max(self.before_bytes, int(level.max(initial=0)))
 
-    def over(self, budget: int, where: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
+    def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:
         """Hooks of `where` from which more than `budget` is allocated until the next, and how much more."""
-        hooks = np.flatnonzero((self.level > budget) & where)
+        hooks = ((self.level > budget) & where).nonzero()[0]
         return hooks.tolist(), (self.level[hooks] - budget).tolist()
 
-    def away(self, gives: Sequence[int] | Int64s, since: Sequence[int] | Int64s, until: Sequence[int] | Int64s) -> Int64s:
-        """(K,) bytes that are away from each hook until the next, where gives[j] are from hook since[j] until hook until[j]."""
-        change = np.zeros(len(self.level) + 1, np.int64)
-        np.add.at(change, np.asarray(since, np.int64), gives)
-        np.subtract.at(change, np.asarray(until, np.int64), gives)
-        return np.cumsum(change[:-1])
+    def moves(
+        self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
+    ) -> Moves:
+        """The moves of candidates `who`, each of which frees a multiple of 512 bytes: all that it takes, or less."""
+        c = self.candidates
+        which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
+        return Moves.freeing(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]))
+
+    def peak_with(self, moves: Moves) -> int:
+        """Device memory at most under `moves`."""
+        away = moves.away(len(self.level))
+        return max([self.peak_of(self.level - away), *moments_in_part(moves, self.at_hook - away).values()])

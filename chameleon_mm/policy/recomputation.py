@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve, sum_over_time
+from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
 from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
 
 

@@ -1,9 +1,9 @@
-"""Which of the plans within both budgets takes the least time: covers by several ranks, and for few candidates a local search.
+"""Searches the plan within both budgets that takes the least time: several ranks, and where candidates are few a local search.
 
 search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
-search.try_ranks()          a few covers of all candidates; enough where nothing stalls
-search.try_everything()     what swapping all that may move comes to, at several depths: never worse than that
-search.improve(drafts)      random small changes to the best ones, kept when they are hardly worse (variation.py)
+search.try_ranks()          a few selections among all candidates; enough where nothing stalls
+search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
+search.improve(drafts)      random small changes to the best ones, kept when they are hardly worse (neighbourhood.py)
 search.found                drafts, best first
 
 How many drafts it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
@@ -18,25 +18,28 @@ from random import Random
 
 import numpy as np
 
+from chameleon_mm.policy.bounds import estimate_us
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.cover import RANKS, Rank, cover, evenly, sparing, used_latest
-from chameleon_mm.policy.draft import Draft
-from chameleon_mm.policy.everything import Everything
-from chameleon_mm.policy.placement import PerTensor, by_candidate, copied_by, latest_back, place
+from chameleon_mm.policy.moves import in_order
+from chameleon_mm.policy.neighbourhood import SearchPoint, neighbour, start_of
+from chameleon_mm.policy.planned_memory import pinned_peak
 from chameleon_mm.policy.problem import Problem
-from chameleon_mm.policy.variation import Variation, start_of, vary
+from chameleon_mm.policy.scheduling import PerTensor, Scheduled, by_candidate, copied_by, latest_back, schedule
+from chameleon_mm.policy.selection import RANKS, Rank, deprioritising, select, spread_evenly, used_latest
+from chameleon_mm.policy.swap_all import SwapAll
+from chameleon_mm.policy.timing import walk
 
 _CANDIDATES_BY_RANK = 2_000
 """Candidates times ranks that are tried, the first rank apart."""
 _CLIMBS = 3
 """Starts of the local search."""
 _STRICTNESS = 30.0
-"""Of it: one over the share by which, on average, a change may be worse."""
+"""Strictness of the local search: one over the share by which, on average, a change may be worse."""
 _MOST_VARIED = 16
 """Candidates up to which there is one. Among more of them a single one hardly matters, and ranks find what a search would."""
 _NO_WORSE_US = 1e-6
 """Times closer than this are the same: what is left is rounding."""
-_NEAR_ENOUGH = 1.02
+_CLOSE_TO_ESTIMATE = 1.02
 """Where candidates are too many for all ranks: a step of at most so many times what an ideal link would make of it is good."""
 
 
@@ -44,20 +47,21 @@ _NEAR_ENOUGH = 1.02
 class Found:
     """A draft within both budgets."""
 
-    draft: Draft
-    late_us: float
-    """By how much it makes the step later, copies out being there as much later as the search was told."""
-    stall_us: float
+    scheduled: Scheduled
+    peak_bytes: int
+    host_bytes: int = 0
+    moved_bytes: int = 0
+    delay_us: float = 0.0
+    """Time by which the step is later, copies out being there as much later as the search was told."""
+    stall_us: float = 0.0
     """Compute waits, copies out being there when their engine has them."""
-    heads_us: float
+    head_copy_us: float = 0.0
     """Copies, within device memory, of what stays of storages that move in part."""
-    moved_bytes: int
-    host_bytes: int
 
     @property
     def order(self) -> tuple[int, int]:
         """Better is lower: less time, then fewer bytes."""
-        return round(self.late_us / _NO_WORSE_US), self.moved_bytes
+        return round(self.delay_us / _NO_WORSE_US), self.moved_bytes
 
 
 class Search:
@@ -76,7 +80,7 @@ class Search:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
-        """Of the drafts so far, within `host_budget` or not."""
+        """Least of the drafts so far, within `host_budget` or not."""
         self._problem = problem
         self._budget = budget
         self._host_budget = host_budget
@@ -90,39 +94,30 @@ class Search:
     @property
     def hides_all(self) -> bool:
         """Whether some draft costs no time, so that none can be better."""
-        return self.best is not None and self.best.late_us < _NO_WORSE_US
+        return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
     def _to_beat_us(self) -> float:
-        return self.best.late_us if self.best else inf
+        return self.best.delay_us if self.best else inf
 
     @property
-    def _near_enough(self) -> bool:
+    def _close_to_estimate(self) -> bool:
         """Whether the best is close to what a link of the same mean rates, that is never idle, would make of the step."""
-        problem, cost = self._problem, self._cost
         if self.best is None:
             return False
-        nbytes = np.asarray(problem.nbytes)
-        fixed_us = float((-(-nbytes // cost.piece_bytes)).sum()) * cost.copy_us / float(nbytes.sum())
-        out_us, back_us = (fixed_us + 1 / (rate * 1e3) for rate in (cost.d2h_gbps, cost.h2d_gbps))
-        last = max(problem.use)
-        clock = np.asarray(problem.time_us)
-        over = np.maximum(problem.level[:last] - self._budget, 0)
-        before_us = np.maximum(clock[1 : last + 1], over * out_us)
-        after_us = np.maximum(clock[last] - clock[:last], over * back_us)
-        ideal_us = float((before_us + after_us).max()) + problem.total_us - float(clock[last])
-        return problem.total_us + self.best.late_us <= _NEAR_ENOUGH * ideal_us
+        step_us = self._problem.total_us + self.best.delay_us
+        return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
 
     def try_ranks(self) -> None:
         """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
-        if self.best is not None and self.best.late_us - self.best.heads_us < _NO_WORSE_US:
+        if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
             # All that it costs are copies of what stays of storages that move in part: they may move whole.
-            self._place({i: self._problem.size[i] for i in self.best.draft.who}, eager=False)
-        ranks = [*RANKS, *(sparing(rank, self._lagging) for rank in RANKS if self._lagging)]
+            self._schedule({i: self._problem.size[i] for i in self.best.scheduled.who}, eager=False)
+        ranks = [*RANKS, *(deprioritising(rank, self._lagging) for rank in RANKS if self._lagging)]
         left = _CANDIDATES_BY_RANK // max(len(self._problem.size), 1)
         if not left:
-            few = [sparing(used_latest, self._lagging)] if self._lagging else []
-            for rank in few if self._near_enough else [*few, evenly]:
+            few = [deprioritising(used_latest, self._lagging)] if self._lagging else []
+            for rank in few if self._close_to_estimate else [*few, spread_evenly]:
                 if not self.hides_all:
                     self._try_rank(rank, eager=False)
             return
@@ -142,99 +137,116 @@ class Search:
                     return
                 self._try_rank(rank, eager=eager)
 
-    def try_everything(self) -> None:
-        """All that may move, whole: at every depth worth it that the budget has room for, and as the budget demands."""
+    def try_swap_all(self) -> None:
+        """Tries all that may move, whole: at every depth worth it that the budget has room for, and as the budget demands."""
         if self.hides_all:
             return
-        for draft in Everything(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
-            self._time(draft, at_most=self._to_beat_us())
+        for scheduled, peak_bytes in SwapAll(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
+            self._evaluate_time(scheduled, peak_bytes, at_most=self._to_beat_us())
         if len(self._problem.size) <= _CANDIDATES_BY_RANK:
-            self._place(dict(enumerate(self._problem.size)), eager=True)
+            self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
-        """A local search from the best covers over that many drafts. The same one every time."""
+        """A local search from the best selections over that many drafts. The same one every time."""
         if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
             return
         random = Random(0)
         starts = [start_of(self._problem, rank, eager=eager) for rank in RANKS for eager in (False, True)]
-        for start in sorted(starts, key=self._vary_us)[:_CLIMBS]:
+        for start in sorted(starts, key=self._delay_of)[:_CLIMBS]:
             self._climb(start, random, self._drafts + drafts // _CLIMBS)
 
-    def _climb(self, variation: Variation, random: Random, until_draft: int) -> None:
-        late_us = self._vary_us(variation)
+    def _climb(self, point: SearchPoint, random: Random, until_draft: int) -> None:
+        delay_us = self._delay_of(point)
         while self._drafts < until_draft and not self.hides_all:
-            changed = vary(self._problem, self._budget, variation, random)
-            at_most = late_us * (1 + random.expovariate(_STRICTNESS))  # a little worse may lead to something better
-            changed_us = self._vary_us(changed, at_most=at_most)
+            changed = neighbour(self._problem, self._budget, point, random)
+            at_most = delay_us * (1 + random.expovariate(_STRICTNESS))  # a little worse may lead to something better
+            changed_us = self._delay_of(changed, at_most=at_most)
             if changed_us <= at_most:
-                variation, late_us = changed, changed_us
+                point, delay_us = changed, changed_us
 
-    def _vary_us(self, variation: Variation, *, at_most: float = inf) -> float:
-        """By how much it makes the step later; infinite where it is not within the budgets, or beyond `at_most`."""
-        taken = variation.cover(self._problem, self._budget)
-        if taken is None:
+    def _delay_of(self, point: SearchPoint, *, at_most: float = inf) -> float:
+        """Time by which the step is later; infinite where it is not within the budgets, or beyond `at_most`."""
+        selected = point.select(self._problem, self._budget)
+        if selected is None:
             self._drafts += 1
             return inf
-        ready = variation.ready(self._problem, taken)
-        orders: list[list[int] | None] = [None] if ready == self._problem.sendable else [None, ready]
+        send_from = point.send_from(self._problem, selected)
+        orders: list[list[int] | None] = [None] if send_from == self._problem.sendable else [None, send_from]
         return min(
-            self._place(taken, eager=variation.eager, hold=variation.hold, soon=variation.soon, ready=order, at_most=at_most)
+            self._schedule(
+                selected,
+                eager=point.eager,
+                not_back_before=point.not_back_before,
+                reclaim_early=point.reclaim_early,
+                send_from=order,
+                at_most=at_most,
+            )
             for order in orders
         )
 
     def _try_rank(self, rank: Rank, *, eager: bool) -> None:
-        taken = cover(self._problem, self._budget, rank(self._problem))
-        if taken is not None:
-            self._place(taken, eager=eager)
+        selected = select(self._problem, self._budget, rank(self._problem))
+        if selected is not None:
+            self._schedule(selected, eager=eager)
 
-    def _place(
+    def _schedule(
         self,
-        taken: Mapping[int, int],
+        selected: Mapping[int, int],
         *,
         eager: bool,
-        hold: Sequence[int] | None = None,
-        soon: Sequence[bool] = (),
-        ready: Sequence[int] | None = None,
+        not_back_before: Sequence[int] | None = None,
+        reclaim_early: Sequence[bool] = (),
+        send_from: Sequence[int] | None = None,
         at_most: float = inf,
     ) -> float:
-        def latest(taken: Mapping[int, int]) -> Mapping[int, int]:
-            hooks = {} if eager else latest_back(self._problem, taken, self._cost, self._lead_us)
-            return hooks if hold is None else {i: max(hooks.get(i, 0), hold[i]) for i in taken}
+        def latest_return(selected: Mapping[int, int]) -> Mapping[int, int]:
+            hooks = {} if eager else latest_back(self._problem, selected, self._cost, self._lead_us)
+            return hooks if not_back_before is None else {i: max(hooks.get(i, 0), not_back_before[i]) for i in selected}
 
-        def copied(taken: Mapping[int, int]) -> Mapping[int, float]:
-            return copied_by(self._problem, taken, ready or self._problem.sendable, self._cost, self._lag_us)
+        def copied_out_us(selected: Mapping[int, int]) -> Mapping[int, float]:
+            return copied_by(self._problem, selected, send_from or self._problem.sendable, self._cost, self._lag_us)
 
-        draft = place(
-            self._problem, self._budget, taken, ready=ready, latest=latest, copied=copied if self._lagging else None, soon=soon
+        scheduled = schedule(
+            self._problem,
+            self._budget,
+            selected,
+            send_from=send_from,
+            latest_return=latest_return,
+            copied_out_us=copied_out_us if self._lagging else None,
+            reclaim_early=reclaim_early,
         )
-        return self._judge(draft, at_most=at_most)
+        return self._evaluate(scheduled, at_most=at_most)
 
-    def _judge(self, draft: Draft, *, at_most: float = inf) -> float:
-        """Keeps it if it is within both budgets. By how much it makes the step later; infinite beyond `at_most`, too."""
+    def _evaluate(self, scheduled: Scheduled, *, at_most: float = inf) -> float:
+        """Keeps it if it is within both budgets. Returns by how much the step is later; infinite beyond `at_most`, too."""
         self._drafts += 1
-        return inf if draft.peak_bytes(self._problem) > self._budget else self._time(draft, at_most=at_most)
+        peak_bytes = self._problem.peak_with(scheduled.moves)
+        return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)
 
-    def _time(self, draft: Draft, *, at_most: float) -> float:
-        """The same for one that is known to be within the device's."""
-        host_bytes = draft.host_bytes(self._problem)
+    def _evaluate_time(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
+        """Evaluates one that is known to be within the device's budget."""
+        problem, (who, moves) = self._problem, scheduled
+        host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)
         if self._host_budget is not None and host_bytes > self._host_budget:
             return inf
-        stall_us, heads_us = draft.late_us(self._problem, self._cost, at_most=at_most, lag_us=self._lag_us)
-        late_us = stall_us + heads_us
-        if late_us > at_most:
+        events, lags = in_order(moves), [self._lag_us[i] for i in who] if self._lag_us else []
+        walked = walk(moves, events, problem.time_us, self._cost, at_most_us=at_most, lag_us=lags)
+        delay_us = walked.stall_us + walked.head_copy_us
+        if delay_us > at_most:
             return inf
-        if self._lag_us:
-            stall_us, heads_us = draft.late_us(self._problem, self._cost)
+        if lags:
+            walked = walk(moves, events, problem.time_us, self._cost)
         found = Found(
-            draft=draft,
-            late_us=late_us,
-            stall_us=stall_us,
-            heads_us=heads_us,
-            moved_bytes=sum(draft.gives),
+            scheduled=scheduled,
+            delay_us=delay_us,
+            stall_us=walked.stall_us,
+            head_copy_us=walked.head_copy_us,
+            moved_bytes=int(moves.freed.sum()),
+            peak_bytes=peak_bytes,
             host_bytes=host_bytes,
         )
         self.found.append(found)
         if self.best is None or found.order < self.best.order:
             self.best = found
-        return found.late_us
+        return delay_us

@@ -1,14 +1,6 @@
-"""What a plan comes to, without carrying it out: device memory at every tick, stalls, both copy engines, the step's time.
+"""Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-at every hook that an action names, in the order that plan.py sets down:
-    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out
-    copies out    ready now
-    the use       its copy back, if not under way yet, is ready now; compute waits for it
-    copies back   ready now; of those in part the head is copied back meanwhile
-between hooks compute takes what the trace says
-
-Memory is exact. Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at
-its hook, and one back runs after its own copy out.
+plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model.
 """
 
 from __future__ import annotations
@@ -17,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import CopyEngine, EngineSpan
-from chameleon_mm.policy.footprint import ActionColumns, Footprint
-from chameleon_mm.policy.memory import Candidates, Int64s, memory_curve
+from chameleon_mm.policy.engine import EngineSpan
+from chameleon_mm.policy.memory import Candidates, memory_curve
+from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, in_order
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
+from chameleon_mm.policy.planned_memory import PlannedMemory, pinned_peak
+from chameleon_mm.policy.timing import Walk, walk
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Float64s, Int64s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,13 +37,13 @@ class Timeline:
     head_copy_us: float
     """Compute copies what stays of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """By tensor: compute waits at `reclaim_at` for its copy out. Who never makes compute wait is not in it."""
+    """Waits of compute at `reclaim_at` for copies out, by tensor. Who never makes compute wait is not in it."""
     in_stalls_us: Mapping[int, float]
-    """By tensor: compute waits at `use_at` for its copy back."""
+    """Waits of compute at `use_at` for copies back, by tensor."""
     out_spans: tuple[EngineSpan, ...]
     """Device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
-    tick_us: NDArray[np.float64]
+    tick_us: Float64s
     """(ticks,): when compute reaches each tick, before what it does there."""
 
 
@@ -65,146 +59,81 @@ class Simulator:
     """One trace on one link, for any number of plans. What does not depend on the plan is worked out once."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
-        self._trace = trace
+        self.trace = trace
         self._cost = cost_model
-        self._footprint = Footprint(trace, memory_curve(trace))
-        duration = np.zeros(trace.num_ticks + 1)
-        duration[trace.op_tick + 1] = trace.op_us
-        clock = np.cumsum(duration)
+        self._memory = PlannedMemory(trace, memory_curve(trace))
+        clock = trace.clock_us()
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
+        self._hook_us: list[float] = clock[trace.hook_tick].tolist()
         self._candidates = Candidates.of(trace)
         self._row = np.full(len(trace.tensor_bytes), -1)
         self._row[self._candidates.tensor] = np.arange(len(self._candidates))
 
     def run(self, plan: SwapPlan) -> Timeline:
         """The step under `plan`. Raises as `simulate` does."""
-        actions = self._check(plan)
-        compute = _Compute(self._cost, actions)
-        hooks, kinds, which = _in_order(actions)
-        ticks = self._trace.hook_tick[hooks]
-        delays_us = [compute.do(us, kind, i) for us, kind, i in zip(self._tick_us[ticks].tolist(), kinds, which, strict=True)]
+        return self.run_moves(*self._checked(plan))
+
+    def run_moves(self, moves: Moves, who: Candidates) -> Timeline:
+        """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
+        events = in_order(moves)
+        ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
+        walked = walk(moves, events, self._hook_us, self._cost)
+        delays_us, out_stalls_us, in_stalls_us = _delays(moves, events, walked, self._cost, tensors)
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
-        allocated = self._footprint.allocated(actions)
-        stall_us = sum(compute.out_stalls_us.values()) + sum(compute.in_stalls_us.values())
+        allocated = self._memory.allocated(moves)
+        stall_us = sum(out_stalls_us.values()) + sum(in_stalls_us.values())
         return Timeline(
-            peak_bytes=int(allocated.max()) if len(allocated) else self._trace.start_bytes,
+            peak_bytes=int(allocated.max()) if len(allocated) else self.trace.start_bytes,
             allocated_bytes=allocated,
-            host_bytes=self._footprint.host_bytes(actions),
-            step_us=self._ops_us + stall_us + compute.head_copy_us,
+            host_bytes=pinned_peak(len(self._hook_us), moves, who.last_use),
+            step_us=self._ops_us + stall_us + walked.head_copy_us,
             stall_us=stall_us,
-            head_copy_us=compute.head_copy_us,
-            out_stalls_us=compute.out_stalls_us,
-            in_stalls_us=compute.in_stalls_us,
-            out_spans=compute.out.spans,
-            in_spans=compute.back.spans,
+            head_copy_us=walked.head_copy_us,
+            out_stalls_us=out_stalls_us,
+            in_stalls_us=in_stalls_us,
+            out_spans=walked.out.spans_of(tensors),
+            in_spans=walked.back.spans_of(tensors),
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
-    def _check(self, plan: SwapPlan) -> ActionColumns:
-        trace, again = self._trace, "make a plan for this trace"
-        if plan.fingerprint != trace.fingerprint or plan.num_hooks != len(trace.hook_tick):
-            raise ValueError(
-                f"plan: expected one for fingerprint {trace.fingerprint:#x} and {len(trace.hook_tick)} hooks, as this trace, "
-                f"got one for {plan.fingerprint:#x} and {plan.num_hooks}; {again}"
-            )
+    def _checked(self, plan: SwapPlan) -> tuple[Moves, Candidates]:
+        """The plan's moves, and of which candidates they are. That it is of this trace is what `Script` asks for, too; here
+        somebody must be able to carry it out as well."""
+        trace, again = self.trace, "make a plan for this trace"
+        plan.check_made_for(trace)
         for action in plan.actions:
             who = f"plan, tensor {action.tensor}"
             if action.kind is not ActionKind.SWAP:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        actions = ActionColumns.of(plan.actions, trace)
-        if len(np.unique(actions.tensor)) < len(plan.actions):
+        moves, tensors = Moves.of(plan.actions, trace), [action.tensor for action in plan.actions]
+        if len(set(tensors)) < len(tensors):
             raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
-        row = self._row[actions.tensor]
-        sendable, first, use = (
-            column[row] for column in (self._candidates.sendable, self._candidates.first, self._candidates.use)
-        )
-        wrong = (actions.out_at < sendable) | (actions.reclaim_at < first) | (actions.use_at != use) | (actions.stays < 0)
+        of = self._candidates.take(self._row[tensors])
+        wrong = (moves.out_at < of.sendable) | (moves.reclaim_at < of.first) | (moves.use_at != of.use) | (moves.stays < 0)
         if wrong.any():
             i = int(wrong.argmax())
-            action, whole = plan.actions[i], int(self._candidates.nbytes[row[i]])
+            action = plan.actions[i]
             raise ValueError(
-                f"plan, tensor {action.tensor}: expected at most {whole} bytes to move, out_at of {sendable[i]} or later, "
-                f"reclaim_at of {first[i]} or later and use_at {use[i]}, got {action.nbytes}, {action.out_at}, "
+                f"plan, tensor {action.tensor}: expected at most {of.nbytes[i]} bytes to move, out_at of {of.sendable[i]} or "
+                f"later, reclaim_at of {of.first[i]} or later and use_at {of.use[i]}, got {action.nbytes}, {action.out_at}, "
                 f"{action.reclaim_at} and {action.use_at}; {again}"
             )
-        return actions
+        return moves, of
 
 
-_RECLAIM, _RECLAIM_IN_PART, _OUT, _USE, _BACK = range(5)
-"""What an action can ask for at a hook, in the order in which it is done."""
-
-
-def _in_order(actions: ActionColumns) -> tuple[Int64s, list[int], list[int]]:
-    """All that `actions` ask for: at which hook, what, and which of them; by hook, then by what, then in the plan's order."""
-    n = len(actions.tensor)
-    hooks = np.concatenate((actions.reclaim_at, actions.out_at, actions.use_at, actions.in_at))
-    reclaim = np.where(actions.head > 0, _RECLAIM_IN_PART, _RECLAIM)
-    kinds = np.concatenate((reclaim, np.full(n, _OUT), np.full(n, _USE), np.full(n, _BACK)))
-    which = np.tile(np.arange(n), 4)
-    # A copy out begins with the reclaim that waits for it, a copy back with its use, where they share a hook.
-    asked = np.ones((4, n), np.bool_)
-    asked[1] = actions.out_at < actions.reclaim_at
-    asked[3] = actions.in_at < actions.use_at
-    kept = np.flatnonzero(asked)
-    order = kept[np.lexsort((which[kept], kinds[kept], hooks[kept]))]
-    return hooks[order], kinds[order].tolist(), which[order].tolist()
-
-
-class _Compute:
-    """Where compute is: later, by what it waited for and copied, than it would be alone."""
-
-    def __init__(self, cost: LinkCost, actions: ActionColumns) -> None:
-        self._tensor, self._nbytes = actions.tensor.tolist(), actions.nbytes.tolist()
-        self._out_with_reclaim = (actions.out_at == actions.reclaim_at).tolist()
-        self._back_with_use = (actions.in_at == actions.use_at).tolist()
-        self._head_copy_us: list[float] = (actions.stays / (cost.hbm_gbps * 1e3)).tolist()
-        self.out, self.back = CopyEngine.pair(cost)
-        self._out_done = [0.0] * len(self._tensor)
-        self._back_done = [0.0] * len(self._tensor)
-        self._late_us = 0.0
-        self.head_copy_us = 0.0
-        self.out_stalls_us: dict[int, float] = {}
-        self.in_stalls_us: dict[int, float] = {}
-
-    def do(self, alone_us: float, kind: int, i: int) -> float:
-        """Action `i` asks for `kind` at a hook that compute alone would reach at `alone_us`. Returns for how long it stays."""
-        now_us = alone_us + self._late_us
-        delay_us = 0.0
-        if kind == _OUT:
-            self._send(i, now_us)
-        elif kind == _BACK:
-            self._bring(i, now_us)
-            delay_us = self._copy_head(i)
-        elif kind == _USE:
-            if self._back_with_use[i]:
-                self._bring(i, now_us)
-                delay_us = self._copy_head(i)
-            delay_us += _wait(self.in_stalls_us, self._tensor[i], self._back_done[i] - now_us - delay_us)
-        else:
-            if self._out_with_reclaim[i]:
-                self._send(i, now_us)
-            delay_us = self._copy_head(i)
-            delay_us += _wait(self.out_stalls_us, self._tensor[i], self._out_done[i] - now_us - delay_us)
-        self._late_us += delay_us
-        return delay_us
-
-    def _send(self, i: int, now_us: float) -> None:
-        self._out_done[i] = self.out.queue(self._tensor[i], self._nbytes[i], now_us)
-
-    def _bring(self, i: int, now_us: float) -> None:
-        self._back_done[i] = self.back.queue(self._tensor[i], self._nbytes[i], max(now_us, self._out_done[i]))
-
-    def _copy_head(self, i: int) -> float:
-        self.head_copy_us += self._head_copy_us[i]
-        return self._head_copy_us[i]
-
-
-def _wait(stalls_us: dict[int, float], tensor: int, wait_us: float) -> float:
-    """Compute waits that long on behalf of `tensor`, if at all. Returns how long."""
-    if wait_us <= 0:
-        return 0.0
-    stalls_us[tensor] = wait_us
-    return wait_us
+def _delays(
+    moves: Moves, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
+) -> tuple[Float64s, dict[int, float], dict[int, float]]:
+    """Time by which each event delays compute; of that, waits at reclaims and at uses, by tensor."""
+    kinds, which = events.kinds, events.which
+    reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
+    copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
+    delays_us = np.where(copies_head, (moves.stays / (cost.hbm_gbps * 1e3))[which], 0.0)
+    stalls_us = []
+    for waits_us, here in ((walked.out_waits_us, reclaims), (walked.in_waits_us, uses)):
+        delays_us += np.where(here, np.asarray(waits_us)[which], 0.0)
+        stalls_us.append({tensors[j]: waits_us[j] for j in which[here].tolist() if waits_us[j] > 0.0})
+    return delays_us, stalls_us[0], stalls_us[1]

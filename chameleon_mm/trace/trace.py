@@ -102,6 +102,19 @@ class Trace:
         """Of the step, nothing swapped."""
         return float(self.op_us.sum())
 
+    def clock_us(self) -> Float64s:
+        """(n + k + 1,): when compute is at each tick, nothing swapped, and at the step's end."""
+        duration = np.zeros(self.num_ticks + 1)
+        duration[self.op_tick + 1] = self.op_us
+        return np.cumsum(duration)
+
+    def hook_us(self) -> Float64s:
+        """(k + 1,): when compute is at each hook, nothing swapped, and at the step's end: `clock_us` there, for less work."""
+        operators_before: Int64s = np.append(self.hook_tick - np.arange(len(self.hook_tick)), len(self.op_us))
+        clock = np.zeros(len(self.op_us) + 1)
+        np.cumsum(self.op_us, out=clock[1:])
+        return clock[operators_before]
+
     def _op(self, i: int) -> OpRecord:
         return OpRecord(
             tick=int(self.op_tick[i]),

@@ -1,0 +1,229 @@
+"""Schedules when what moves goes and comes, so that memory is within the budget at every hook and copies have the most time.
+
+copies out    as soon as each may be sent: the engine takes them one after the other
+copies back   last hook to first: memory that is needed at hook k is taken from what is used latest; that comes back after k
+reclaims      first hook to last: memory that is needed at hook k is reclaimed at k, from what was copied out first
+in part       a part that stays needs memory of its own for a moment: at a hook with room for it, or all of it moves
+
+Both sweeps only decide who is away, never that fewer are than `select` found enough, so neither can end without room. What the
+sweeps never send away is no longer part of the plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.trace.trace import Float64s, Int64s
+from chameleon_mm.units import ALLOCATION_UNIT_BYTES
+
+PerTensor = float | Mapping[int, float]
+"""Microseconds: for all, or by tensor of the trace (0 for the others)."""
+
+
+class Scheduled(NamedTuple):
+    """A plan while it is being sought: candidates in the order of their uses, which is that of the plan."""
+
+    who: list[int]
+    """Their numbers in the problem."""
+    moves: Moves
+
+
+def schedule(
+    problem: Problem,
+    budget: int,
+    selected: Mapping[int, int],
+    *,
+    send_from: Sequence[int] | None = None,
+    latest_return: Callable[[Mapping[int, int]], Mapping[int, int]] | None = None,
+    copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
+    reclaim_early: Sequence[bool] = (),
+) -> Scheduled:
+    """The hooks of `selected`, candidate -> bytes, as `select` has them. Time: O(K + n log n).
+
+    send_from: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest_return: of a
+    selection, by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as
+    there is room. copied_out_us: the same, when its copy out is there (`copied_by`); by default in the order in which copies
+    out begin. reclaim_early: (n,) whether its memory goes as soon as it may, needed or not; empty: none of them.
+    """
+    selected = dict(selected)
+    send_from = problem.sendable if send_from is None else send_from
+    while True:
+        in_at = _copies_back(problem, budget, selected, latest_return(selected) if latest_return is not None else {})
+        reclaim_at = _reclaims(
+            problem,
+            budget,
+            selected,
+            in_at,
+            send_from,
+            copied_out_us(selected) if copied_out_us is not None else {},
+            reclaim_early,
+        )
+        who = sorted(reclaim_at, key=lambda i: (problem.use[i], i))
+        moves = problem.moves(
+            who,
+            [selected[i] for i in who],
+            [min(send_from[i], reclaim_at[i]) for i in who],
+            [reclaim_at[i] for i in who],
+            [in_at[i] for i in who],
+        )
+        more = _make_room_for_parts(problem, budget, who, moves)
+        if not more:
+            return Scheduled(who, moves)
+        selected.update(more)
+
+
+def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
+    """Candidate -> the last hook at which its copy back begins in time, if they cross in the order of their uses.
+
+    In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
+    """
+    who = sorted(selected, key=lambda i: (problem.use[i], i))
+    if not who:
+        return {}
+    slower = max(cost.duplex_gbps - cost.d2h_gbps, cost.h2d_gbps / 2)
+    nbytes = np.array([selected[i] - problem.padding[i] for i in who])
+    copy_us = cost.alone_us(nbytes, slower)
+    clock, use = np.asarray(problem.time_us), problem.candidates.use[who]
+    due = clock[use] - by_candidate(problem, who, lead_us)
+    rest_us = np.cumsum(copy_us[::-1])[::-1]  # of all copies from this one to the last
+    start = np.minimum.accumulate((due + rest_us - copy_us)[::-1])[::-1] - rest_us
+    hooks = np.searchsorted(clock, start, side="right") - 1
+    # Later hooks may share the time of a use, operators of no time between them: it begins with the use at the latest.
+    return dict(zip(who, np.clip(hooks, 0, use).tolist(), strict=True))
+
+
+def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
+    """(len(who),) microseconds of each candidate of `who`."""
+    if isinstance(us, Mapping):
+        return np.array([us.get(problem.tensor[i], 0.0) for i in who])
+    return np.full(len(who), us)
+
+
+def copied_by(
+    problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
+) -> dict[int, float]:
+    """Candidate -> microseconds at which its copy out is there, if nothing stalls and nothing goes the other way.
+
+    send_from: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
+    """
+    done, now = {}, 0.0
+    for i in sorted(selected, key=lambda i: (send_from[i], problem.use[i], i)):
+        copy_us = cost.alone_us(selected[i] - problem.padding[i], cost.d2h_gbps)
+        now = max(now, problem.time_us[send_from[i]]) + copy_us
+        done[i] = now + lag_us[i]
+    return done
+
+
+def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
+    """Candidate -> first hook at which there is room for it to be back, room until its use; last used, last back.
+
+    held: hooks before which it is not back even so.
+    """
+    first, use = problem.first, problem.use
+    waiting = sorted(selected, key=lambda i: (use[i], -first[i], i))  # the last one is the next to be away
+    holding = sorted(held, key=held.__getitem__)
+    here = [0] * (len(problem.level) + 1)  # by hook: bytes of what was not away before it
+    in_at: dict[int, int] = {}
+    away, seen = 0, len(problem.level)
+    for k, excess in zip(*map(reversed, problem.over(budget, problem.may_exceed_more_backwards)), strict=True):
+        away -= sum(here[k + 1 : seen + 1])
+        seen = k
+        while holding and held[holding[-1]] > k:
+            i = holding.pop()
+            if i not in in_at:
+                in_at[i] = held[i]
+                if first[i] <= k:
+                    away += selected[i]
+                    here[first[i]] += selected[i]
+        while away < excess:
+            i = waiting.pop()
+            if first[i] <= k and i not in in_at:
+                in_at[i] = k + 1
+                away += selected[i]
+                here[first[i]] += selected[i]
+    for i in holding:  # not needed by what comes after it; the reclaims may still prefer it
+        in_at.setdefault(i, held[i])
+    return in_at
+
+
+def _reclaims(
+    problem: Problem,
+    budget: int,
+    selected: Mapping[int, int],
+    in_at: Mapping[int, int],
+    send_from: Sequence[int],
+    copied_out_us: Mapping[int, float],
+    reclaim_early: Sequence[bool],
+) -> dict[int, int]:
+    """Candidate -> last hook at which its memory must go; first copied out, first gone."""
+    first, use = problem.first, problem.use
+    who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
+    if copied_out_us:
+        who.sort(key=copied_out_us.__getitem__)
+    arrivals = sorted(range(len(who)), key=[first[i] for i in who].__getitem__, reverse=True)  # places in `who`
+    climbs = problem.may_exceed_more.copy()
+    climbs[list(in_at.values())] = True
+    waiting: list[int] = []
+    back = [0] * (len(problem.level) + 1)  # by hook: bytes of what is away, less those of what went early
+    reclaim_at: dict[int, int] = {}
+    away, seen = 0, -1
+    for i in who if reclaim_early else ():
+        if reclaim_early[i] and first[i] < in_at[i]:
+            reclaim_at[i] = first[i]
+            back[first[i]] -= selected[i]
+            back[in_at[i]] += selected[i]
+    for k, excess in zip(*problem.over(budget, climbs), strict=True):
+        while arrivals and first[who[arrivals[-1]]] <= k:
+            heapq.heappush(waiting, arrivals.pop())
+        away -= sum(back[seen + 1 : k + 1])
+        seen = k
+        while away < excess:
+            i = who[heapq.heappop(waiting)]
+            if in_at[i] > k and i not in reclaim_at:
+                reclaim_at[i] = k
+                away += selected[i]
+                back[in_at[i]] += selected[i]
+    return reclaim_at
+
+
+def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
+    """Moves the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied:
+    `moves`, of candidates `who`, are changed in place.
+
+    Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
+    only lower memory, so what had its place keeps it.
+    """
+    parts = moves.head.nonzero()[0].tolist()
+    if not parts:
+        return {}
+    reclaim_at, in_at, heads = moves.reclaim_at.tolist(), moves.in_at.tolist(), moves.head.tolist()
+    leaving, staying = _levels_within_hooks(problem, moves)
+    more: dict[int, int] = {}
+    for j in parts:
+        i, stays = who[j], heads[j]
+        room_out = budget - leaving[problem.first[i] : reclaim_at[j] + 1]
+        room_back = budget - staying[in_at[j] : problem.use[i] + 1]
+        room = min(int(room_out.max()), int(room_back.max()))
+        if room < stays:
+            more[i] = problem.size[i] - max(0, room // ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES)
+            continue
+        moves.reclaim_at[j] = problem.first[i] + (room_out >= stays).nonzero()[0][-1]
+        moves.out_at[j] = min(moves.out_at[j], moves.reclaim_at[j])
+        moves.in_at[j] += (room_back >= stays).argmax()
+    return more
+
+
+def _levels_within_hooks(problem: Problem, moves: Moves) -> tuple[Int64s, Int64s]:
+    """(K,) bytes allocated within each hook: once whole storages are reclaimed and nothing is back; once all is done."""
+    after = moves.away(len(problem.level))
+    before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
+    whole = moves.head == 0
+    np.add.at(before, moves.reclaim_at[whole], moves.freed[whole])
+    return problem.at_hook - before, problem.at_hook - after

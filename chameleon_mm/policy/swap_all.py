@@ -1,0 +1,115 @@
+"""Swapping of all that may move, whole: published offloading does that, and no plan is to be worse.
+
+out       as soon as each may be sent
+reclaimed when `depth` later ones may be copied
+back      with the use of the one that is used `depth` before it
+depth 0   reclaimed at once, back on demand
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import inf
+
+import numpy as np
+
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.scheduling import Scheduled
+from chameleon_mm.trace.trace import Float64s, Int64s
+
+_EACH_DEPTH = 8
+"""Depths up to it are tried one by one, then powers of two."""
+_ROUNDS = 3
+"""Rounds in which a bound is brought close."""
+
+
+def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> Moves:
+    """The moves of `candidates`, ordered by their uses, whole and as early as possible.
+
+    Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known.
+    """
+    if depth < 0:
+        raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
+    c, n = candidates, len(candidates)
+    by_out = np.argsort(c.sendable, kind="stable") if by_out is None else by_out
+    depth = min(depth, n)
+    later, earlier = np.full(n, -1), np.full(n, -1)  # the last ones wait for nobody, the first ones come on demand
+    later[by_out[: n - depth]] = c.sendable[by_out[depth:]]
+    earlier[depth:] = c.use[: n - depth]
+    reclaim = np.minimum(np.maximum(c.first, later), c.use)
+    back = np.where(earlier < 0, c.use, np.maximum(reclaim, earlier)) if depth else c.use
+    return Moves.freeing(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use))
+
+
+class SwapAll:
+    """All candidates of one problem, whole, at any depth."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._who = np.argsort(problem.candidates.use, kind="stable")
+        self._candidates = problem.candidates.take(self._who)
+        self._by_out = np.argsort(self._candidates.sendable, kind="stable")
+        self._clock = np.asarray(problem.time_us)
+
+    def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Scheduled, int]]:
+        """Those within `budget`, and the most that each allocates; the most promising first, until none can make the step later
+        by less than `most_us()`."""
+        depths = list(range(_EACH_DEPTH + 1))
+        while 2 * depths[-1] < len(self._who):
+            depths.append(2 * depths[-1])
+        promising = []
+        for depth in depths:
+            delay_bound_us = self.delay_bound_us(depth, cost, enough_us=most_us())
+            if delay_bound_us < most_us():
+                peak_bytes = self._problem.peak_with(self._moves(depth))
+                if peak_bytes <= budget:
+                    promising.append((delay_bound_us, depth, peak_bytes))
+        for delay_bound_us, depth, peak_bytes in sorted(promising):
+            if delay_bound_us >= most_us():
+                return
+            yield self.at_depth(depth), peak_bytes
+
+    def at_depth(self, depth: int) -> Scheduled:
+        """The moves of `swap_all`."""
+        return Scheduled(self._who.tolist(), self._moves(depth))
+
+    def delay_bound_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
+        """Time by which the step is later at the least, in arithmetic over all candidates at once.
+
+        Waits that nothing can shorten come first: for copies that begin when they are waited for. How late compute is says when
+        copies begin, and when copies end says how late it is: each time around the bound comes closer, from below. It is not
+        brought closer where it is `enough_us` as it is.
+        """
+        clock, sendable, use, nbytes = self._clock, self._candidates.sendable, self._candidates.use, self._candidates.nbytes
+        moves = self._moves(depth)
+        reclaim, back = moves.reclaim_at, moves.in_at
+        out_us, back_us = cost.alone_us(nbytes, cost.d2h_gbps), cost.alone_us(nbytes, cost.h2d_gbps)
+        late = np.zeros(len(clock))
+        np.add.at(late, reclaim, np.where(reclaim == sendable, out_us, 0.0))
+        np.add.at(late, use, np.where(back == use, back_us, 0.0))
+        late = np.cumsum(late)
+        if late[-1] >= enough_us:
+            return float(late[-1])
+        by_out, by_back = self._by_out, np.lexsort((use, back != use, back))  # at one hook the use's own goes first
+        out_done, back_done = np.empty(len(use)), np.empty(len(use))
+        for _ in range(_ROUNDS):
+            reached = clock + np.append(0.0, late[:-1])
+            out_done[by_out] = _one_after_the_other(reached[sendable[by_out]], out_us[by_out])
+            ready = np.maximum(reached[back], out_done)
+            back_done[by_back] = _one_after_the_other(ready[by_back], back_us[by_back])
+            np.maximum.at(late, reclaim, out_done - clock[reclaim])
+            np.maximum.at(late, use, back_done - clock[use])
+            late = np.maximum.accumulate(late)
+        return float(late[-1])
+
+    def _moves(self, depth: int) -> Moves:
+        return early_moves(self._candidates, depth, self._by_out)
+
+
+def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:
+    """(n,) ends of copies that one engine runs in this order, none before it is ready."""
+    before = np.cumsum(took_us) - took_us
+    return np.asarray(before + took_us + np.maximum.accumulate(ready_us - before))

@@ -1,0 +1,124 @@
+"""A step under a plan carried out one action after the other, without arrays: what the planner's arithmetic is compared with.
+
+carried_out(trace, plan)                    device memory at every tick and pinned memory at most, one block at a time
+timed_one_by_one(trace, plan, cost)         when compute reaches every tick, waits, and both copy engines
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from chameleon_mm.policy import Action, LinkCost, SwapPlan
+from chameleon_mm.policy.engine import CopyEngine
+from chameleon_mm.trace import Trace
+from chameleon_mm.units import round_up
+
+
+class Timed(NamedTuple):
+    """One step in time."""
+
+    step_us: float
+    tick_us: list[float]
+    head_copy_us: float
+    out_stalls_us: dict[int, float]
+    """By tensor; 0 where compute does not wait."""
+    in_stalls_us: dict[int, float]
+    out: CopyEngine
+    back: CopyEngine
+
+
+def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
+    """The order of a hook is written out here as plan.py says it, and time is compute's own, not how late compute is."""
+    at = {name: _by_hook(plan, name) for name in ("out_at", "reclaim_at", "in_at", "use_at")}
+    stays_us = {a.tensor: (int(trace.tensor_bytes[a.tensor]) - a.nbytes) / (cost.hbm_gbps * 1e3) for a in plan.actions}
+    out, back = CopyEngine.pair(cost)
+    out_done, back_done = dict[int, float](), dict[int, float]()
+    out_stalls_us, in_stalls_us = dict[int, float](), dict[int, float]()
+    took_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
+    hook_of = {tick: k for k, tick in enumerate(trace.hook_tick.tolist())}
+    now = head_copy_us = 0.0
+    tick_us = []
+
+    def bring(action: Action) -> None:
+        nonlocal now, head_copy_us
+        back_done[action.tensor] = back.queue(action.tensor, action.nbytes, max(now, out_done[action.tensor]))
+        now += stays_us[action.tensor]
+        head_copy_us += stays_us[action.tensor]
+
+    for tick in range(trace.num_ticks):
+        tick_us.append(now)
+        now += took_us.get(tick, 0.0)
+        hook = hook_of.get(tick, -1)
+        for action in sorted(at["reclaim_at"][hook], key=lambda action: stays_us[action.tensor] > 0):
+            if action.out_at == hook:
+                out_done[action.tensor] = out.queue(action.tensor, action.nbytes, now)
+            now += stays_us[action.tensor]
+            head_copy_us += stays_us[action.tensor]
+            out_stalls_us[action.tensor] = max(0.0, out_done[action.tensor] - now)
+            now += out_stalls_us[action.tensor]
+        for action in at["out_at"][hook]:
+            if action.reclaim_at > hook:
+                out_done[action.tensor] = out.queue(action.tensor, action.nbytes, now)
+        for action in at["use_at"][hook]:
+            if action.in_at == hook:
+                bring(action)
+            in_stalls_us[action.tensor] = max(0.0, back_done[action.tensor] - now)
+            now += in_stalls_us[action.tensor]
+        for action in at["in_at"][hook]:
+            if action.use_at > hook:
+                bring(action)
+    return Timed(now, tick_us, head_copy_us, out_stalls_us, in_stalls_us, out, back)
+
+
+def _by_hook(plan: SwapPlan, name: str) -> dict[int, list[Action]]:
+    """Actions by one of their hooks, in the plan's order."""
+    actions: dict[int, list[Action]] = defaultdict(list)
+    for action in plan.actions:
+        actions[getattr(action, name)].append(action)
+    return actions
+
+
+def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
+    """The most allocated during each tick, and of the host at once: with one entry for every block, taken and given back."""
+    blocks: dict[tuple[str, int], int] = {}
+    untouched = trace.start_bytes - sum(round_up(t.nbytes, 512) for t in trace.tensors if t.born < 0)
+    last_use = {hook.tensor: k for k, hook in enumerate(trace.hooks) if hook.use}
+    hook_of = {hook.tick: k for k, hook in enumerate(trace.hooks)}
+    inside = {op.tick: op.inner_bytes for op in trace.ops}
+    host: dict[int, int] = {}
+    most, most_on_host = [], 0
+
+    def there() -> int:
+        return untouched + sum(blocks.values())
+
+    for tick in range(trace.num_ticks):
+        for number, tensor in enumerate(trace.tensors):
+            if tensor.dies < tick:
+                blocks.pop(("storage", number), None)
+            elif max(tensor.born, 0) == tick:
+                blocks["storage", number] = round_up(tensor.nbytes, 512)
+        moments = []
+        if tick in hook_of:
+            k = hook_of[tick]
+            sizes = {a.tensor: trace.tensors[a.tensor].nbytes for a in plan.actions}
+            reclaims = [a for a in plan.actions if a.reclaim_at == k]
+            for action in reclaims:
+                if action.nbytes == sizes[action.tensor]:
+                    del blocks["storage", action.tensor]
+            for action in reclaims:
+                if action.nbytes < sizes[action.tensor]:
+                    blocks["head", action.tensor] = round_up(sizes[action.tensor] - action.nbytes, 512)
+                    moments.append(there())
+                    del blocks["storage", action.tensor]
+            moments.append(there())
+            backs = [a for a in plan.actions if a.in_at == k]
+            for action in [a for a in backs if a.use_at == k] + [a for a in backs if a.use_at != k]:
+                blocks["storage", action.tensor] = round_up(sizes[action.tensor], 512)
+                moments.append(there())
+                blocks.pop(("head", action.tensor), None)
+            host.update((a.tensor, round_up(a.nbytes, 4096)) for a in plan.actions if a.out_at == k)
+            most_on_host = max(most_on_host, sum(host.values()))
+            host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
+        most.append(max(moments, default=there() + inside.get(tick, 0)))
+    return most, most_on_host

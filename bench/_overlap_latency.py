@@ -116,7 +116,7 @@ class _Peers:
         moves = [self._transfer.swap_in(self._hbm, block, [start], timed=True) for block in self._blocks()]
 
         def is_over() -> bool:
-            self._transfer.pump()
+            self._transfer.hand_over()
             return moves[-1].done is not None
 
         def urgent() -> Event:

@@ -172,7 +172,7 @@ class Ways:
         begun = 0
         while begun < len(moves):
             began_us, before = self._device.host_us, (begun, moves[begun].next_byte)
-            self._transfer.pump()
+            self._transfer.hand_over()
             while begun < len(moves) and moves[begun].done is not None:
                 begun += 1
             if begun == len(moves) or (begun, moves[begun].next_byte) != before:

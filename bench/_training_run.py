@@ -169,7 +169,7 @@ class _Watch:
         return Followed(
             plan=plan,
             stall_us=((after.stall_us or 0.0) - (before.stall_us or 0.0)) / timed if timed else None,
-            steady=followed and planned.settled and plan is self._plan,
+            steady=followed and planned.is_decided and plan is self._plan,
             trace=planned.trace,
             link=rates_of(after.spans, link_cost_for(self._session.device)),
         )

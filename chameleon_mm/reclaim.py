@@ -48,7 +48,7 @@ class ReclaimQueue:
         self._entries.append(entry)
         self.pending_bytes += entry.nbytes
 
-    def sweep(self) -> int:
+    def reclaim_complete(self) -> int:
         """Drop what is complete, from the oldest on. Returns the bytes given back."""
         freed = 0
         while self._entries:
@@ -59,7 +59,7 @@ class ReclaimQueue:
             self._forget_oldest()
         return freed
 
-    def flush(self, enough: Callable[[], bool]) -> int:
+    def reclaim_until(self, enough: Callable[[], bool]) -> int:
         """Give back oldest first until `enough()`. Returns the bytes given back."""
         freed = 0
         while self._entries and not enough():

@@ -240,7 +240,7 @@ class SwapReport:
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
             *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
-            ("steps run again", self._run_again()),
+            ("steps run again", self._retried()),
         ]  # fmt: skip
 
     def _peak(self) -> str:
@@ -263,7 +263,7 @@ class SwapReport:
             )
         return f"{peak} ({budget}, not known whether held: {why})"
 
-    def _run_again(self) -> str:
+    def _retried(self) -> str:
         since = "" if self.lowered_budget_bytes is None else f", within {format_size(self.lowered_budget_bytes)} since"
         return f"{self.steps_run_again}{since}"
 

@@ -76,7 +76,7 @@ class PackTable:
     _is_row_each: bool  # every tensor has one row, of all its bytes
     _tensor_of_row: Words
     _source_offsets: Words  # of each row, from its tensor's address
-    _placed: Tensor | None
+    _device_copy: Tensor | None
     _destinations_checked: bool
     _guard: LayoutGuard | None  # once other tensors were seen to have these layouts
     # Per tensor:
@@ -112,11 +112,11 @@ class PackTable:
         return self._words
 
     @property
-    def placed(self) -> Tensor | None:
+    def device_copy(self) -> Tensor | None:
         """The table on the device; None until it was put there, and again after a `refresh` that changed it."""
-        return self._placed
+        return self._device_copy
 
-    def place(self, words: Tensor) -> None:
+    def set_device_copy(self, words: Tensor) -> None:
         """Use `words`, a copy of `self.words` that the device can read, for what is launched from now on.
 
         The copy must come before the launch in stream order. Raises `ValueError` for another size, dtype or device.
@@ -127,15 +127,15 @@ class PackTable:
                 f"PackTable: expected a copy of .words, {expected} int64 on {self.device}, got {words.dtype} of shape "
                 f"{tuple(words.shape)} on {words.device}; copy .words after the last refresh"
             )
-        self._placed = words
+        self._device_copy = words
 
     def upload(self) -> Tensor:
         """The table on the device: the one that was placed, or else a copy of its own on the current stream."""
-        if self._placed is None:
+        if self._device_copy is None:
             # torch reuses its pinned memory only after the copy that reads it: the next refresh may write self.words at once.
             on_host = self.device.type == "cpu"  # under the interpreter
-            self._placed = self._words if on_host else self._words.pin_memory().to(self.device, non_blocking=True)
-        return self._placed
+            self._device_copy = self._words if on_host else self._words.pin_memory().to(self.device, non_blocking=True)
+        return self._device_copy
 
     def refresh(self, tensors: Sequence[Tensor]) -> bool:
         """Take the addresses of `tensors`, which have the layouts the table was built for; True where a word changed.
@@ -168,7 +168,7 @@ class PackTable:
             return True
         self._addresses, self._address_words = addresses, words
         self._row_addresses[...] = words if self._is_row_each else words[self._tensor_of_row] + self._source_offsets
-        self._placed = None
+        self._device_copy = None
         self._destinations_checked = False
         return True
 
@@ -234,7 +234,7 @@ class PackTable:
         self._row_addresses = all_words[: rows.words.size].reshape(rows.words.shape)[:, ADDRESS]
         self._is_row_each = np.array_equal(rows.tensor, np.arange(len(addresses))) and not rows.source_offset.any()
         self._tensor_of_row, self._source_offsets = rows.tensor, rows.source_offset
-        self._placed = None
+        self._device_copy = None
         self._destinations_checked = False
         self._addresses, self._address_words, self._alignments = addresses, words, _alignments(words)
         self._layouts, self._packed_bytes = layouts, packed_bytes

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.profiler.dispatch_state import remove
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.surroundings import remove
 from tests.cuda_stand_in import control
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, operators
 from chameleon_mm.device.composite import CUDA_KERNELS, composite_on
-from chameleon_mm.device.operators import KnownFacts
+from chameleon_mm.device.operators import OpFactsCache
 from chameleon_mm.planning.record import record_step
 from chameleon_mm.planning.workload import Workload
 from chameleon_mm.profiler.recorder import Recorder
@@ -179,5 +179,5 @@ def test_a_prediction_has_the_operators_of_a_step_recorded_on_a_gpu() -> None:
 
 def test_facts_are_the_devices() -> None:
     shuffle, norm = torch.ops.aten.native_channel_shuffle.default, torch.ops.aten._fused_rms_norm.default
-    assert [KnownFacts("cpu")[op].composite for op in (shuffle, norm)] == [False, True]
-    assert [KnownFacts("cuda")[op].composite for op in (shuffle, norm)] == [True, False]
+    assert [OpFactsCache("cpu")[op].composite for op in (shuffle, norm)] == [False, True]
+    assert [OpFactsCache("cuda")[op].composite for op in (shuffle, norm)] == [True, False]

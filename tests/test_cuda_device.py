@@ -151,7 +151,7 @@ def test_timed_events_measure_and_untimed_ones_say_why_not(cuda: CudaDevice) -> 
 def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None) -> None:
     stream = cuda.current_stream()
     torch.cuda.empty_cache()  # a cached block that is a little larger would be handed out, and counted, whole
-    before, driven = cuda.allocated_bytes(), cuda.read_memory().odometer_bytes
+    before, driven = cuda.allocated_bytes(), cuda.read_memory().cumulative_bytes
     cuda.reset_peaks()
     hbm = stream.alloc(8 * MIB)
     assert (hbm.dtype, tuple(hbm.shape), hbm.device) == (torch.uint8, (8 * MIB,), cuda.torch_device)
@@ -162,9 +162,9 @@ def test_allocations_are_counted_and_freed_at_once(cuda: CudaDevice, no_gc: None
     assert cuda.allocated_bytes() == before
     assert cuda.peak_allocated_bytes() == before + 8 * MIB
     assert cuda.peak_reserved_bytes() >= cuda.peak_allocated_bytes()
-    assert cuda.read_memory().odometer_bytes == driven + 8 * MIB
+    assert cuda.read_memory().cumulative_bytes == driven + 8 * MIB
     torch.cuda.reset_accumulated_memory_stats(cuda.index)
-    assert cuda.read_memory().odometer_bytes >= driven + 8 * MIB
+    assert cuda.read_memory().cumulative_bytes >= driven + 8 * MIB
 
 
 @pytest.mark.gpu

@@ -294,10 +294,10 @@ def test_a_locker_that_is_dropped_leaves_what_is_pinned_as_it_is(no_gc: None) ->
 def test_what_is_too_large_for_one_registration_is_refused_before_anything_is_done(nbytes: int) -> None:
     driver = FakeDriver()
 
-    def place(address: int, nbytes: int) -> None:
+    def prefer_pages(address: int, nbytes: int) -> None:
         raise AssertionError("the pages were asked for")
 
-    locker = PageLocker(driver.calls(), place=place)
+    locker = PageLocker(driver.calls(), prefer_pages=prefer_pages)
     with pytest.raises(
         HostMemoryExhausted, match=rf"less than 512.0 GiB.*got .*\({nbytes} bytes\): ask for it in several allocations"
     ):
@@ -374,10 +374,10 @@ def test_the_driver_is_called_in_the_scope_and_nothing_is_left_in_it() -> None:
 def test_a_place_is_told_of_the_whole_range_before_any_page_is_there() -> None:
     told: list[tuple[int, int, int]] = []
 
-    def place(address: int, nbytes: int) -> None:
+    def prefer_pages(address: int, nbytes: int) -> None:
         told.append((address, nbytes, _resident_pages(address, nbytes)))
 
-    memory = PageLocker(FakeDriver().calls(), place=place).pin(4 * MIB + 1)
+    memory = PageLocker(FakeDriver().calls(), prefer_pages=prefer_pages).pin(4 * MIB + 1)
     assert told == [(memory.data_ptr(), 4 * MIB + 1, 0)]
     assert _resident_pages(memory.data_ptr(), 4 * MIB + 1) == 4 * MIB // mmap.PAGESIZE + 1
 

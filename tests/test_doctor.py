@@ -19,7 +19,7 @@ from chameleon_mm.device import Device, SimDevice, cuda_is_available
 from chameleon_mm.doctor import DoctorReport, Finding, Machine, collect, pin_trial, render, run_program
 from chameleon_mm.doctor.gpu import gpus
 from chameleon_mm.doctor.host import host
-from chameleon_mm.doctor.report import Unavailable, look
+from chameleon_mm.doctor.report import Unavailable, run_probe
 from chameleon_mm.doctor.software import software
 from chameleon_mm.doctor.transfer import curve_text, paths_text, transfer
 from chameleon_mm.errors import HostMemoryExhausted
@@ -114,7 +114,7 @@ def test_whatever_a_probe_raises_is_a_row(error: Exception) -> None:
     def probe() -> tuple[str, Any]:
         raise error
 
-    row = look("host", "x", probe)
+    row = run_probe("host", "x", probe)
     assert (row.available, row.value) == (False, None)
     assert row.text.startswith("unavailable: ")
     assert row.text.endswith("no such thing")
@@ -124,7 +124,7 @@ def test_an_error_without_words_is_named() -> None:
     def probe() -> tuple[str, Any]:
         raise ZeroDivisionError
 
-    assert look("host", "x", probe).text == "unavailable: ZeroDivisionError"
+    assert run_probe("host", "x", probe).text == "unavailable: ZeroDivisionError"
 
 
 def test_brackets_are_shown_as_they_are() -> None:
@@ -298,7 +298,7 @@ def test_a_trial_that_pinned_nothing_says_so_and_gives_back() -> None:
 
 
 def test_a_refused_trial_is_a_row() -> None:
-    row = look("device", "pinned allocation", lambda: pin_trial(_Pins(pinned=True, refuse=True), MIB))
+    row = run_probe("device", "pinned allocation", lambda: pin_trial(_Pins(pinned=True, refuse=True), MIB))
     assert row.text == "unavailable: pinned memory: expected 1 MiB, got nothing"
 
 

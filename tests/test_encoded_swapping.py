@@ -173,7 +173,7 @@ def test_used_before_it_was_sent_and_dropped_on_the_way() -> None:
         large, _ = swapping.saved_and_gone(lambda: torch.randn(8 * N))
         queued, expected = swapping.saved_and_gone(KINDS["bf16"])
         dropped, _ = swapping.saved_and_gone(KINDS["bf16"])
-        assert queued.claim.saved.state is State.LEAVING
+        assert queued.claim.saved.state is State.SWAPPING_OUT
         del dropped
         swapping.assert_back(queued, expected)
         del large, queued
@@ -225,16 +225,16 @@ def test_streams_are_ordered_around_a_codec(sent_on_side: bool, used_on_side: bo
 
 @pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
 def test_without_the_streams_meeting_an_encoding_is_a_race(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    meet, calls = ComputeStreams.meet, itertools.count(1)
+    join_all, calls = ComputeStreams.join_all, itertools.count(1)
 
     def meets_but_once(self: ComputeStreams, home: Stream) -> None:
         if next(calls) != left_out:
-            meet(self, home)
+            join_all(self, home)
 
     device = cm.SimDevice(SLOW_LINK)
     side = device.new_compute_stream("side")
     swapping = Swapping(device)
-    monkeypatch.setattr(ComputeStreams, "meet", meets_but_once)
+    monkeypatch.setattr(ComputeStreams, "join_all", meets_but_once)
     with device.compute():
         handle = swapping.save(KINDS["bf16"]())
         with pytest.raises(cm.SimRaceError), device.stream(side):
@@ -264,7 +264,7 @@ def test_any_life_is_exact_and_leaves_nothing(actions: list[tuple[str, int]], sl
             elif what == "op":
                 swapping.next_op()
             elif what == "squeeze":
-                swapping.executor._budget.reclaim_all(keep=None)
+                swapping.executor._budget.reclaim_all(exclude=None)
             elif what == "wait":
                 device.synchronize()
             elif alive and what == "use":

@@ -181,7 +181,7 @@ def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.Monke
     device.synchronize()
     with faults_at("copy", monkeypatch) as faults:
         faults.fail_at = 1
-        transfer.pump()
+        transfer.hand_over()
     assert move.failed
     device.synchronize()
     assert len(metrics.resolve()) == 1

@@ -211,7 +211,7 @@ def test_less_than_is_worth_a_copy_stays_packed(device: Device, pool: cm.PinnedP
         next_op(swapper)
         assert device.allocated_bytes() < before + 8192
         assert torch.equal(swapper.use(handle), expected)
-    assert handle.claim.saved.state is State.RESIDENT
+    assert handle.claim.saved.state is State.ON_DEVICE
     assert swapper.metrics.totals.bytes_swapped_out == 0
 
 
@@ -298,13 +298,13 @@ def test_streams_are_ordered_around_a_gather(gathered_on_side: bool, used_on_sid
 
 @pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
 def test_without_the_streams_meeting_a_gather_is_a_race(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    meet, calls = ComputeStreams.meet, itertools.count(1)
+    join_all, calls = ComputeStreams.join_all, itertools.count(1)
 
     def meets_but_once(self: ComputeStreams, home: Stream) -> None:
         if next(calls) != left_out:
-            meet(self, home)
+            join_all(self, home)
 
-    monkeypatch.setattr(ComputeStreams, "meet", meets_but_once)
+    monkeypatch.setattr(ComputeStreams, "join_all", meets_but_once)
     with pytest.raises(cm.SimRaceError):
         gathered_and_used(gathered_on_side=True, used_on_side=False)
 

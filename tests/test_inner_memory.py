@@ -24,7 +24,7 @@ from chameleon_mm.policy import memory_curve, peak_memory
 from chameleon_mm.profiler.op_times import PricedTimes
 from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.storages import StorageBook
+from chameleon_mm.profiler.storages import StorageTable
 from chameleon_mm.trace import Trace, TraceBuilder
 from chameleon_mm.units import KIB
 
@@ -98,7 +98,7 @@ def test_the_simulator_charges_it_while_the_operator_runs() -> None:
         y = aten._safe_softmax.default(x, -1)
     after = sim.read_memory()
     assert after.allocated_bytes == before.allocated_bytes + SCORES_BYTES
-    assert after.odometer_bytes == before.odometer_bytes + SCORES_BYTES + SCORES_INSIDE
+    assert after.cumulative_bytes == before.cumulative_bytes + SCORES_BYTES + SCORES_INSIDE
     assert sim.peak_allocated_bytes() == after.allocated_bytes + SCORES_INSIDE
     assert y.shape == x.shape
 
@@ -193,13 +193,13 @@ class Counters:
 def test_what_is_allocated_and_gone_again_is_told_from_what_stays(seed: int) -> None:
     rng, counters = Random(seed), Counters()
     readings = Readings(counters)  # type: ignore[arg-type]  # all that it asks of a device
-    book = StorageBook(TraceBuilder(device="d", simulated=True, start_bytes=0), allocated_bytes=0)
+    book = StorageTable(TraceBuilder(device="d", simulated=True, start_bytes=0), allocated_bytes=0)
     storages: list[torch.UntypedStorage] = []
     for tick in range(30):
         for at in reversed(range(len(storages))):
             if rng.random() < 0.3:
                 counters.allocated -= storages.pop(at).nbytes()
-        book.settle()
+        book.record_deaths()
         workspace = rng.choice((0, 0, 4096))
         counters.take(workspace)
         scratch = [512 * rng.randrange(50) for _ in range(rng.randrange(3))]

@@ -204,7 +204,7 @@ def test_a_caller_may_bring_the_table_to_the_device(place: str) -> None:
     tensors = [filled(contiguous(torch.bfloat16, 40), place)[1]]
     table = PackTable(tensors)
     words = table.words.clone().to(place)
-    table.place(words)
+    table.set_device_copy(words)
     assert table.upload() is words
     _, out = staging_for(tensors, place)
     launch_pack(table, out, num_programs=1)
@@ -301,11 +301,11 @@ def test_a_refresh_renews_addresses_alone() -> None:
     first, second = [buffer[:8], buffer[8:16, :4]], [buffer[16:24], buffer[24:32, :4]]
     table = PackTable(first)
     before = table.words.clone()
-    table.place(before)
+    table.set_device_copy(before)
     assert not table.refresh([t.view_as(t) for t in first])
     assert table.upload() is before
     assert table.refresh(second)
-    assert table.placed is None
+    assert table.device_copy is None
     assert torch.equal(table.words, PackTable(second).words)
     assert int((table.words != before).sum()) == 2
     assert table.refresh([buffer[16:24], buffer[24:32, 1:5]])  # off the 16-byte boundary: narrower units
@@ -336,11 +336,11 @@ def test_moved_addresses_are_taken_without_a_tensor() -> None:
     others = [torch.zeros(41, dtype=torch.uint8)[1:], torch.zeros(0), torch.zeros(5, 7)[:, :3]]  # off the 16-byte boundary
     table = PackTable(tensors)
     before = table.words.clone()
-    table.place(before)
+    table.set_device_copy(before)
     assert not table.move([t.data_ptr() for t in tensors])
     assert table.upload() is before
     assert table.move([t.data_ptr() for t in others])
-    assert table.placed is None
+    assert table.device_copy is None
     assert torch.equal(table.words, PackTable(others).words)
     words = table.words.clone()
     with pytest.raises(ValueError, match="tensor 2 without"):

@@ -118,7 +118,7 @@ def test_a_refusal_is_logged_once_and_the_memory_is_good(failure: int, caplog: p
         host_free=lambda memory: None,
         clear_error=lambda: None,
     )
-    locker = PageLocker(calls, place=PreferredNode(1, kernel.mbind))
+    locker = PageLocker(calls, prefer_pages=PreferredNode(1, kernel.mbind))
     memory = [locker.pin(nbytes) for nbytes in (3 * MIB, 4096)]
     assert registered == [(each.data_ptr(), each.numel()) for each in memory]
     assert [asked[:2] for asked in kernel.asked] == registered

@@ -91,7 +91,7 @@ def train(short: Short | None, free: Callable[[int, Sequence[torch.UntypedStorag
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         x = torch.randn(2, 4, 8)
-        recorder = Recorder(device, model=model, free_something=free)
+        recorder = Recorder(device, model=model, reclaim_some=free)
         with short or nullcontext(), recorder:
             loss = model(x).square().mean()
             loss.backward()
@@ -183,7 +183,7 @@ def test_a_device_that_is_too_small_trains_once_something_goes(no_gc: None) -> N
                 return True
             return False
 
-        recorder = Recorder(device, free_something=free)
+        recorder = Recorder(device, reclaim_some=free)
         with recorder:
             y = x.exp()
             z = x * y  # 5 KB of 5
@@ -229,7 +229,7 @@ def test_an_error_that_goes_on_leaves_nothing_behind(no_gc: None) -> None:
     device = SimDevice(hbm_bytes=2 * KB)
     with device.compute():
         x, y = square(), square()
-        recorder = Recorder(device, free_something=Frees(0))
+        recorder = Recorder(device, reclaim_some=Frees(0))
         with recorder, pytest.raises(torch.OutOfMemoryError) as caught:
             x + y
         del caught
@@ -330,7 +330,7 @@ def test_a_message_that_does_not_say_how_much_says_nothing() -> None:
 
 
 def test_recorders_and_retries_are_gone_when_dropped(sim: SimDevice, no_gc: None) -> None:
-    recorder = Recorder(sim, free_something=Frees(0))
+    recorder = Recorder(sim, reclaim_some=Frees(0))
     gone = weakref.ref(recorder)
     del recorder
     assert gone() is None

@@ -146,8 +146,8 @@ def test_keying_by_address_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
             by_address[key] = real_claim(self, t, saved_bytes, facts)
         return by_address[key]
 
-    real_claim = Executor._claim
-    monkeypatch.setattr(Executor, "_claim", claim)
+    real_claim = Executor._find_or_make_claim
+    monkeypatch.setattr(Executor, "_find_or_make_claim", claim)
     with pytest.raises(RED):
         two_at_one_address()
 

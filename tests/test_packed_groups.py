@@ -135,7 +135,7 @@ def test_fewer_than_a_carrier_wait_while_the_link_is_busy(slow: cm.SimDevice) ->
         swapping = Swapping(slow)
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(3)
-        assert places(handles) == [State.RESIDENT] * 3
+        assert places(handles) == [State.ON_DEVICE] * 3
         slow.synchronize()
         swapping.next_op()  # nothing else is under way: they go
         assert places(handles) == [State.ON_HOST] * 3
@@ -178,7 +178,7 @@ def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> N
         swapping.executor.end_step(completed=False)
         swapping.assert_exact(handles[:1], expected[:1])
         assert places(handles)[1:] == [State.RESTORED] * 9
-        swapping.executor._budget.reclaim_all(keep=None)
+        swapping.executor._budget.reclaim_all(exclude=None)
         assert places(handles) == [State.ON_HOST] * 10
         swapping.assert_exact(handles, expected)
         swapping.assert_exact(handles, expected)  # and again, as for retain_graph
@@ -230,7 +230,7 @@ def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch:
         with monkeypatch.context() as full:
             full.setattr(SimStream, "alloc", refuse)
             handles, expected = swapping.save_small(10)
-        assert places(handles) == [State.RESIDENT] * 10
+        assert places(handles) == [State.ON_DEVICE] * 10
         swapping.assert_exact(handles, expected)
         del handles, large
         swapping.assert_nothing_left()
@@ -279,7 +279,7 @@ def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
         swapping.executor.end_step(completed=False)
         assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the group comes next
         group = handles[0].claim.saved.group
-        assert group is not None and group.state is State.ARRIVING
+        assert group is not None and group.state is State.SWAPPING_IN
         swapping.assert_exact(handles[::-1], expected[::-1])
         del handles, large, after
         swapping.assert_nothing_left()
@@ -297,7 +297,7 @@ def test_verify_names_the_member(slow: cm.SimDevice, monkeypatch: pytest.MonkeyP
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.assert_exact(handles, expected)
-        swapping.executor._budget.reclaim_all(keep=None)
+        swapping.executor._budget.reclaim_all(exclude=None)
         monkeypatch.setattr(SimStream, "unpack", flipped)
         with pytest.raises(cm.SwapMismatch, match=r"\(2048,\) torch.float32"):
             swapping.assert_exact(handles, expected)
@@ -336,17 +336,17 @@ def test_streams_are_ordered_around_a_carrier(packed_on_side: bool, used_on_side
 def test_without_the_streams_meeting_a_carrier_is_a_race(
     left_out: int, slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    init, meet = PackedGroup.__init__, ComputeStreams.meet
+    init, join_all = PackedGroup.__init__, ComputeStreams.join_all
 
     def counting(self: PackedGroup, *args: object, **kwargs: object) -> None:
         calls = iter(range(1, 100))
 
         def meets_but_once(streams: ComputeStreams, home: Stream) -> None:
             if next(calls) != left_out:
-                meet(streams, home)
+                join_all(streams, home)
 
         with monkeypatch.context() as during:
-            during.setattr(ComputeStreams, "meet", meets_but_once)
+            during.setattr(ComputeStreams, "join_all", meets_but_once)
             init(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on as they came
 
     monkeypatch.setattr(PackedGroup, "__init__", counting)
@@ -368,7 +368,7 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
     elif what == "op":
         swapping.next_op()
     elif what == "squeeze":
-        swapping.executor._budget.reclaim_all(keep=None)
+        swapping.executor._budget.reclaim_all(exclude=None)
     elif what == "wait":
         swapping.device.synchronize()
     elif alive and what == "use":
@@ -404,10 +404,10 @@ def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> N
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
         packed_groups = [first[0].claim.saved.group, second[0].claim.saved.group]
-        assert [group.state for group in packed_groups if group is not None] == [State.LEAVING, State.LEAVING]
+        assert [group.state for group in packed_groups if group is not None] == [State.SWAPPING_OUT, State.SWAPPING_OUT]
         before = slow.current_stream().record()
         third, at_last = swapping.save_small(8)  # 192 KiB in three packed_groups: one too many
-        assert [group.state for group in packed_groups if group is not None] == [State.ON_HOST, State.LEAVING]
+        assert [group.state for group in packed_groups if group is not None] == [State.ON_HOST, State.SWAPPING_OUT]
         after = slow.current_stream().record()
         assert after.time_us - before.time_us > 64 * KIB / 10  # compute, not the host, waited for that copy: 10 bytes a us
         swapping.assert_exact(first + second + third, expected + also_expected + at_last)

@@ -357,11 +357,11 @@ class Holding:
         assert storage is not None
         return storage
 
-    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage] = ()) -> int:
+    def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage] = ()) -> int:
         """MiB of device memory that went."""
         with self.device.compute():
             before = self.device.allocated_bytes()
-            said = self.executor.free_something(nbytes, busy)
+            said = self.executor.reclaim_some(nbytes, busy)
             freed = before - self.device.allocated_bytes()
         assert said is (freed > 0)
         return freed // MIB
@@ -373,34 +373,34 @@ class Holding:
 )
 def test_the_smallest_that_is_large_enough_goes_else_the_largest(nbytes: int, went: int) -> None:
     held = Holding([4, 16, 1, 8])
-    assert held.free_something(nbytes) == went
+    assert held.reclaim_some(nbytes) == went
     held.use(went)
 
 
 def test_one_after_another_goes_until_nothing_is_left() -> None:
     held = Holding([4, 16, 1, 8])
-    assert [held.free_something(6 * MIB) for _ in range(5)] == [8, 16, 4, 1, 0]
+    assert [held.reclaim_some(6 * MIB) for _ in range(5)] == [8, 16, 4, 1, 0]
 
 
 def test_what_the_operator_uses_never_goes() -> None:
     held = Holding([4, 16, 1, 8])
-    assert held.free_something(6 * MIB, [held.storage(8)]) == 16
-    assert held.free_something(6 * MIB, [held.storage(8), held.storage(4), held.storage(1)]) == 0
+    assert held.reclaim_some(6 * MIB, [held.storage(8)]) == 16
+    assert held.reclaim_some(6 * MIB, [held.storage(8), held.storage(4), held.storage(1)]) == 0
 
 
 def test_what_is_on_its_way_out_goes_first_and_costs_no_other_copy() -> None:
     held = Holding([4, 16, 8, 2], copied=20)
-    assert held.free_something(8 * MIB) == 4 + 16
-    assert held.free_something(8 * MIB) == 8
+    assert held.reclaim_some(8 * MIB) == 4 + 16
+    assert held.reclaim_some(8 * MIB) == 8
 
 
 def test_what_the_host_has_too_goes_before_what_it_has_not_unless_it_is_in_use() -> None:
     held = Holding([4, 16, 8, 2], copied=20)
-    assert held.free_something(1) == 4 + 16
+    assert held.reclaim_some(1) == 4 + 16
     held.use(16)  # and 4, which is used next, is brought back ahead
     here = held.storage(4)
-    assert held.free_something(2 * MIB, [here]) == 2
+    assert held.reclaim_some(2 * MIB, [here]) == 2
     del here
-    assert held.free_something(2 * MIB) == 4
+    assert held.reclaim_some(2 * MIB) == 4
     held.use(4)
-    assert held.free_something(2 * MIB) == 8
+    assert held.reclaim_some(2 * MIB) == 8

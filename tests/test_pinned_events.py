@@ -450,7 +450,7 @@ def test_complete_ranges_do_not_pile_up() -> None:
         event.complete = n % 100 != 0
         ranges.add(2 * n, 2 * n + 1, (event,))
         assert len(ranges) <= 2 * (n // 100 + 1) + 64
-    assert not ranges.sweep()
+    assert not ranges.drop_complete()
     assert len(ranges) == 100
     ranges.synchronize()
-    assert (len(ranges), ranges.sweep()) == (0, True)
+    assert (len(ranges), ranges.drop_complete()) == (0, True)

@@ -613,14 +613,14 @@ def test_a_second_release_says_where_the_block_was_allocated_and_released(pool: 
 def test_foreign_and_repeated_tickets_are_refused_and_change_nothing(pool: PinnedPool) -> None:
     checked, other = CheckingAllocator(pool), CheckingAllocator(pool)
     block = checked.allocate(100)
-    for allocator, ticket in ((other, block._claim[0]), (checked, (99, 0))):
+    for allocator, ticket in ((other, block._take_turn[0]), (checked, (99, 0))):
         with pytest.raises(BlockReleasedError, match="ticket of a live block"):
-            allocator.take_back(ticket, ())
+            allocator.note_released(ticket, ())
     assert pool.stats().num_live == 1
-    ticket = block._claim[0]
+    ticket = block._take_turn[0]
     block.release()
     with pytest.raises(BlockReleasedError, match="given back before"):
-        checked.take_back(ticket, ())
+        checked.note_released(ticket, ())
     checked.check()
     assert pool.stats().num_live == 0
 
@@ -657,7 +657,7 @@ class Fragile:
         self.enter()
         return self.pool.allocate(nbytes, stream).lend(self)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self.enter()
 
     def stats(self) -> Any:
@@ -693,8 +693,8 @@ def test_a_lock_lets_one_thread_at_a_time_in_releases_included(sim: SimDevice) -
 class Forgetful(AllocatorWrapper):
     """Does not pass the events on: the simulator must notice, or the tests of events above prove nothing."""
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        super().take_back(ticket, ())
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        super().note_released(ticket, ())
 
 
 @pytest.mark.parametrize("kind", [*(name for name in WRAPPERS if name != "checking"), "forgetful"])

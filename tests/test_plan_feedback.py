@@ -82,7 +82,7 @@ def test_stalls_that_nobody_foresaw_lead_to_plans_with_more_lead(seed: int) -> N
     planned = adaptation_of(executor).latest
     assert planned is not None
     assert 1 < len(planned.trials) <= MOST_PLANS
-    assert planned.settled
+    assert planned.is_decided
     first = median(step.step_us for step in steps[1 : 1 + SAMPLES])
     assert settled_us(steps) <= first
     assert planned.current is min(planned.trials, key=lambda trial: trial.step_us)

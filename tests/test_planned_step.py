@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from chameleon_mm.executor.extra_memory import ExtraMemory
-from chameleon_mm.executor.planned_step import LATELY, MOST_PLANS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
+from chameleon_mm.executor.planned_step import MOST_PLANS, RECENT_STEPS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
 from chameleon_mm.executor.step_timing import StepTime
 from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
@@ -36,7 +36,7 @@ def plan(step_us: float) -> SwapPlan:
     return dataclasses.replace(plan_of(TRACE, [moved]), step_us=step_us)
 
 
-def foreseen(plan: SwapPlan) -> tuple[float, float]:
+def predicted(plan: SwapPlan) -> tuple[float, float]:
     """Its stalls, at the reclaim and for the copy back."""
     timeline = simulate(TRACE, plan, H200_LINK)
     return timeline.out_stalls_us[TENSOR], timeline.in_stalls_us[TENSOR]
@@ -50,7 +50,7 @@ def planned(*plans: SwapPlan) -> PlannedStep:
         save_of=array("i", [NOT_A_USE] * hooks),
     )
     made = PlannedStep(record, TRACE)
-    made.offer(plans, H200_LINK)
+    made.add_plans(plans, H200_LINK)
     return made
 
 
@@ -76,31 +76,31 @@ def follow(
     for _ in range(steps):
         current = made.current
         assert current is not None
-        foreseen = current.schedule.plan.step_us
-        followed.append(foreseen)
-        made.measured(current, took(step_us[foreseen], stalls_us, out_stalls_us))
+        predicted = current.schedule.plan.step_us
+        followed.append(predicted)
+        made.add_time(current, took(step_us[predicted], stalls_us, out_stalls_us))
     return followed
 
 
 def test_without_a_plan_there_is_none_to_follow() -> None:
     made = planned()
     assert made.current is None
-    assert made.settled
+    assert made.is_decided
     assert not made.learn_stalls()
 
 
 def test_one_plan_needs_no_trial() -> None:
     made = planned(plan(100.0))
-    assert made.settled
+    assert made.is_decided
     assert follow(made, {100.0: 130.0}, 5) == [100.0] * 5
 
 
 def test_each_is_tried_and_the_faster_one_kept() -> None:
     made = planned(plan(100.0), plan(101.0))
-    settled_before = made.settled
+    settled_before = made.is_decided
     measured = {100.0: 120.0, 101.0: 110.0}
     assert follow(made, measured, 2 * SAMPLES) == [100.0] * SAMPLES + [101.0] * SAMPLES
-    assert (settled_before, made.settled) == (False, True)
+    assert (settled_before, made.is_decided) == (False, True)
     assert follow(made, measured, 3) == [101.0] * 3
 
 
@@ -117,10 +117,10 @@ def test_the_one_that_was_kept_is_left_when_it_becomes_slower() -> None:
 
 def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
     made = planned(plan(100.0))
-    _, foreseen_us = foreseen(plan(100.0))
-    follow(made, {100.0: 100.0}, SAMPLES - 1, {TENSOR: foreseen_us + 20.0})
+    _, predicted_us = predicted(plan(100.0))
+    follow(made, {100.0: 100.0}, SAMPLES - 1, {TENSOR: predicted_us + 20.0})
     assert not made.learn_stalls()  # not judged yet
-    follow(made, {100.0: 100.0}, 1, {TENSOR: foreseen_us + 20.0, 7: 5.0})
+    follow(made, {100.0: 100.0}, 1, {TENSOR: predicted_us + 20.0, 7: 5.0})
     assert made.learn_stalls()
     assert made.lead_us == {TENSOR: pytest.approx(20.0), 7: 5.0}
     assert made.lag_us == {}
@@ -128,7 +128,7 @@ def test_a_stall_that_was_not_foreseen_wants_a_better_plan() -> None:
 
 def test_a_stall_that_was_foreseen_wants_none() -> None:
     made = planned(plan(100.0))
-    out_us, in_us = foreseen(plan(100.0))
+    out_us, in_us = predicted(plan(100.0))
     assert out_us > 0 and in_us > 0
     follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + WORTH_A_PLAN * 100.0}, {TENSOR: out_us})
     assert not made.learn_stalls()
@@ -136,7 +136,7 @@ def test_a_stall_that_was_foreseen_wants_none() -> None:
 
 def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
     made = planned(plan(100.0))
-    out_us, in_us = foreseen(plan(100.0))
+    out_us, in_us = predicted(plan(100.0))
     more_us = 0.9 * out_us
     assert more_us > WORTH_A_PLAN * 100.0
     follow(made, {100.0: 100.0}, SAMPLES, {TENSOR: in_us + more_us}, {})
@@ -145,7 +145,7 @@ def test_a_stall_foreseen_at_a_reclaim_excuses_none_for_a_copy_back() -> None:
 
 def test_a_reclaim_that_waits_longer_is_to_come_later() -> None:
     made = planned(plan(100.0))
-    out_us, _ = foreseen(plan(100.0))
+    out_us, _ = predicted(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {}, {TENSOR: out_us + 30.0})
     assert made.learn_stalls()
     assert made.lead_us == {}
@@ -156,7 +156,7 @@ def test_leads_add_up_over_plans_of_which_the_kept_one_tells() -> None:
     made = planned(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
     assert made.learn_stalls()
-    made.offer([plan(101.0)], H200_LINK)
+    made.add_plans([plan(101.0)], H200_LINK)
     follow(made, {101.0: 150.0}, SAMPLES, {8: 90.0})  # slower: the first one stays
     assert made.current is made.trials[0]
     follow(made, {100.0: 100.0}, 1, {7: 40.0})
@@ -168,7 +168,7 @@ def test_where_the_planner_has_nothing_else_it_is_not_asked_again() -> None:
     made = planned(plan(100.0))
     follow(made, {100.0: 100.0}, SAMPLES, {7: 50.0})
     assert made.learn_stalls()
-    made.offer([plan(100.0)], H200_LINK)
+    made.add_plans([plan(100.0)], H200_LINK)
     assert len(made.trials) == 1
     assert not made.learn_stalls()
 
@@ -178,8 +178,8 @@ def test_after_the_most_plans_the_best_of_them_stays() -> None:
     for i in range(1, MOST_PLANS):
         follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
         assert made.learn_stalls()
-        made.offer([plan(100.0 + i)], H200_LINK)
-        assert not made.settled
+        made.add_plans([plan(100.0 + i)], H200_LINK)
+        assert not made.is_decided
     follow(made, {100.0 + j: 200.0 - j for j in range(MOST_PLANS)}, SAMPLES, {7: 50.0})
     assert len(made.trials) == MOST_PLANS
     assert not made.learn_stalls()
@@ -189,21 +189,21 @@ def test_after_the_most_plans_the_best_of_them_stays() -> None:
 def test_a_step_that_needs_more_forgets_what_was_planned() -> None:
     made = planned(plan(100.0), plan(101.0))
     follow(made, {100.0: 105.0, 101.0: 110.0}, 2 * SAMPLES)
-    made.plan_for(ExtraMemory(extra_bytes=4096, spikes={3: 512}))
+    made.reset_for(ExtraMemory(extra_bytes=4096, spikes={3: 512}))
     assert made.current is None
     curve = memory_curve(TRACE) + 4096
     curve[3] += 512
     assert memory_curve(made.trace).tolist() == curve.tolist()
-    made.offer([plan(102.0)], H200_LINK)
+    made.add_plans([plan(102.0)], H200_LINK)
     assert follow(made, {102.0: 1.0}) == [102.0]
-    made.plan_for(ExtraMemory())
+    made.reset_for(ExtraMemory())
     assert memory_curve(made.trace).tolist() == memory_curve(TRACE).tolist()
 
 
 def test_what_was_needed_once_is_not_planned_for_for_ever() -> None:
     made = planned()
-    made.plan_for(ExtraMemory(extra_bytes=9000, spikes={3: 5000}))
-    for _ in range(LATELY - 1):
+    made.reset_for(ExtraMemory(extra_bytes=9000, spikes={3: 5000}))
+    for _ in range(RECENT_STEPS - 1):
         assert made.note_extra(ExtraMemory(extra_bytes=100, spikes={4: 600}), spare_bytes=1000) is None
     assert made.note_extra(ExtraMemory(extra_bytes=300), spare_bytes=1000) == ExtraMemory(extra_bytes=300, spikes={4: 600})
     assert made.note_extra(ExtraMemory(extra_bytes=9000), spare_bytes=10_000) is None  # not worth another plan
@@ -211,9 +211,9 @@ def test_what_was_needed_once_is_not_planned_for_for_ever() -> None:
 
 def test_what_is_needed_now_and_then_stays_planned_for() -> None:
     made = planned()
-    made.plan_for(ExtraMemory(extra_bytes=9000))
-    for step in range(3 * LATELY):
-        assert made.note_extra(ExtraMemory(extra_bytes=9000 if step % LATELY == 0 else 0), spare_bytes=0) is None
+    made.reset_for(ExtraMemory(extra_bytes=9000))
+    for step in range(3 * RECENT_STEPS):
+        assert made.note_extra(ExtraMemory(extra_bytes=9000 if step % RECENT_STEPS == 0 else 0), spare_bytes=0) is None
 
 
 def test_what_a_step_allocates_between_its_hooks() -> None:
@@ -243,7 +243,7 @@ def test_the_measured_time_is_the_median_of_the_latest() -> None:
     assert made.current is not None
     assert made.current.step_us == 100.0
     for time in (500.0, 110.0, 120.0):
-        made.measured(made.current, took(time))
+        made.add_time(made.current, took(time))
     assert isinstance(made.current, PlanTrial)
     assert made.current.step_us == 115.0
 
@@ -251,18 +251,18 @@ def test_the_measured_time_is_the_median_of_the_latest() -> None:
 def test_operators_that_take_longer_than_the_trace_has_it() -> None:
     ops_us, heads_us, stall_us = TRACE.duration_us, 7.0, 20.0
     made = planned(dataclasses.replace(plan(100.0), step_us=ops_us + heads_us + stall_us, stall_us=stall_us))
-    made.measured(made.trials[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
+    made.add_time(made.trials[0], took(9e9, busy_us=2.0 * ops_us + heads_us))
     assert made.slowdown == 1.0  # not judged yet
-    made.measured(made.trials[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
+    made.add_time(made.trials[0], took(9e9, busy_us=3.0 * ops_us + heads_us))
     assert made.slowdown == pytest.approx(2.5)
-    made.plan_for(ExtraMemory(extra_bytes=512))
-    made.offer([dataclasses.replace(plan(100.0), step_us=ops_us)], H200_LINK)
+    made.reset_for(ExtraMemory(extra_bytes=512))
+    made.add_plans([dataclasses.replace(plan(100.0), step_us=ops_us)], H200_LINK)
     for _ in range(SAMPLES):
-        made.measured(made.trials[0], took(9e9, busy_us=2.5 * ops_us))
+        made.add_time(made.trials[0], took(9e9, busy_us=2.5 * ops_us))
     made.correct_times()
     assert (made.times_corrected, made.trials) == (1, [])
     assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
-    made.plan_for(ExtraMemory())
+    made.reset_for(ExtraMemory())
     assert made.trace.duration_us == pytest.approx(2.5 * ops_us)
 
 
@@ -272,7 +272,7 @@ def test_how_long_operators_take_is_asked_of_the_plan_that_is_kept() -> None:
     for trial, busy_us in zip(made.trials, (0.5 * ops_us, 2.0 * ops_us), strict=True):
         for _ in range(SAMPLES):
             assert made.slowdown == 1.0
-            made.measured(trial, took(9e9 - busy_us, busy_us=busy_us))
+            made.add_time(trial, took(9e9 - busy_us, busy_us=busy_us))
     assert made.slowdown == pytest.approx(2.0)
 
 
@@ -281,13 +281,13 @@ def test_what_an_operator_held_in_the_recorded_step_alone_is_forgotten() -> None
     hook = next(k for k in range(len(TRACE.hook_tick)) if TRACE.op_inner_bytes[made_ops(made, k)].any())
     ops, recorded = made_ops(made, hook), TRACE.op_inner_bytes.copy()
     made = PlannedStep(made.record, dataclasses.replace(TRACE, op_inner_bytes=np.where(ops, 64 * MIB, recorded)))
-    made.offer([plan(100.0)], H200_LINK)
+    made.add_plans([plan(100.0)], H200_LINK)
     allocated = made.allocated_between(hook, hook + 1)
     grown = 40 * MIB
-    for step in range(LATELY):
+    for step in range(RECENT_STEPS):
         assert made.current is not None
         unused = {(hook, hook + 1): allocated - grown + step % 3}
-        assert made.held_less(unused, spare_bytes=MIB) == (step == LATELY - 1)
+        assert made.learn_inner_memory(unused, spare_bytes=MIB) == (step == RECENT_STEPS - 1)
     # No operator between these hooks holds more than the most that any of these steps allocated there; others what they held.
     assert made.trace.op_inner_bytes.tolist() == np.where(ops, np.minimum(64 * MIB, grown), recorded).tolist()
     assert made.allocated_between(hook, hook + 1) == allocated - int(ops.sum()) * (64 * MIB - grown)
@@ -297,8 +297,8 @@ def test_what_an_operator_held_in_the_recorded_step_alone_is_forgotten() -> None
 def test_one_step_that_needed_it_too_keeps_it() -> None:
     made = planned()
     unused = {(hook, hook + 1): made.allocated_between(hook, hook + 1) for hook in range(len(TRACE.hook_tick) - 1)}
-    for step in range(3 * LATELY):
-        assert not made.held_less(unused if step % LATELY else {}, spare_bytes=0)
+    for step in range(3 * RECENT_STEPS):
+        assert not made.learn_inner_memory(unused if step % RECENT_STEPS else {}, spare_bytes=0)
 
 
 def made_ops(made: PlannedStep, hook: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

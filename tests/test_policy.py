@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import chameleon_mm
-from chameleon_mm.policy import DefaultRule, Headroom, LargestClimb, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy import DefaultRule, Headroom, LargestGrowth, Limits, SaveFacts, UseOrder
 from chameleon_mm.units import MIB
 
 
@@ -292,7 +292,7 @@ def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
 
 
 def test_the_largest_climb_is_known_after_a_step_and_not_for_larger_saves() -> None:
-    climb = LargestClimb()
+    climb = LargestGrowth()
     climb.saved(10)
     climb.record(100)
     assert [climb.nbytes] == [None]  # nothing ended yet

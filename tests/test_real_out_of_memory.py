@@ -125,13 +125,13 @@ def test_an_operator_without_memory_is_run_again_after_something_was_swapped(
     expected = plain.outcome()
     del plain
     freed_for_operators = []
-    real = Executor.free_something
+    real = Executor.reclaim_some
 
-    def free_something(self: Executor, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+    def reclaim_some(self: Executor, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         freed_for_operators.append(real(self, nbytes, busy))
         return freed_for_operators[-1]
 
-    monkeypatch.setattr(Executor, "free_something", free_something)
+    monkeypatch.setattr(Executor, "reclaim_some", reclaim_some)
     chain = Chain(device)
     with cm.SwapSession("1GiB", device=device, model=chain.model, min_bytes="64KiB") as session:
         for batch in chain.batches[:-1]:

@@ -68,17 +68,17 @@ def ways(*entries: Leaving) -> list[Way]:
 
 def test_an_empty_queue_gives_nothing() -> None:
     queue = ReclaimQueue()
-    assert (queue.sweep(), queue.flush(never), queue.pending_bytes, len(queue)) == (0, 0, 0, 0)
+    assert (queue.reclaim_complete(), queue.reclaim_until(never), queue.pending_bytes, len(queue)) == (0, 0, 0, 0)
 
 
 def test_a_sweep_stops_at_the_first_that_is_not_complete() -> None:
     a, b, c = Leaving(1, complete=True), Leaving(2), Leaving(4, complete=True)
     queue = queue_of(a, b, c)
-    assert queue.sweep() == 1
+    assert queue.reclaim_complete() == 1
     assert ways(a, b, c) == [Way.SWEPT, Way.PENDING, Way.PENDING]
     assert (queue.pending_bytes, len(queue)) == (6, 2)
     b.complete = True
-    assert queue.sweep() == 6
+    assert queue.reclaim_complete() == 6
     assert ways(b, c) == [Way.SWEPT, Way.SWEPT]  # no wait was needed for either
     assert (queue.pending_bytes, len(queue)) == (0, 0)
 
@@ -86,16 +86,16 @@ def test_a_sweep_stops_at_the_first_that_is_not_complete() -> None:
 def test_a_flush_goes_oldest_first_until_it_is_enough() -> None:
     entries = [Leaving(1), Leaving(2), Leaving(4), Leaving(8)]
     queue = queue_of(*entries)
-    assert queue.flush(lambda: queue.pending_bytes <= 12) == 3
+    assert queue.reclaim_until(lambda: queue.pending_bytes <= 12) == 3
     assert ways(*entries) == [Way.WAITED_FOR, Way.WAITED_FOR, Way.PENDING, Way.PENDING]
-    assert queue.flush(never) == 12
+    assert queue.reclaim_until(never) == 12
     assert queue.pending_bytes == 0
 
 
 def test_a_flush_that_is_enough_already_waits_for_nothing() -> None:
     entry = Leaving(1)
     queue = queue_of(entry)
-    assert queue.flush(lambda: True) == 0
+    assert queue.reclaim_until(lambda: True) == 0
     assert (entry.way, len(queue)) == (Way.PENDING, 1)
 
 
@@ -104,7 +104,7 @@ def test_what_went_another_way_is_forgotten_and_not_counted(how: str) -> None:
     elsewhere, after = Leaving(1), Leaving(2, complete=True)
     queue = queue_of(elsewhere, after)
     elsewhere.way = Way.ELSEWHERE
-    freed = queue.sweep() if how == "sweep" else queue.flush(never)
+    freed = queue.reclaim_complete() if how == "sweep" else queue.reclaim_until(never)
     assert freed == 2
     assert elsewhere.way is Way.ELSEWHERE
     assert (queue.pending_bytes, len(queue)) == (0, 0)
@@ -112,9 +112,9 @@ def test_what_went_another_way_is_forgotten_and_not_counted(how: str) -> None:
 
 def test_the_queue_does_not_keep_what_it_gave_back() -> None:
     queue = queue_of(Leaving(1), Leaving(2))
-    queue.flush(never)
+    queue.reclaim_until(never)
     assert len(queue) == 0
-    assert queue.flush(never) == 0
+    assert queue.reclaim_until(never) == 0
 
 
 class Queue(RuleBasedStateMachine):
@@ -140,14 +140,14 @@ class Queue(RuleBasedStateMachine):
         entry.complete = True
 
     @rule()
-    def sweep(self) -> None:
-        self.freed += self.queue.sweep()
+    def reclaim_complete(self) -> None:
+        self.freed += self.queue.reclaim_complete()
         left = [entry for entry in self.entries if entry.way is Way.PENDING]
         assert not left or not left[0].complete
 
     @rule(at_most=st.integers(0, 200))
     def flush(self, at_most: int) -> None:
-        self.freed += self.queue.flush(lambda: self.queue.pending_bytes <= at_most)
+        self.freed += self.queue.reclaim_until(lambda: self.queue.pending_bytes <= at_most)
         assert self.queue.pending_bytes <= at_most
 
     @invariant()
@@ -169,7 +169,7 @@ TestQueue = Queue.TestCase
 def test_a_flush_gives_back_no_more_than_it_must(sizes: list[int], wanted: int) -> None:
     entries = [Leaving(nbytes) for nbytes in sizes]
     queue = queue_of(*entries)
-    freed = queue.flush(lambda: sum(sizes) - queue.pending_bytes >= wanted)
+    freed = queue.reclaim_until(lambda: sum(sizes) - queue.pending_bytes >= wanted)
     last = next((e.nbytes for e in reversed(entries) if e.way is Way.WAITED_FOR), 0)
     assert freed == sum(sizes) or freed >= wanted
     assert freed - last < wanted or freed == 0
@@ -181,8 +181,8 @@ def test_a_flush_gives_back_no_more_than_it_must(sizes: list[int], wanted: int) 
 def leaving(device: Device, pool: cm.PinnedPool, nbytes: int) -> SavedStorage:
     """A storage whose copy out is queued, and which nobody else holds."""
     buffer = device.current_stream().alloc(nbytes)
-    tools = SwapContext(pool, Transfer(device), Metrics(), ComputeStreams(device))
-    saved = SavedStorage(buffer, SavedBytes(buffer), device.current_stream(), tools, epoch=0, index=0)
+    context = SwapContext(pool, Transfer(device), Metrics(), ComputeStreams(device))
+    saved = SavedStorage(buffer, SavedBytes(buffer), device.current_stream(), context, epoch=0, index=0)
     saved.swap_out()
     return saved
 
@@ -196,7 +196,7 @@ def test_a_sweep_counts_and_frees_the_bytes_of_real_storages(device: Device) -> 
     queue.add(leaving(device, pool, nbytes))
     assert device.allocated_bytes() == before + nbytes
     device.synchronize()
-    assert queue.sweep() == nbytes
+    assert queue.reclaim_complete() == nbytes
     assert device.allocated_bytes() == before
     assert (queue.pending_bytes, len(queue)) == (0, 0)
 
@@ -207,8 +207,8 @@ def test_a_flush_frees_the_bytes_at_once_while_the_copy_runs(sim: cm.SimDevice) 
     queue = ReclaimQueue()
     saved = leaving(sim, pool, nbytes)
     queue.add(saved)
-    assert queue.sweep() == 0
+    assert queue.reclaim_complete() == 0
     clock_us = sim.host_us
-    assert queue.flush(never) == nbytes
+    assert queue.reclaim_until(never) == nbytes
     assert sim.allocated_bytes() == 0
     assert sim.host_us - clock_us < 100  # the host did not wait for the copy

@@ -30,9 +30,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import chameleon_mm as cm
 from chameleon_mm.executor.adaptation import RECORDINGS
+from chameleon_mm.profiler.dispatch_state import is_on
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, UNMOVABLE, Recorder
-from chameleon_mm.profiler.surroundings import is_on
 from chameleon_mm.units import MIB
 from tests._unwatched import Unwatched, deep, on_a_thread
 
@@ -617,11 +617,11 @@ def test_what_is_told_after_a_flaw_is_not_written_down() -> None:
     recorder = Recorder(Unwatched())
     x = torch.ones(8)
     with recorder:
-        traced = recorder.claim(x.untyped_storage())
+        traced = recorder.add_claim(x.untyped_storage())
         assert recorder.on_save([traced], 7) == 0
     assert recorder.on_use([traced], 7) == NO_HOOK  # outside of it: its operators would not be seen
     with recorder:
-        assert recorder.claim(x.untyped_storage()).number == UNMOVABLE
+        assert recorder.add_claim(x.untyped_storage()).number == UNMOVABLE
         assert recorder.on_save([traced], 7) == NO_HOOK
         with recorder.paused(), recorder.untimed():
             recorder.restored(traced, x.clone().untyped_storage())
@@ -641,7 +641,7 @@ def test_a_recorder_keeps_nothing_alive_whatever_ended_it() -> None:
     }
     for end in ends.values():
         device = Unwatched()
-        recorder = Recorder(device, free_something=lambda nbytes, busy: False)
+        recorder = Recorder(device, reclaim_some=lambda nbytes, busy: False)
         with recorder, RecordingHooks(recorder):
             x = torch.ones(16, requires_grad=True)
             out = deep(x)

@@ -47,7 +47,7 @@ def test_a_storage_that_comes_back_is_the_same_and_dies_with_its_last_use(sim: S
         with recorder:
             x = square()  # tick 0
             storage = x.untyped_storage()
-            traced = recorder.claim(storage)
+            traced = recorder.add_claim(storage)
             recorder.on_save([traced], 7)  # 1
             y = x.exp()  # 2
             del x
@@ -87,8 +87,8 @@ def test_a_claim_that_ends_unused_ends_the_storage(sim: SimDevice) -> None:
         with recorder:
             x = square()
             storage: torch.UntypedStorage | None = x.untyped_storage()
-            traced = recorder.claim(x.untyped_storage())
-            assert recorder.claim(x.untyped_storage()) is traced
+            traced = recorder.add_claim(x.untyped_storage())
+            assert recorder.add_claim(x.untyped_storage()) is traced
             recorder.on_save([traced], 0)
             del x
             square()  # tick 2
@@ -110,7 +110,7 @@ def test_a_storage_that_dies_under_its_claim_is_released_then(sim: SimDevice) ->
         recorder = Recorder(sim)
         with recorder:
             x = square()  # tick 0
-            traced = recorder.claim(x.untyped_storage())
+            traced = recorder.add_claim(x.untyped_storage())
             recorder.on_save([traced], 0)  # 1
             square()  # 2
             del x
@@ -127,7 +127,7 @@ def test_what_is_held_until_its_use_is_never_released(sim: SimDevice) -> None:
         with recorder:
             x = square()
             view = x[2:]
-            traced = recorder.claim(x.untyped_storage())
+            traced = recorder.add_claim(x.untyped_storage())
             recorder.on_save([traced], 0)
             del x
             square()
@@ -143,7 +143,7 @@ def test_one_call_of_autograd_is_one_tick_whatever_was_taken_apart(sim: SimDevic
         recorder = Recorder(sim)
         with recorder:
             a, b = square(), square()
-            one, two = recorder.claim(a.untyped_storage()), recorder.claim(b.untyped_storage())
+            one, two = recorder.add_claim(a.untyped_storage()), recorder.add_claim(b.untyped_storage())
             for saved in ([one, two], [one, None], [one, one], [None], []):
                 recorder.on_save(saved, 0)
                 recorder.on_use(saved, 0)
@@ -158,12 +158,12 @@ def test_another_recorders_storages_are_nobodys(sim: SimDevice) -> None:
     with sim.compute():
         x = square()
         old = Recorder(sim)
-        stale = old.claim(x.untyped_storage())
+        stale = old.add_claim(x.untyped_storage())
         old.finish()
         recorder = Recorder(sim)
         with recorder:
             other = square()
-            mine = recorder.claim(other.untyped_storage())
+            mine = recorder.add_claim(other.untyped_storage())
             recorder.sendable(stale)
             recorder.restored(stale, other.untyped_storage())
             recorder.on_use([stale], 0)
@@ -347,7 +347,7 @@ class _Held:
         self.recorder = recorder
         self.storage: torch.UntypedStorage | None = t.untyped_storage()
         self.host: torch.UntypedStorage | None = None
-        self.traced = recorder.claim(self.storage)
+        self.traced = recorder.add_claim(self.storage)
         self.feature, self.dtype = shape_feature(t), t.dtype
         self.geometry = (int(t.storage_offset()), t.shape, t.stride())
 

@@ -45,11 +45,11 @@ class Life:
         if checksums is not None:
             checksums.prepare()
         self.bytes_before = self.device.allocated_bytes()
-        tools = SwapContext(self.pool, Transfer(self.device), Metrics(), self.streams, checksums)
+        context = SwapContext(self.pool, Transfer(self.device), Metrics(), self.streams, checksums)
         with self.device.compute():
             t = torch.randn(NBYTES // 4)
         self.expected = t.clone()
-        self.saved = SavedStorage(t, SavedBytes(t), self.compute, tools, epoch=0, index=0)
+        self.saved = SavedStorage(t, SavedBytes(t), self.compute, context, epoch=0, index=0)
         del t
 
     def go(self, *places: str) -> None:
@@ -78,8 +78,8 @@ class Life:
 
     def assert_nothing_left(self) -> None:
         self.device.synchronize()
-        assert self.saved.state in (State.RETIRED, State.LEAVING)
-        if self.saved.state is State.LEAVING:  # its copy still reads it: the reclaim queue ends it
+        assert self.saved.state in (State.RETIRED, State.SWAPPING_OUT)
+        if self.saved.state is State.SWAPPING_OUT:  # its copy still reads it: the reclaim queue ends it
             self.saved.reclaim()
         assert self.saved.state is State.RETIRED
         assert self.device.allocated_bytes() == self.bytes_before
@@ -102,7 +102,7 @@ WAYS: dict[str, tuple[str, ...]] = {
 def test_it_is_whole_again_from_everywhere(way: str, verify: bool) -> None:
     life = Life(verify=verify)
     life.go(*WAYS[way])
-    if life.saved.state is State.LEAVING:
+    if life.saved.state is State.SWAPPING_OUT:
         life.reclaim()
     if life.saved.state is State.ON_HOST:
         life.arrive()
@@ -125,14 +125,14 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.allocated_bytes() == NBYTES
     life.leave()
     assert device.allocated_bytes() == NBYTES
-    assert life.saved.crossing_bytes == LAST
+    assert life.saved.transfer_bytes == LAST
     device.reset_peaks()
     life.reclaim()
-    assert device.allocated_bytes() == life.saved.remains_bytes == HEAD
+    assert device.allocated_bytes() == life.saved.remainder_bytes == HEAD
     assert device.peak_allocated_bytes() == NBYTES + HEAD  # a moment in which both are there
     device.reset_peaks()
     life.arrive()
-    assert device.allocated_bytes() == life.saved.arrival_bytes == NBYTES
+    assert device.allocated_bytes() == life.saved.swap_in_bytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
     life.saved.drop_if_held_elsewhere()
@@ -152,8 +152,8 @@ def test_only_the_last_bytes_cross() -> None:
 def test_without_memory_for_the_head_all_of_it_stays() -> None:
     life = Life(hbm_bytes=NBYTES + HEAD - 1024)
     life.go("leave", "reclaim")
-    assert life.saved.state is State.RESIDENT
-    assert life.saved.remains_bytes == 0
+    assert life.saved.state is State.ON_DEVICE
+    assert life.saved.remainder_bytes == 0
     assert life.pool.stats().live_bytes == 0
     assert life.saved.device is not None
     life.saved.retire()
@@ -178,7 +178,7 @@ def test_one_that_moves_whole_keeps_nothing() -> None:
     life = Life()
     life.saved.swap_out()
     life.reclaim()
-    assert life.saved.remains_bytes == 0
+    assert life.saved.remainder_bytes == 0
     assert life.device.allocated_bytes() == 0
     life.go("arrive", "use")
     life.saved.retire()
@@ -217,7 +217,7 @@ def test_without_the_streams_meeting_the_race_is_named(monkeypatch: pytest.Monke
     """Both of the copies within device memory, each way."""
 
     class Strangers(ComputeStreams):
-        def meet(self, home: Any) -> None:
+        def join_all(self, alloc_stream: Any) -> None:
             pass
 
     init = Remainder.__init__
@@ -237,24 +237,24 @@ def one_way_there_and_back() -> None:
 
 
 def forgets_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Remainder, "put_back", lambda self, whole, compute: self.drop())
+    monkeypatch.setattr(Remainder, "copy_back", lambda self, whole, compute: self.drop())
 
 
 def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is given back first: what is copied then is what the next owner finds."""
-    keep = Remainder.keep
+    copy_out = Remainder.copy_out
 
-    def late(self: Remainder, storage: torch.UntypedStorage, home: Any) -> None:
-        home.free(torch.empty(0, dtype=torch.uint8).set_(storage))
+    def late(self: Remainder, storage: torch.UntypedStorage, alloc_stream: Any) -> None:
+        alloc_stream.free(torch.empty(0, dtype=torch.uint8).set_(storage))
         poison(storage)
-        keep(self, storage, home)
+        copy_out(self, storage, alloc_stream)
 
-    monkeypatch.setattr(Remainder, "keep", late)
+    monkeypatch.setattr(Remainder, "copy_out", late)
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = SavedStorage._send
-    monkeypatch.setattr(SavedStorage, "_send", lambda self, block, source: send(self, block, self.device_head(source)))
+    send = SavedStorage._queue_copy
+    monkeypatch.setattr(SavedStorage, "_queue_copy", lambda self, block, source: send(self, block, self.device_head(source)))
     monkeypatch.setattr(
         SavedStorage,
         "device_head",
@@ -265,13 +265,13 @@ def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
-    put_back = Remainder.put_back
+    copy_back = Remainder.copy_back
 
     def leaking(self: Remainder, whole: Tensor, compute: Any) -> None:
-        held.append(self._kept)
-        put_back(self, whole, compute)
+        held.append(self._buffer)
+        copy_back(self, whole, compute)
 
-    monkeypatch.setattr(Remainder, "put_back", leaking)
+    monkeypatch.setattr(Remainder, "copy_back", leaking)
 
 
 MUTANTS = [forgets_the_head, keeps_it_after_the_drop, sends_the_first_bytes, leaks_the_head]

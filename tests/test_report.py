@@ -393,7 +393,7 @@ def test_the_meter_never_waits_and_counts_each_piece_once(sim: cm.SimDevice) -> 
 
 def test_a_curtailed_move_counts_with_what_was_moved(sim: cm.SimDevice) -> None:
     lane = Lane(sim, 3 * MIB + 500)
-    unsent = lane.transfer.curtail_out(lane.move)
+    unsent = lane.transfer.truncate_out(lane.move)
     sim.synchronize()
     assert sum(span.nbytes for span in lane.metrics.resolve()) == 3 * MIB + 500 - unsent
     assert unsent > 0

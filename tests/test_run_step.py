@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor.dense import dense_bytes
-from chameleon_mm.executor.step_retry import LEAST_CUT, RUNS_AGAIN, tighter
+from chameleon_mm.executor.step_retry import LEAST_CUT, MAX_RETRIES, tighter
 from chameleon_mm.units import KIB
 
 SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
@@ -162,13 +162,13 @@ def test_gradients_buffers_and_random_states_are_as_they_were(device: Device) ->
             model.register_buffer("late", torch.zeros(2, device=at))
 
         with session_for(model, device) as session:
-            session.run_step(Fails(RUNS_AGAIN, body))
+            session.run_step(Fails(MAX_RETRIES, body))
             assert session.pool.stats().num_live == 0
-    assert len(seen) == RUNS_AGAIN + 1
+    assert len(seen) == MAX_RETRIES + 1
     assert all(found == seen[0] for found in seen)
     assert seen[0][0] is None
     assert seen[0][1] is not None
-    assert session.report().steps_run_again == RUNS_AGAIN
+    assert session.report().steps_run_again == MAX_RETRIES
 
 
 def test_a_gradient_that_is_still_there_is_filled_again_in_its_place(model: nn.Module) -> None:
@@ -356,9 +356,9 @@ def test_it_gives_up_and_says_what_it_tried(model: nn.Module) -> None:
         assert model.get_parameter("2.weight").grad is None
         assert session.pool.stats().num_live == 0
         assert session.run_step(lambda: 5) == 5
-    assert step.runs == RUNS_AGAIN + 1
+    assert step.runs == MAX_RETRIES + 1
     report = session.report()
-    assert report.steps_run_again == RUNS_AGAIN
+    assert report.steps_run_again == MAX_RETRIES
     assert report.lowered_budget_bytes is not None and report.lowered_budget_bytes < report.hbm_budget_bytes
 
 

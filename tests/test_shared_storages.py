@@ -267,7 +267,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
     def by_number(self: SavedBytes, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         return self.probe.expected == later.probe.expected and not self.probe.moved
 
-    monkeypatch.setattr(SavedBytes, "vouches_for", by_number)
+    monkeypatch.setattr(SavedBytes, "copy_includes", by_number)
     red = _red(sim)
     assert {"unsafe chunks", "set_", "buffer", "LSTMCell"} <= set(red)
 

@@ -71,13 +71,13 @@ def test_an_adamw_step_term_by_term(sim: SimDevice) -> None:
         optimizer = torch.optim.AdamW([w], foreach=False)
         (w * 2).sum().backward()
         assert sim.allocated_bytes() == 2 * KB  # w and its gradient
-        before = sim.read_memory().odometer_bytes
+        before = sim.read_memory().cumulative_bytes
         sim.reset_peaks()
         optimizer.step()
         # Kept: two moments, and the step count (512). Peak: the square root of a moment and its quotient, one after the other.
         assert sim.allocated_bytes() == 4 * KB + 512
         assert sim.peak_allocated_bytes() <= 4 * KB + 512 + 2 * KB
-        grown = sim.read_memory().odometer_bytes - before
+        grown = sim.read_memory().cumulative_bytes - before
         assert grown >= 2 * KB + 512 + KB
         optimizer.zero_grad()
         assert sim.allocated_bytes() == 3 * KB + 512
@@ -240,7 +240,7 @@ def test_checkpointing_lowers_the_peak_and_recomputes(reentrant: bool) -> None:
     plain, recomputed = SimDevice(), SimDevice()
     assert torch.equal(run(plain, recompute=False), run(recomputed, recompute=True))
     assert recomputed.peak_allocated_bytes() < plain.peak_allocated_bytes() // 2
-    assert recomputed.read_memory().odometer_bytes > plain.read_memory().odometer_bytes
+    assert recomputed.read_memory().cumulative_bytes > plain.read_memory().cumulative_bytes
 
 
 def test_threads_share_one_device_and_its_mode_is_entered_once() -> None:

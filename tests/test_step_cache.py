@@ -23,20 +23,20 @@ def step(text: str, fingerprint: int | None = None) -> StepRecord:
 
 def knowing(*texts: str, capacity: int = 16) -> StepCache[str]:
     """Each step with its own text for a plan, the last one the most recently used."""
-    known = StepCache[str](capacity)
+    cache = StepCache[str](capacity)
     for text in texts:
-        known.put(step(text), text)
-    return known
+        cache.put(step(text), text)
+    return cache
 
 
-def run(known: StepCache[str], text: str) -> list[str]:
+def run(cache: StepCache[str], text: str) -> list[str]:
     """Go through a step. Returns the plan in use before its first hook and after each one; "-": none from there on."""
-    guess = known.begin_step()
+    guess = cache.begin_step()
     plans = ["-" if guess is None else guess.plan]
     for hook, letter in enumerate(text):
-        follows = known.follow(hook, letter)
-        plans.append("-" if not follows or known.current is None else known.current.plan)
-    known.end_step(step(text))
+        follows = cache.follow(hook, letter)
+        plans.append("-" if not follows or cache.current is None else cache.current.plan)
+    cache.end_step(step(text))
     return plans
 
 
@@ -44,103 +44,103 @@ def run(known: StepCache[str], text: str) -> list[str]:
 
 
 def test_nothing_is_known_at_first() -> None:
-    known = StepCache[str](2)
-    assert run(known, "ab") == ["-", "-", "-"]
-    assert known.current is None
-    assert (known.deviated, known.hits) == (False, 0)
+    cache = StepCache[str](2)
+    assert run(cache, "ab") == ["-", "-", "-"]
+    assert cache.current is None
+    assert (cache.diverged, cache.hits) == (False, 0)
 
 
 def test_a_known_step_is_followed_to_its_end() -> None:
-    known = knowing("abc")
-    assert run(known, "abc") == ["abc"] * 4
-    assert (known.agreed, known.deviated, known.hits) == (3, False, 1)
+    cache = knowing("abc")
+    assert run(cache, "abc") == ["abc"] * 4
+    assert (cache.agreed, cache.diverged, cache.hits) == (3, False, 1)
 
 
 def test_another_takes_over_at_the_hook_that_tells_them_apart() -> None:
-    known = knowing("abcx", "abcy")
-    assert run(known, "abcx") == ["abcy"] * 4 + ["abcx"]
-    known = knowing("abxq", "abcx", "abcy", "zzzz")
-    assert run(known, "abxq") == ["zzzz", "abcy", "abcy", "abxq", "abxq"]
-    assert known.hits == 1
+    cache = knowing("abcx", "abcy")
+    assert run(cache, "abcx") == ["abcy"] * 4 + ["abcx"]
+    cache = knowing("abxq", "abcx", "abcy", "zzzz")
+    assert run(cache, "abxq") == ["zzzz", "abcy", "abcy", "abxq", "abxq"]
+    assert cache.hits == 1
 
 
 def test_only_what_agreed_all_the_way_takes_over() -> None:
-    known = knowing("qbd", "abc")
-    assert run(known, "abd") == ["abc", "abc", "abc", "-"]  # "qbd" has the d, but another beginning
-    assert known.deviated
-    assert known.current is not None
-    assert (known.current.plan, known.agreed, known.hits) == ("abc", 2, 0)
+    cache = knowing("qbd", "abc")
+    assert run(cache, "abd") == ["abc", "abc", "abc", "-"]  # "qbd" has the d, but another beginning
+    assert cache.diverged
+    assert cache.current is not None
+    assert (cache.current.plan, cache.agreed, cache.hits) == ("abc", 2, 0)
 
 
 def test_a_longer_step_takes_over_where_a_shorter_one_ends() -> None:
-    known = knowing("abab", "ab")
-    assert run(known, "abab") == ["ab", "ab", "ab", "abab", "abab"]
-    assert run(known, "ababa") == ["abab"] * 5 + ["-"]
+    cache = knowing("abab", "ab")
+    assert run(cache, "abab") == ["ab", "ab", "ab", "abab", "abab"]
+    assert run(cache, "ababa") == ["abab"] * 5 + ["-"]
 
 
 def test_after_a_deviation_nothing_is_followed() -> None:
-    known = knowing("abc")
-    assert run(known, "axc") == ["abc", "abc", "-", "-"]
-    assert (known.agreed, known.deviated) == (1, True)
-    assert run(known, "abc") == ["abc"] * 4
+    cache = knowing("abc")
+    assert run(cache, "axc") == ["abc", "abc", "-", "-"]
+    assert (cache.agreed, cache.diverged) == (1, True)
+    assert run(cache, "abc") == ["abc"] * 4
 
 
 def test_hooks_that_agree_need_not_be_told() -> None:
-    known = knowing("abcdx", "abcdy", "abz")
-    known.begin_step()
-    assert known.current is not None
-    assert known.current.plan == "abz"
-    assert known.follow(2, "c")  # the first two were
-    assert (known.current.plan, known.agreed) == ("abcdy", 3)
-    assert known.follow(4, "x")
-    assert (known.current.plan, known.agreed, may_be(known)) == ("abcdx", 5, ["abcdx"])
-    assert not known.follow(5, "x")
-    assert (known.agreed, known.deviated) == (5, True)
+    cache = knowing("abcdx", "abcdy", "abz")
+    cache.begin_step()
+    assert cache.current is not None
+    assert cache.current.plan == "abz"
+    assert cache.follow(2, "c")  # the first two were
+    assert (cache.current.plan, cache.agreed) == ("abcdy", 3)
+    assert cache.follow(4, "x")
+    assert (cache.current.plan, cache.agreed, may_be(cache)) == ("abcdx", 5, ["abcdx"])
+    assert not cache.follow(5, "x")
+    assert (cache.agreed, cache.diverged) == (5, True)
 
 
-def may_be(known: StepCache[str]) -> list[str]:
-    return [entry.plan for entry in known.agreeing()]
+def may_be(cache: StepCache[str]) -> list[str]:
+    return [entry.plan for entry in cache.agreeing()]
 
 
 def test_what_a_step_may_be_yet() -> None:
-    known = knowing("abcx", "abcy", "abz")
-    known.begin_step()
-    seen = [may_be(known)]
+    cache = knowing("abcx", "abcy", "abz")
+    cache.begin_step()
+    seen = [may_be(cache)]
     for hook, letter in enumerate("abcy"):
-        known.follow(hook, letter)
-        seen.append(sorted(may_be(known)))
+        cache.follow(hook, letter)
+        seen.append(sorted(may_be(cache)))
     assert seen == [["abz", "abcx", "abcy"], *[["abcx", "abcy", "abz"]] * 2, ["abcx", "abcy"], ["abcy"]]
-    known = knowing("abc", "ab")
-    known.begin_step()
-    known.follow(0, "a")
-    known.follow(1, "b")
-    assert may_be(known) == ["ab", "abc"]  # it may end here, or go on
-    assert known.follow(2, "c")
-    assert may_be(known) == ["abc"]
-    assert not known.follow(3, "x")
-    assert may_be(known) == []
+    cache = knowing("abc", "ab")
+    cache.begin_step()
+    cache.follow(0, "a")
+    cache.follow(1, "b")
+    assert may_be(cache) == ["ab", "abc"]  # it may end here, or go on
+    assert cache.follow(2, "c")
+    assert may_be(cache) == ["abc"]
+    assert not cache.follow(3, "x")
+    assert may_be(cache) == []
     assert may_be(StepCache[str](2)) == []
 
 
 @given(st.lists(st.text("ab", max_size=6), max_size=8), st.text("abc", max_size=7))
 def test_whatever_is_known_it_is_followed_as_far_as_it_goes(texts: list[str], text: str) -> None:
-    known = knowing(*texts)
-    plans = run(known, text)
+    cache = knowing(*texts)
+    plans = run(cache, text)
     for hooks, plan in enumerate(plans[1:], 1):
         begins = text[:hooks]
         if plan == "-":
             assert not any(other.startswith(begins) for other in texts)
         else:
             assert plan.startswith(begins)
-    assert known.hits == (text in texts)
+    assert cache.hits == (text in texts)
 
 
 # --- what is expected
 
 
-def hits_at_once(known: StepCache[str], pattern: str, rounds: int, settle: int) -> bool:
+def hits_at_once(cache: StepCache[str], pattern: str, rounds: int, settle: int) -> bool:
     """Whether from round `settle` on every step of `pattern`, one for each letter, was guessed before its first hook."""
-    guesses = [run(known, name * 3)[0] == name * 3 for _ in range(rounds) for name in pattern]
+    guesses = [run(cache, name * 3)[0] == name * 3 for _ in range(rounds) for name in pattern]
     return all(guesses[settle * len(pattern) :])
 
 
@@ -152,101 +152,101 @@ def test_patterns_are_guessed_before_the_first_hook(pattern: str) -> None:
 
 
 def test_a_rare_step_is_no_new_habit() -> None:
-    known = knowing("tt", "ee")
-    guesses = [run(known, name * 2)[0] for name in "ttttettttt"]
+    cache = knowing("tt", "ee")
+    guesses = [run(cache, name * 2)[0] for name in "ttttettttt"]
     assert guesses[2:] == ["tt", "tt", "tt", "ee", "tt", "tt", "tt", "tt"]  # "ee" was the latest used: nothing else was known
-    guesses = [run(known, name * 2)[0] for name in "tettt"]
+    guesses = [run(cache, name * 2)[0] for name in "tettt"]
     assert guesses == ["tt"] * 5
 
 
 def test_a_change_for_good_is_one() -> None:
-    known = knowing("ff", "ss")
-    guesses = [run(known, name * 2)[0] for name in "ssssffff"]
+    cache = knowing("ff", "ss")
+    guesses = [run(cache, name * 2)[0] for name in "ssssffff"]
     assert guesses[5:] == ["ff"] * 3
 
 
 def test_a_step_that_did_not_end_teaches_nothing() -> None:
-    known = knowing("aa", "bb")
+    cache = knowing("aa", "bb")
     for name in ("aa", "bb", "aa", "bb"):
-        run(known, name)
-    known.begin_step()
-    known.abandon_step()
-    assert known.current is None
-    assert not known.follow(0, "a")
-    guess = known.begin_step()
+        run(cache, name)
+    cache.begin_step()
+    cache.abandon_step()
+    assert cache.current is None
+    assert not cache.follow(0, "a")
+    guess = cache.begin_step()
     assert guess is not None
     assert guess.plan == "bb"  # the most recently used: nobody knows what came before
 
 
 def test_what_followed_a_step_that_is_gone_is_not_guessed() -> None:
-    known = knowing("aa", capacity=1)
-    run(known, "aa")
-    run(known, "aa")
-    known.put(step("bb"), "bb")
-    assert run(known, "bb")[0] == "bb"
+    cache = knowing("aa", capacity=1)
+    run(cache, "aa")
+    run(cache, "aa")
+    cache.put(step("bb"), "bb")
+    assert run(cache, "bb")[0] == "bb"
 
 
 def test_what_followed_what_is_bounded() -> None:
-    known = knowing("aa", capacity=2)
+    cache = knowing("aa", capacity=2)
     for number in range(200):
-        run(known, f"{number:03}")
-    assert len(known._followed_by) == CONTEXTS_PER_STEP * 2
+        run(cache, f"{number:03}")
+    assert len(cache._followed_by) == CONTEXTS_PER_STEP * 2
 
 
 # --- what is kept
 
 
 def test_the_least_recently_used_goes() -> None:
-    known = knowing("aa", "bb", "cc", capacity=3)
-    assert known.get(hash("aa")) == "aa"
-    run(known, "bb")
-    known.put(step("dd"), "dd")
-    assert [known.get(hash(text)) for text in ("aa", "bb", "cc", "dd")] == ["aa", "bb", None, "dd"]
-    assert len(known) == 3
+    cache = knowing("aa", "bb", "cc", capacity=3)
+    assert cache.get(hash("aa")) == "aa"
+    run(cache, "bb")
+    cache.put(step("dd"), "dd")
+    assert [cache.get(hash(text)) for text in ("aa", "bb", "cc", "dd")] == ["aa", "bb", None, "dd"]
+    assert len(cache) == 3
 
 
 def test_a_plan_is_replaced() -> None:
-    known = knowing("aa", "ab", capacity=2)
-    known.put(step("aa"), "better")
-    assert (len(known), known.get(hash("aa")), known.get(hash("ab"))) == (2, "better", "ab")
-    assert run(known, "aa") == ["ab", "ab", "better"]
+    cache = knowing("aa", "ab", capacity=2)
+    cache.put(step("aa"), "better")
+    assert (len(cache), cache.get(hash("aa")), cache.get(hash("ab"))) == (2, "better", "ab")
+    assert run(cache, "aa") == ["ab", "ab", "better"]
 
 
 def test_a_step_that_went_is_no_longer_told_apart_from() -> None:
-    known = knowing("abcd", "abxx", capacity=2)
-    known.get(hash("abcd"))
-    known.put(step("zz"), "zz")  # "abxx" goes
-    known.get(hash("abcd"))
-    known.begin_step()
-    known.follow(0, "a")
-    assert may_be(known) == ["abcd"]
+    cache = knowing("abcd", "abxx", capacity=2)
+    cache.get(hash("abcd"))
+    cache.put(step("zz"), "zz")  # "abxx" goes
+    cache.get(hash("abcd"))
+    cache.begin_step()
+    cache.follow(0, "a")
+    assert may_be(cache) == ["abcd"]
 
 
 def test_equal_fingerprints_of_different_steps_are_not_mixed_up() -> None:
-    known = StepCache[str](4)
-    known.put(step("ab", fingerprint=7), "ab")
-    known.begin_step()
-    assert [known.follow(hook, letter) for hook, letter in enumerate("ac")] == [True, False]
-    assert known.end_step(step("ac", fingerprint=7)) is None
-    assert known.hits == 0
-    found = known.end_step(step("ab", fingerprint=7))
+    cache = StepCache[str](4)
+    cache.put(step("ab", fingerprint=7), "ab")
+    cache.begin_step()
+    assert [cache.follow(hook, letter) for hook, letter in enumerate("ac")] == [True, False]
+    assert cache.end_step(step("ac", fingerprint=7)) is None
+    assert cache.hits == 0
+    found = cache.end_step(step("ab", fingerprint=7))
     assert found is not None
     assert found.plan == "ab"
 
 
 def test_a_step_is_found_at_its_end_though_nobody_followed_it() -> None:
-    known = knowing("ab")
-    known.begin_step()
-    found = known.end_step(step("ab"))
+    cache = knowing("ab")
+    cache.begin_step()
+    found = cache.end_step(step("ab"))
     assert found is not None
     assert (found.plan, found.fingerprint) == ("ab", hash("ab"))
 
 
 def test_steps_without_hooks_are_known_too() -> None:
-    known = knowing("", "ab")
-    assert run(known, "") == ["ab"]
-    assert known.hits == 1
-    assert run(known, "ab") == ["", "ab", "ab"]
+    cache = knowing("", "ab")
+    assert run(cache, "") == ["ab"]
+    assert cache.hits == 1
+    assert run(cache, "ab") == ["", "ab", "ab"]
 
 
 @pytest.mark.parametrize("capacity", [0, -1])

@@ -9,7 +9,7 @@ import pytest
 
 from chameleon_mm.policy import memory_curve
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_spikes, with_times
+from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times
 
 STATE = {TensorKind.OPTIMIZER}
 
@@ -33,17 +33,17 @@ def first_step() -> Trace:
 
 
 def test_what_is_kept_counts_as_the_allocator_does() -> None:
-    assert kept_bytes(first_step(), STATE) == 4096 + 512
-    assert kept_bytes(first_step(), {TensorKind.GRADIENT}) == 4096
-    assert kept_bytes(first_step(), {*STATE, TensorKind.GRADIENT}) == 8192 + 512
-    assert kept_bytes(first_step(), {TensorKind.TEMPORARY}) == 0
+    assert outliving_bytes(first_step(), STATE) == 4096 + 512
+    assert outliving_bytes(first_step(), {TensorKind.GRADIENT}) == 4096
+    assert outliving_bytes(first_step(), {*STATE, TensorKind.GRADIENT}) == 8192 + 512
+    assert outliving_bytes(first_step(), {TensorKind.TEMPORARY}) == 0
 
 
 def test_state_is_there_from_the_beginning() -> None:
     trace = first_step()
     again = there_before(trace, STATE)
     before, after = memory_curve(trace), memory_curve(again)
-    assert after[0] - before[0] == kept_bytes(trace, STATE)
+    assert after[0] - before[0] == outliving_bytes(trace, STATE)
     assert after[-1] == before[-1]
     assert (after >= before - trace.op_inner_bytes).all()
     assert again.op_inner_bytes.tolist() == [0, 0, 0, 512, 0]  # what made moments and nothing else will not run again
@@ -56,7 +56,7 @@ def test_state_is_there_from_the_beginning() -> None:
 def test_once_it_is_there_nothing_changes_any_more() -> None:
     again = there_before(first_step(), STATE)
     assert there_before(again, STATE) is again
-    assert kept_bytes(again, STATE) == 0
+    assert outliving_bytes(again, STATE) == 0
 
 
 def test_the_trace_that_it_is_made_from_stays_as_it_was() -> None:

@@ -152,14 +152,14 @@ def test_at_most_two_pieces_are_handed_over_until_one_ends() -> None:
     move, dst, src = lane.submit(3 * PIECE + 1)
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert not is_done(move)
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE]  # none has ended
     lane.out.ended = 1
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE] * 3
     assert not is_done(move)
     lane.out.ended = 2
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE, PIECE, 1]
     assert is_done(move) and not is_complete(move)
     lane.out.ended = 4
@@ -174,7 +174,7 @@ def test_the_bound_counts_pieces_of_all_moves(outstanding: int) -> None:
         lane.submit(10)
     assert len(lane.out.log_of("copy")) == outstanding
     lane.out.ended = 1
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert len(lane.out.log_of("copy")) == outstanding + 1
 
 
@@ -182,7 +182,7 @@ def test_one_pump_fills_every_place_that_became_free() -> None:
     lane = held()
     lane.submit(6 * PIECE)
     lane.out.ended = 2
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert len(lane.out.log_of("copy")) == 4
 
 
@@ -193,7 +193,7 @@ def test_moves_go_in_the_order_they_came() -> None:
         done = [is_done(m) for m in moves]
         assert done == sorted(done, reverse=True)  # none before an earlier one
         lane.out.ended = ended
-        lane.transfer.pump()
+        lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, 1, (2, 3)]
 
 
@@ -204,7 +204,7 @@ def test_small_moves_in_a_row_go_in_one_call_of_at_most_a_piece() -> None:
     sent = [lane.submit(nbytes, before) for nbytes in (400, 300, 300, 1, 999, 2 * PIECE, 5, 6)]
     lane.transfer.issue_out(sent[-2][0])  # urgent: alone, and no longer in the row
     for lane.out.ended in range(2, 12):
-        lane.transfer.pump()
+        lane.transfer.hand_over()
     expected: list[object] = [PIECE, PIECE, 5, (400, 300, 300), (1, 999), PIECE, PIECE, 6]
     assert lane.out.log_of("copy") == expected
     assert lane.out.log_of("wait").count(before) == 5  # once for each call
@@ -222,7 +222,7 @@ def test_what_is_small_is_said_by_the_thresholds(batch_below_bytes: int, calls: 
     for nbytes in (10, 10, 9):
         lane.submit(nbytes)
     for lane.out.ended in range(2, 6):
-        lane.transfer.pump()
+        lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE, *calls]
 
 
@@ -231,7 +231,7 @@ def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
     lane.submit(2 * PIECE)
     moves = [lane.submit(10, timed=True)[0] for _ in range(5)]
     lane.out.ended = 1
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert [len(move.pieces) for move in moves] == [1, 0, 0, 0, 0]
     assert moves[0].pieces[0].nbytes == 50
     lane.submit(7)
@@ -250,7 +250,7 @@ def test_a_call_for_many_that_is_refused_fails_them_all(monkeypatch: pytest.Monk
     small = [submit(ends, transfer, 10, True) for _ in range(3)]
     monkeypatch.setattr(type(sim.current_stream()), "copy_batch", refuse)
     sim.synchronize()
-    transfer.pump()
+    transfer.hand_over()
     assert [tracked.move.failed for tracked in (first, *small)] == [False, True, True, True]
     assert not any(tracked.dst.any() for tracked in small)
     monkeypatch.undo()
@@ -271,10 +271,10 @@ def test_issue_hands_over_one_whole_move_ahead_of_others_and_no_other() -> None:
     assert torch.equal(dst, src)
     assert first.next_byte == 2 * PIECE and not is_done(first)
     assert not second.begun
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert len(lane.out.log_of("copy")) == 5  # the bound counts the urgent pieces too
     lane.out.ended = 5
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy")[5:] == [PIECE, 7]  # the others go on where they were
     assert is_done(first) and is_done(second)
 
@@ -318,7 +318,7 @@ def test_a_queued_move_is_taken_back_without_a_copy() -> None:
     assert lane.transfer.cancel_out(move)
     assert move.cancelled and move.done is None
     lane.out.ended = 2
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert not dst.any()
     assert not lane.transfer.cancel_out(move)  # there is nothing left to take back
@@ -337,7 +337,7 @@ def test_a_begun_move_cannot_be_taken_back(nbytes: int) -> None:
 def test_curtailing_moves_the_prefix_and_no_more() -> None:
     lane = held()
     move, dst, src = lane.submit(4 * PIECE)
-    unsent = lane.transfer.curtail_out(move)
+    unsent = lane.transfer.truncate_out(move)
     assert unsent == 2 * PIECE
     assert lane.out.log_of("copy") == [PIECE, PIECE]
     assert torch.equal(dst[: 2 * PIECE], src[: 2 * PIECE])
@@ -346,16 +346,16 @@ def test_curtailing_moves_the_prefix_and_no_more() -> None:
     assert is_done(move) and not is_complete(move)
     lane.out.ended = 2
     assert is_complete(move)  # comes after exactly the two that were handed over
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log_of("copy") == [PIECE, PIECE]
-    assert lane.transfer.curtail_out(move) == 0
+    assert lane.transfer.truncate_out(move) == 0
 
 
 def test_curtailing_a_move_that_is_all_handed_over_changes_nothing() -> None:
     lane = held()
     move, dst, src = lane.submit(PIECE)
     done = move.done
-    assert lane.transfer.curtail_out(move) == 0
+    assert lane.transfer.truncate_out(move) == 0
     assert move.done is done
     assert torch.equal(dst, src)
 
@@ -382,7 +382,7 @@ def test_the_lane_lets_go_of_both_ends_and_of_the_events(end: str) -> None:
     both, before = [weakref.ref(t.untyped_storage()) for t in (dst, src)], weakref.ref(event)
     del dst, src, event
     assert all(ref() is not None for ref in both)
-    {"issue": lane.transfer.issue_out, "cancel": lane.transfer.cancel_out, "curtail": lane.transfer.curtail_out}[end](move)
+    {"issue": lane.transfer.issue_out, "cancel": lane.transfer.cancel_out, "curtail": lane.transfer.truncate_out}[end](move)
     lane.out.log.clear()  # the test's own references
     assert [ref() for ref in both] == [None, None]
     assert before() is None
@@ -420,7 +420,7 @@ def test_unequal_sizes_are_refused_before_anything_is_queued() -> None:
         dst, src = (torch.zeros(n, dtype=torch.uint8) for n in sizes)
         with pytest.raises(ValueError, match=f"expected a destination of the source's {sizes[1]} bytes, got {sizes[0]}"):
             lane.transfer.swap_out(dst, src, [])
-    lane.transfer.pump()
+    lane.transfer.hand_over()
     assert lane.out.log == []
 
 
@@ -492,7 +492,7 @@ def finish(issue: Callable[[Move], Event] | None, transfer: Transfer, move: Move
         return issue(move)
     while not is_done(move):
         device.synchronize()
-        transfer.pump()
+        transfer.hand_over()
     assert move.done is not None
     return move.done
 
@@ -510,7 +510,7 @@ def test_both_lanes_at_once(ends: Ends) -> None:
         backs.append((transfer.swap_in(dst, host, [ends.compute.record()]), dst, content, host))
     while not all(is_done(entry[0]) for entry in (*outs, *backs)):
         ends.device.synchronize()
-        transfer.pump()
+        transfer.hand_over()
     ends.device.synchronize()
     for _, got, content, _ in (*outs, *backs):
         assert torch.equal(got.cpu(), content)
@@ -539,7 +539,7 @@ def test_a_curtailed_moves_event_orders_the_reuse_of_both_ends(ends: Ends) -> No
     content = random_bytes(nbytes)
     src, host = ends.on_device(content), ends.on_host(torch.zeros(nbytes, dtype=torch.uint8))
     move = transfer.swap_out(host, src, [ends.compute.record()])
-    unsent = transfer.curtail_out(move)
+    unsent = transfer.truncate_out(move)
     moved = nbytes - unsent
     assert moved in (2 * PIECE, 3 * PIECE, 4 * PIECE, nbytes)  # two at once, more where a piece ended in between
     assert move.done is not None
@@ -677,19 +677,19 @@ def test_any_sequence_ends_every_move_with_the_right_bytes(calls: list[tuple[str
         if what == "submit":
             everything.append(submit(ends, transfer, max(1, number), outward))
         elif what == "pump":
-            transfer.pump()
+            transfer.hand_over()
         elif what == "wait":
             device.synchronize()
         elif everything:
             tracked = everything[number % len(everything)]
             act(what, tracked, transfer, streams["d2h" if tracked.outward else "h2d"])
-    in_turn = {lane: [t for t in everything if t.outward is lane and not t.ended] for lane in (True, False)}
-    for lane in in_turn.values():  # nobody starves: the oldest of each lane ends first
+    in_plan_order = {lane: [t for t in everything if t.outward is lane and not t.ended] for lane in (True, False)}
+    for lane in in_plan_order.values():  # nobody starves: the oldest of each lane ends first
         while waiting := [t for t in lane if not t.ended]:
             assert lane[-len(waiting) :] == waiting
             sent = waiting[0].move.next_byte
             device.synchronize()
-            transfer.pump()
+            transfer.hand_over()
             assert waiting[0].ended or waiting[0].move.next_byte > sent
     device.synchronize()
     for tracked in everything:
@@ -723,7 +723,7 @@ def act(what: str, tracked: Tracked, transfer: Transfer, stream: CountingStream)
         stream.urgent = False
         assert done is move.done
     elif what == "curtail" and tracked.outward and not move.cancelled:
-        tracked.unsent += transfer.curtail_out(move)
+        tracked.unsent += transfer.truncate_out(move)
 
 
 # --- two threads
@@ -767,11 +767,11 @@ def test_two_threads_may_use_one_transfer() -> None:
             for number, (dst, src, content) in enumerate(buffers):
                 tracked = Tracked(transfer.swap_out(dst, src, ready), True, dst, content, src)
                 for _ in range(60):
-                    transfer.pump()
+                    transfer.hand_over()
                 if number % 4 == 0:
                     transfer.issue_out(tracked.move)
                 elif number % 4 == 1 and not transfer.cancel_out(tracked.move):
-                    tracked.unsent = transfer.curtail_out(tracked.move)
+                    tracked.unsent = transfer.truncate_out(tracked.move)
                 ended.append(tracked)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test's own thread must report it
             failures.append(error)
@@ -789,7 +789,7 @@ def test_two_threads_may_use_one_transfer() -> None:
     assert failures == []
     for _ in range(THREADS * MOVES_EACH * 8):  # no move has more pieces than eight
         device.synchronize()
-        transfer.pump()
+        transfer.hand_over()
     assert len(ended) == THREADS * MOVES_EACH
     device.synchronize()
     for tracked in ended:

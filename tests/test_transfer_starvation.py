@@ -57,7 +57,7 @@ class Link:
     def finish(self) -> None:
         while not all(move.ended for move in self.moves):
             self.device.synchronize()
-            self.transfer.pump()
+            self.transfer.hand_over()
         self.device.synchronize()
 
 
@@ -83,7 +83,7 @@ def test_an_urgent_copy_waits_for_what_is_outstanding_alone(calls: list[tuple[st
     urgent: list[Asked] = []
     for what, number in calls:
         if what == "pump":
-            link.transfer.pump()
+            link.transfer.hand_over()
         elif what == "prefetch":
             link.swap_in(number)
         elif what == "urgent" or link.moves:

@@ -71,11 +71,11 @@ def test_the_checksum_sees_every_byte_and_order(nbytes: int, device: Device) -> 
 def test_checksums_are_kept_beyond_those_that_there_is_room_for(device: Device) -> None:
     checksums = Checksums(device, 16 << 10)
     data = torch.arange(700, device=device.torch_device).view(700, 1)
-    kept = [checksums.keep(row.view(torch.uint8)) for row in data]
+    kept = [checksums.start(row.view(torch.uint8)) for row in data]
     assert [one.read() for one in kept] == [checksums.of(row.view(torch.uint8)) for row in data]
     assert len({one.read() for one in kept}) == len(kept)
     del kept
-    again = checksums.keep(data[5].view(torch.uint8))
+    again = checksums.start(data[5].view(torch.uint8))
     assert again.read() == checksums.of(data[5].view(torch.uint8))
 
 
@@ -86,7 +86,7 @@ def test_checksums_take_nothing_but_their_scratch_memory(sim: cm.SimDevice) -> N
         checksums.prepare()
         before = sim.read_memory()
         sim.reset_peaks()
-        kept = checksums.keep(data)
+        kept = checksums.start(data)
         assert checksums.of(data) == kept.read() == 0
         after = sim.read_memory()
     assert after == before

@@ -98,7 +98,7 @@ class OpFacts:
         return _from_schema(func, device_type)
 
 
-class KnownFacts(dict[Any, OpFacts]):
+class OpFactsCache(dict[Any, OpFacts]):
     """Facts by operator, for one type of device: `facts[func]` reads an operator's schema the first time."""
 
     def __init__(self, device_type: str) -> None:

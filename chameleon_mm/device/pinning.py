@@ -53,7 +53,7 @@ _MAX_THREADS = 8  # memory bandwidth is used up by then
 Madvise = Callable[[int, int, int], int]
 """`(address, nbytes, advice) -> errno`, 0 for done. Must let go of the GIL."""
 
-Place = Callable[[int, int], None]
+PreferPages = Callable[[int, int], None]
 """`(address, nbytes)` of pages that nobody has touched: says which memory they should come from. Advice: never raises."""
 
 _Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
@@ -92,14 +92,14 @@ class PageLocker:
         *,
         threads: int | None = None,
         madvise: Madvise | None = None,
-        place: Place | None = None,
+        prefer_pages: PreferPages | None = None,
         scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
         max_registrations: int = MAX_REGISTRATIONS,
     ) -> None:
         self._calls = calls
         self._threads = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
         self._madvise = madvise or _libc_madvise()
-        self._place = place
+        self._prefer_pages = prefer_pages
         self._scope = scope
         self._max_registrations = max_registrations
         self._pid = os.getpid()
@@ -189,7 +189,9 @@ class PageLocker:
 
     def _registered(self, register: Callable[[int, int], None], nbytes: int) -> _Pinned:
         unregister, held = self._calls.unregister, self._registered_at
-        memory = populated_pages(nbytes, threads=self._threads, madvise=self._madvise, place=self._place, held=held)
+        memory = populated_pages(
+            nbytes, threads=self._threads, madvise=self._madvise, prefer_pages=self._prefer_pages, held=held
+        )
         address = memory.data_ptr()
         # Before the driver is asked: an interrupt right after it would otherwise unmap pages that it holds.
         held.add(address)
@@ -211,7 +213,7 @@ class PageLocker:
 
 
 def populated_pages(
-    nbytes: int, *, threads: int, madvise: Madvise, place: Place | None = None, held: Container[int] = frozenset()
+    nbytes: int, *, threads: int, madvise: Madvise, prefer_pages: PreferPages | None = None, held: Container[int] = frozenset()
 ) -> Tensor:
     """A flat uint8 tensor over fresh anonymous pages that are all there (zero), in huge pages where the kernel has them.
 
@@ -225,8 +227,8 @@ def populated_pages(
     advise = _libc_madvise()
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
         advise(start, nbytes, advice)
-    if place is not None:
-        place(start, nbytes)
+    if prefer_pages is not None:
+        prefer_pages(start, nbytes)
     slice_bytes = max(_MIN_SLICE_BYTES, -(-nbytes // (threads * _HUGE_PAGE_BYTES)) * _HUGE_PAGE_BYTES)
     slices = [(start + offset, min(slice_bytes, nbytes - offset)) for offset in range(0, nbytes, slice_bytes)]
     if len(slices) == 1:

@@ -111,7 +111,7 @@ class MemoryReading(NamedTuple):
 
     allocated_bytes: int
     """In live tensors (not what the caching allocator reserves)."""
-    odometer_bytes: int
+    cumulative_bytes: int
     """Ever allocated, never decreasing: its growth between two readings bounds the peak between them."""
 
 

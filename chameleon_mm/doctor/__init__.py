@@ -21,7 +21,7 @@ from rich.console import Console
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.doctor.gpu import gpus
 from chameleon_mm.doctor.host import host
-from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, look, render
+from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, render, run_probe
 from chameleon_mm.doctor.software import software
 from chameleon_mm.doctor.transfer import transfer
 from chameleon_mm.outputs import tell_written
@@ -104,8 +104,8 @@ def _device(chosen: list[Device]) -> Iterator[Finding]:
             raise Unavailable("there is no device to pin for")
         return pin_trial(chosen[0], PIN_TRIAL_BYTES)
 
-    yield look("device", "device=None picks", choose)
-    yield look("device", "pinned allocation", pin)
+    yield run_probe("device", "device=None picks", choose)
+    yield run_probe("device", "pinned allocation", pin)
 
 
 def pin_trial(device: Device, nbytes: int) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from chameleon_mm.device.cuda import visible_gpus
-from chameleon_mm.doctor.report import Finding, Machine, Unavailable, look
+from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.units import MIB, format_size
 
 _QUERY = (
@@ -43,11 +43,11 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         found.extend(_found(machine))
         return f"{len(found)} found", len(found)
 
-    yield look("gpu", "GPUs", search)
+    yield run_probe("gpu", "GPUs", search)
     for index, gpu in enumerate(found):
-        yield look("gpu", f"{index}", partial(_identity, gpu))
-        yield look("gpu", f"{index} link", partial(_link, machine, gpu))
-        yield look("gpu", f"{index} NUMA node", partial(_numa_node, machine, gpu))
+        yield run_probe("gpu", f"{index}", partial(_identity, gpu))
+        yield run_probe("gpu", f"{index} link", partial(_link, machine, gpu))
+        yield run_probe("gpu", f"{index} NUMA node", partial(_numa_node, machine, gpu))
 
 
 def _found(machine: Machine) -> list[_Gpu]:

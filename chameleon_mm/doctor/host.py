@@ -13,7 +13,7 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-from chameleon_mm.doctor.report import Finding, Machine, Unavailable, look
+from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.units import format_size
 
@@ -22,12 +22,12 @@ _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as abo
 
 def host(machine: Machine) -> Iterator[Finding]:
     """Rows of the section `host`."""
-    yield look("host", "processors", _processors)
-    yield look("host", "NUMA nodes", lambda: _numa_nodes(machine))
-    yield look("host", "memory available", lambda: _memory(machine))
-    yield look("host", "memory that may be pinned", lambda: _may_be_pinned(machine))
-    yield look("host", "cgroup memory limit", lambda: _cgroup(machine))
-    yield look("host", "memlock limit", _memlock)
+    yield run_probe("host", "processors", _processors)
+    yield run_probe("host", "NUMA nodes", lambda: _numa_nodes(machine))
+    yield run_probe("host", "memory available", lambda: _memory(machine))
+    yield run_probe("host", "memory that may be pinned", lambda: _may_be_pinned(machine))
+    yield run_probe("host", "cgroup memory limit", lambda: _cgroup(machine))
+    yield run_probe("host", "memlock limit", _memlock)
 
 
 def _processors() -> tuple[str, Any]:

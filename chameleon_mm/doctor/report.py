@@ -75,7 +75,7 @@ class DoctorReport:
         return {"schema": SCHEMA, "findings": sections}
 
 
-def look(section: str, name: str, probe: Probe) -> Finding:
+def run_probe(section: str, name: str, probe: Probe) -> Finding:
     """The row that `probe` makes. Whatever it raises becomes "unavailable: reason"."""
     try:
         text, value = probe()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chameleon_mm import __version__
-from chameleon_mm.doctor.report import Finding, Machine, Unavailable, look
+from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 
 _DISTRIBUTIONS = {
     "triton": ("triton",),
@@ -29,13 +29,13 @@ _DISTRIBUTIONS = {
 
 def software(machine: Machine) -> Iterator[Finding]:
     """Rows of the section `software`."""
-    yield look("software", "python", lambda: (platform.python_version(), platform.python_version()))
-    yield look("software", "system", lambda: (platform.platform(), platform.platform()))
-    yield look("software", "chameleon-mm", lambda: (__version__, __version__))
-    yield look("software", "torch", _torch)
+    yield run_probe("software", "python", lambda: (platform.python_version(), platform.python_version()))
+    yield run_probe("software", "system", lambda: (platform.platform(), platform.platform()))
+    yield run_probe("software", "chameleon-mm", lambda: (__version__, __version__))
+    yield run_probe("software", "torch", _torch)
     for name, distributions in _DISTRIBUTIONS.items():
-        yield look("software", name, partial(_installed, distributions))
-    yield look("software", "NVIDIA driver", lambda: _driver(machine))
+        yield run_probe("software", name, partial(_installed, distributions))
+    yield run_probe("software", "NVIDIA driver", lambda: _driver(machine))
 
 
 def _torch() -> tuple[str, Any]:

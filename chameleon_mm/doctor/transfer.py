@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from chameleon_mm.device import Device
-from chameleon_mm.doctor.report import Finding, Unavailable, look
+from chameleon_mm.doctor.report import Finding, Unavailable, run_probe
 from chameleon_mm.transfer import Calibration, CalibrationCache, Path, calibrate
 from chameleon_mm.units import format_size
 
@@ -35,10 +35,10 @@ def transfer(chosen: Sequence[Device], cache: CalibrationCache) -> Iterator[Find
         found.append(calibrate(device, rounds=1) if device.simulated else calibrate(device))  # virtual times do not vary
         return link_text(measured()), measured().to_dict()
 
-    yield look("transfer", "link rates", measure)
-    yield look("transfer", "transfer paths", lambda: (paths_text(measured()), measured().to_dict()["thresholds"]))
-    yield look("transfer", "path rates", lambda: (curve_text(measured()), measured().to_dict()["curve"]))
-    yield look("transfer", "kept in", lambda: _keep(measured(), cache))
+    yield run_probe("transfer", "link rates", measure)
+    yield run_probe("transfer", "transfer paths", lambda: (paths_text(measured()), measured().to_dict()["thresholds"]))
+    yield run_probe("transfer", "path rates", lambda: (curve_text(measured()), measured().to_dict()["curve"]))
+    yield run_probe("transfer", "kept in", lambda: _keep(measured(), cache))
 
 
 def link_text(calibration: Calibration) -> str:

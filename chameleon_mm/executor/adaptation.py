@@ -34,10 +34,10 @@ from chameleon_mm.trace.recurring import there_before
 
 _log = logging.getLogger(__name__)
 
-KNOWN_STEPS = 32
+CACHED_STEPS = 32
 """Steps that are kept, with trace and plans: some MiB each for ten thousand hooks."""
 
-CANDIDATES = 2
+TRIAL_PLANS = 2
 """Plans that are tried for a step, where their simulated times are close."""
 
 RECORDINGS = 3
@@ -64,7 +64,7 @@ is slower than others: kernels are loaded in it, and the host has more to do for
 CORRECTIONS = 2
 """Of a step's times, at the most."""
 
-VAIN_SHARE = 1 / 64
+WASTED_SHARE = 1 / 64
 """Of all hooks: so many may be seen by recorders of steps that turn out to have a plan, where others have none."""
 
 
@@ -108,8 +108,8 @@ class FollowedStep(NamedTuple):
     exceeded_plan: bool
     """Whether it took so much more that its plan was no longer followed blindly."""
     had_plan: bool
-    """Whether some hook of it was one of a plan's; `kept_to_plan`: all were, of one plan, to the end."""
-    kept_to_plan: bool
+    """Whether some hook of it was one of a plan's; `followed_plan`: all were, of one plan, to the end."""
+    followed_plan: bool
 
 
 class Adaptation:
@@ -145,10 +145,10 @@ class Adaptation:
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
-        self.steps: Steps = StepCache(KNOWN_STEPS)
-        self._flawed: deque[int] = deque(maxlen=KNOWN_STEPS * RECORDINGS)
+        self.steps: Steps = StepCache(CACHED_STEPS)
+        self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recording was of no use."""
-        self._hooks = self._hooks_in_vain = 0
+        self._hooks = self._wasted_hooks = 0
         """Of all steps so far; of these, seen by a recorder that nothing came of."""
         self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
         """Steps whose last event was not complete when they ended."""
@@ -168,7 +168,7 @@ class Adaptation:
     def change_budget(self, hbm_budget_bytes: int) -> None:
         """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
         self._hbm_budget_bytes = hbm_budget_bytes
-        self.steps = StepCache(KNOWN_STEPS)
+        self.steps = StepCache(CACHED_STEPS)
         self._measuring.clear()
         self.latest = None
 
@@ -180,7 +180,7 @@ class Adaptation:
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
-        self._metrics.timed = self._metrics.timed or (planned is not None and not planned.settled)
+        self._metrics.timed = self._metrics.timed or (planned is not None and not planned.is_decided)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
         return recorder
 
@@ -189,8 +189,8 @@ class Adaptation:
         may be. A sequence that nobody ever expects, such as an evaluation now and then, is only recorded so."""
         if expected is None or self.wants_trace(expected):
             return True
-        in_vain = self._hooks_in_vain > VAIN_SHARE * self._hooks
-        return not in_vain and any(map(self.wants_trace, self.steps.entries()))
+        wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
+        return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
         return entry.plan is None and self._flawed.count(entry.fingerprint) < RECORDINGS
@@ -203,11 +203,11 @@ class Adaptation:
             self.steps.abandon_step()
             return StepKind.FAILED
         entry = self.steps.end_step(record)
-        in_vain = step.recorded_hooks
+        wasted = step.recorded_hooks
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
             self.plan_cache_hits += bool(entry.plan.trials)
-            if step.kept_to_plan and entry.plan.trials:
+            if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
             if (
                 timing is not None
@@ -219,12 +219,12 @@ class Adaptation:
                 self._measuring.append((entry.plan, step.followed, timing))
             self._learn_extra(entry.plan, step)
         elif recorder is not None and step.whole and recorder.flaw is None:
-            in_vain, kind = 0, StepKind.RECORDED
+            wasted, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             planned = PlannedStep(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            self._offer(planned)
+            self._add_plans(planned)
             self.steps.put(record, planned)
             self.latest = planned
         else:
@@ -234,12 +234,12 @@ class Adaptation:
             if entry is None:
                 self.steps.put(record, None)
         self._hooks += record.num_hooks
-        self._hooks_in_vain += in_vain
+        self._wasted_hooks += wasted
         return kind
 
     # --- plans
 
-    def _offer(self, planned: PlannedStep, *, at_most: int = CANDIDATES) -> None:
+    def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
         """Give it plans for what is known of it now."""
         began = perf_counter()
         link = self._link_cost()
@@ -261,7 +261,7 @@ class Adaptation:
                 if spare_bytes == 0:
                     _log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
-        planned.offer(plans, link)
+        planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
 
     # --- what steps teach
@@ -272,8 +272,8 @@ class Adaptation:
         plan = None if planned.current is None else planned.current.schedule.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
-        planned.plan_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
-        self._offer(planned)
+        planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
+        self._add_plans(planned)
         return True
 
     def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
@@ -281,9 +281,9 @@ class Adaptation:
         if step.exceeded_plan:
             extra = planned.extra | step.extra
         if extra is not None:
-            planned.plan_for(extra)
-        if planned.held_less(step.unused, self._spare_bytes) or extra is not None:
-            self._offer(planned)
+            planned.reset_for(extra)
+        if planned.learn_inner_memory(step.unused, self._spare_bytes) or extra is not None:
+            self._add_plans(planned)
 
     def _learn_times(self) -> None:
         """Of the steps that are complete by now: how long they took, and what they waited for."""
@@ -295,12 +295,12 @@ class Adaptation:
             self._measuring.popleft()
             if trial not in planned.trials:
                 continue
-            planned.measured(trial, time)
+            planned.add_time(trial, time)
             if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
                 planned.correct_times()
-                self._offer(planned)
+                self._add_plans(planned)
             elif planned.learn_stalls():
-                self._offer(planned, at_most=1)
+                self._add_plans(planned, at_most=1)
 
     def _to(self, phase: PlanPhase) -> None:
         if phase not in _NEXT[self.phase]:

@@ -22,10 +22,10 @@ import torch
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.forecast import Forecast, LearnedForecast
-from chameleon_mm.executor.kept_small import KeptSmall
+from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.saved_storage import SavedStorage, State
-from chameleon_mm.executor.surplus import Sender, Surplus, swap_out_now
+from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
@@ -54,8 +54,8 @@ class Budget:
         metrics: Metrics,
         *,
         live: Callable[[], Iterable[SavedStorage]],
-        sender: Callable[[], Sender | None],
-        kept: KeptSmall | None = None,
+        swap_outs: Callable[[], PendingSwapOuts | None],
+        small: SmallTensors | None = None,
     ) -> None:
         """`sender` leads to what sends storages out, as long as it is there. `kept`: small ones that stay, and leave where
         memory is short all the same."""
@@ -74,14 +74,16 @@ class Budget:
         self._order = order
         self._metrics = metrics
         self._registry = live
-        self._sender = sender
-        self.surplus: Surplus | None = None
+        self._swap_outs = swap_outs
+        self.memory_limit: SwapMemoryLimit | None = None
         """Limit by what the device has free, where there is no budget."""
-        if limits.free_share is not None and kept is not None:
-            self.surplus = Surplus(device, limits.free_share, reclaim=self.reclaim, order=order, kept=kept, sender=sender)
-        self._odometer: int | None = None
+        if limits.free_share is not None and small is not None:
+            self.memory_limit = SwapMemoryLimit(
+                device, limits.free_share, reclaim=self.reclaim, order=order, small=small, swap_outs=swap_outs
+            )
+        self._cumulative: int | None = None
         """Of the last check of this step."""
-        self._odometer_at_begin: int | None = None
+        self._cumulative_at_begin: int | None = None
         self._allocated = 0
         self._taken = 0
 
@@ -97,7 +99,7 @@ class Budget:
     def begin_step(self) -> None:
         """From here on what the step allocates is counted."""
         if self._limits.hbm_budget_bytes is not None:
-            self._odometer_at_begin = self._device.read_memory().odometer_bytes
+            self._cumulative_at_begin = self._device.read_memory().cumulative_bytes
             self._taken = 0
 
     def check_memory(self) -> int:
@@ -105,16 +107,16 @@ class Budget:
         allocated since then, freed ones too; 0 without a budget."""
         allowed = self._limits.leaving_bytes
         if allowed is not None:
-            self.reclaim.flush(lambda: self.reclaim.pending_bytes <= allowed)
-        if self.surplus is not None:
-            self.surplus.check_memory()
+            self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
+        if self.memory_limit is not None:
+            self.memory_limit.check_memory()
         if self._limits.hbm_budget_bytes is None:
             return 0
         growth = self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.
-        self._make_room(0, self.forecast.growth_from_check(), keep=None)
+        self._make_room(0, self.forecast.growth_from_check(), exclude=None)
         return growth
 
     def allocated_bytes(self) -> int:
@@ -128,8 +130,8 @@ class Budget:
 
     def spare_bytes(self) -> int:
         """What may be taken for a moment, beside what the model will."""
-        if self.surplus is not None:
-            return self.surplus.spare_bytes()
+        if self.memory_limit is not None:
+            return self.memory_limit.spare_bytes()
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
@@ -137,8 +139,8 @@ class Budget:
 
     def spare_until_used_bytes(self) -> int:
         """What may be taken now and kept for a while, as far as it is known what the model will take meanwhile."""
-        if self.surplus is not None:
-            return self.surplus.spare_bytes()
+        if self.memory_limit is not None:
+            return self.memory_limit.spare_bytes()
         budget, need = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
@@ -149,25 +151,25 @@ class Budget:
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
-        if self.surplus is not None:
-            self.surplus.note_allocated(rounded)
+        if self.memory_limit is not None:
+            self.memory_limit.note_allocated(rounded)
 
-    def make_room(self, nbytes: int, *, keep: SavedStorage | None) -> None:
+    def make_room(self, nbytes: int, *, exclude: SavedStorage | None) -> None:
         """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`.
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
-        if self.surplus is not None:
-            self.surplus.make_room(nbytes, keep)
-        self._make_room(nbytes, self.forecast.growth(), keep)
+        if self.memory_limit is not None:
+            self.memory_limit.make_room(nbytes, exclude)
+        self._make_room(nbytes, self.forecast.growth(), exclude)
 
-    def _make_room(self, nbytes: int, need: int | None, keep: SavedStorage | None) -> None:
+    def _make_room(self, nbytes: int, need: int | None, exclude: SavedStorage | None) -> None:
         """`need`: of the next climb; None: not known."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
         if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
-            self.reclaim.flush(lambda: False)
+            self.reclaim.reclaim_until(lambda: False)
             self._allocated = self._device.allocated_bytes()
         limit = budget - nbytes - (need or 0)
         if self._allocated <= limit:
@@ -177,7 +179,7 @@ class Budget:
             self._allocated = self._device.allocated_bytes()
             return self._allocated <= limit
 
-        refused = self._reclaim_until(enough, keep)
+        refused = self._reclaim_until(enough, exclude)
         if self._allocated > budget - nbytes:
             self._metrics.totals.budget_misses += 1
             if refused is not None:
@@ -189,35 +191,35 @@ class Budget:
 
     def note_on_device(self, saved: SavedStorage) -> None:
         """`saved`, which could be on the host, is on the device all the same."""
-        if self.surplus is not None:
-            self.surplus.note_on_device(saved)
+        if self.memory_limit is not None:
+            self.memory_limit.note_on_device(saved)
 
     @property
     def wants_check(self) -> bool:
         """Whether memory is to be checked though nothing that moves is saved or used."""
-        return self.surplus is not None and self.surplus.wants_check
+        return self.memory_limit is not None and self.memory_limit.wants_check
 
     @property
-    def is_blind(self) -> bool:
+    def growth_is_unknown(self) -> bool:
         """Whether there is a budget, and no knowing how far allocation will climb until the next check."""
         return self._limits.hbm_budget_bytes is not None and self.forecast.growth() is None
 
     @property
-    def tight_and_unknown(self) -> bool:
+    def must_use_pageable(self) -> bool:
         """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
-        return self.is_blind and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
+        return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
-    def reclaim_all(self, keep: SavedStorage | None) -> None:
+    def reclaim_all(self, exclude: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
-        if self.surplus is not None:
-            self.surplus.reclaim_all(keep)
-        self._reclaim_until(lambda: False, keep)
+        if self.memory_limit is not None:
+            self.memory_limit.reclaim_all(exclude)
+        self._reclaim_until(lambda: False, exclude)
 
-    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+    def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """After a failed allocation of about `nbytes`: what is on its way out, else one more storage. Returns whether anything
         went; never what lies in the storages `busy`."""
         if len(self.reclaim) or len(self.planned):
-            self.flush()
+            self.reclaim_pending()
             return True
         taken = {id(storage) for storage in busy}
         for saved in self._restored():
@@ -225,9 +227,9 @@ class Budget:
                 with suppress(torch.OutOfMemoryError):
                     saved.drop_restored()
                     return True
-        victims = [saved for saved in self._resident() if id(saved.device) not in taken]
+        choices = [saved for saved in self._resident() if id(saved.device) not in taken]
         # Best fit: the smallest that is large enough, else the largest.
-        for saved in sorted(victims, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):
+        for saved in sorted(choices, key=lambda saved: (saved.nbytes < nbytes, abs(saved.nbytes - nbytes))):
             with suppress(TransferFailed, HostMemoryExhausted):
                 swap_out_now(saved)
                 return True
@@ -235,68 +237,68 @@ class Budget:
 
     def _restored(self) -> list[SavedStorage]:
         """What the host has a copy of and the device, too: the one that is used last first."""
-        both = [saved for saved in self._registry() if saved.state in (State.ARRIVING, State.RESTORED)]
+        both = [saved for saved in self._registry() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
         """What is on the device alone, and may be copied."""
         return [
-            saved for saved in self._registry() if saved.state is State.RESIDENT and saved.op_is_over and saved.worth_a_copy
+            saved for saved in self._registry() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
         ]
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` leaves the model what it needs."""
         if self._limits.ahead_bytes is not None:
-            ahead = sum(saved.nbytes for saved in self._registry() if saved.state is State.ARRIVING)
+            ahead = sum(saved.nbytes for saved in self._registry() if saved.state is State.SWAPPING_IN)
             if ahead + nbytes > self._limits.ahead_bytes:
                 return False
         return nbytes <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
         """The step is over; `completed` says whether there is something to learn from it. Returns as `check_memory` does."""
-        growth = self._note_growth() if self._odometer is not None else 0
-        self._odometer = self._odometer_at_begin = None
+        growth = self._note_growth() if self._cumulative is not None else 0
+        self._cumulative = self._cumulative_at_begin = None
         if completed:
             self.headroom.end_step()
         else:
             self.headroom.forget()
-        if self.surplus is not None:
-            self.surplus.end_step(completed=completed)
+        if self.memory_limit is not None:
+            self.memory_limit.end_step(completed=completed)
         return growth
 
     def _note_growth(self) -> int:
         now = self._device.read_memory()
-        since = self._odometer_at_begin if self._odometer is None else self._odometer
-        growth = 0 if since is None else max(0, now.odometer_bytes - since - self._taken)
-        if self._odometer is not None:
+        since = self._cumulative_at_begin if self._cumulative is None else self._cumulative
+        growth = 0 if since is None else max(0, now.cumulative_bytes - since - self._taken)
+        if self._cumulative is not None:
             self.headroom.record(growth)
-        self._odometer, self._allocated, self._taken = now.odometer_bytes, now.allocated_bytes, 0
+        self._cumulative, self._allocated, self._taken = now.cumulative_bytes, now.allocated_bytes, 0
         return growth
 
-    def flush(self) -> None:
+    def reclaim_pending(self) -> None:
         """Give back all that is on its way out."""
-        self.reclaim.flush(lambda: False)
-        self.planned.flush(lambda: False)
+        self.reclaim.reclaim_until(lambda: False)
+        self.planned.reclaim_until(lambda: False)
 
-    def _reclaim_until(self, enough: Callable[[], bool], keep: SavedStorage | None) -> str | None:
+    def _reclaim_until(self, enough: Callable[[], bool], exclude: SavedStorage | None) -> str | None:
         """Returns why the host took no more, if that is what ended it."""
-        self.reclaim.flush(enough)
-        self.planned.flush(enough)
+        self.reclaim.reclaim_until(enough)
+        self.planned.reclaim_until(enough)
         if enough():
             return None
         for saved in self._restored():
-            if saved is keep:
+            if saved is exclude:
                 continue
             if enough():
                 return None
             with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                 saved.drop_restored()
-        if (sender := self._sender()) is not None:
-            sender.pack_small()
-        self.reclaim.flush(enough)
+        if (swap_outs := self._swap_outs()) is not None:
+            swap_outs.pack_small()
+        self.reclaim.reclaim_until(enough)
         try:
             for saved in self._resident():
-                if saved is keep:
+                if saved is exclude:
                     continue
                 if enough():
                     return None

@@ -22,15 +22,15 @@ class BufferCopies:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         """Of each module, its table of buffers as it is, and as it was."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         """By id of the buffer: itself and its copy."""
 
-    def keep(self) -> None:
+    def take(self) -> None:
         """Copy what the buffers hold now. Raises `torch.OutOfMemoryError`."""
-        self._places = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
-        buffers = {id(b): b for _, table in self._places for b in table.values() if b is not None}
+        self._tables = [(module._buffers, dict(module._buffers)) for module in self._model.modules()]
+        buffers = {id(b): b for _, table in self._tables for b in table.values() if b is not None}
         known, self._copies = self._copies, {}
         again: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
@@ -47,7 +47,7 @@ class BufferCopies:
 
     def restore(self) -> None:
         """Put back which tensors the buffers were, and what they held."""
-        for table, as_it_was in self._places:
+        for table, as_it_was in self._tables:
             table.clear()
             table.update(as_it_was)
         with torch.no_grad():

@@ -63,7 +63,7 @@ class Found(NamedTuple):
     """The live claim that it shares; None: a new one is to be made."""
     part: Part | None
     """Part of the storage that the claim is on; None: all of it."""
-    grows: bool = False
+    extends_copy: bool = False
     """Whether the claim's copy, not begun yet, has more to wait for: the operator that saves these bytes."""
     before: Claim | None = None
     """A claim on all of the storage, whose copy began too early, where a new one is to be made."""
@@ -89,15 +89,17 @@ class Claims:
         if found.claim is not None:
             return found
         on_all = found.before
-        comes_late = on_all is not None and not whole and facts.covered_bytes is not None
-        if not comes_late and not rule.gathers(facts, views=0, view_bytes=0):
+        copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
+        if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
             return Found(None, None, before=on_all)
         part = Part.of(t)
         on_part = None if part is None else self._on(storage, part)
         if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
             return shared
         others = self._parts.get(id(storage), ())
-        if not comes_late and not rule.gathers(facts, views=len(others), view_bytes=sum(other.nbytes for other in others)):
+        if not copied_too_early and not rule.gathers(
+            facts, views=len(others), view_bytes=sum(other.nbytes for other in others)
+        ):
             part = None
         return Found(None, part, before=on_all)
 
@@ -147,9 +149,9 @@ class Claims:
 def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
     """The claim, for `t` too, if its copy has these bytes or will; views of one part cover the same ones."""
     record = claim.saved
-    if record.has(saved, same_bytes=record.part is not None):
+    if record.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
-    return Found(claim, record.part, grows=True) if record.takes(saved, t, compute) else None
+    return Found(claim, record.part, extends_copy=True) if record.try_include(saved, t, compute) else None
 
 
 def _key(storage_id: int, part: Part | None) -> Hashable:

@@ -79,7 +79,7 @@ def covered_bytes(t: Tensor) -> int:
     return elements * t.element_size()
 
 
-def taken_apart(t: Tensor) -> tuple[dict[str, Any], Any] | None:
+def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
     """What a wrapper subclass wraps, and what it needs to wrap it again; None if it cannot be taken apart.
 
     Most of it are tensors; a DTensor also names its mesh.

@@ -6,7 +6,7 @@
                    director.note_growth(nbytes)             # where memory was checked
                    director.note_restored(saved, storage)   # a use: where its bytes are
                    director.take_prefetches()               # what is to be swapped in, after the use's own
-    kind = director.end_step(recorder, compute, grown_bytes, completed=...)
+    kind = director.end_step(recorder, compute, growth_bytes, completed=...)
 
 `Director` itself decides nothing: every storage goes by the default rule, and no step is recorded.
 """
@@ -78,8 +78,8 @@ class Director:
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """`storage` holds the bytes of `saved`, whose use this is."""
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
-        """The step is over; it teaches something if it `completed`. `grown_bytes` as `note_growth` has them."""
+    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
+        """The step is over; it teaches something if it `completed`. `growth_bytes` as `note_growth` has them."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
     def change_budget(self, hbm_budget_bytes: int) -> None:

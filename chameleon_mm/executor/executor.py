@@ -31,7 +31,6 @@ from chameleon_mm.executor.classify import ProtectedStorages, facts_of
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
-from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.late_errors import LateErrors
 from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.recording import Recording
@@ -39,6 +38,7 @@ from chameleon_mm.executor.registry import StorageRegistry
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.saved_part import SavedPart
 from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
@@ -47,7 +47,7 @@ from chameleon_mm.executor.verify import Checksums, scratch_bytes
 from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
-from chameleon_mm.profiler.surroundings import tracer_is_on
+from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ class Executor:
         self._registry = registry = StorageRegistry()
         self._claims = Claims()
         me = weakref.ref(self)
-        self._kept = None if limits.free_share is None else KeptSmall(context, registry, self._claims, partial(_claim_of, me))
+        self._small = (
+            None if limits.free_share is None else SmallTensors(context, registry, self._claims, partial(_claim_of, me))
+        )
         # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
         outs: weakref.ref[SwapOuts]
         self._budget = Budget(
@@ -95,8 +97,8 @@ class Executor:
             self._order,
             self.metrics,
             live=registry.all,
-            sender=lambda: outs(),  # noqa: PLW0108 - it is there only later
-            kept=self._kept,
+            swap_outs=lambda: outs(),  # noqa: PLW0108 - it is there only later
+            small=self._small,
         )
         staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
         self._outs = SwapOuts(context, registry, self._budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
@@ -106,7 +108,7 @@ class Executor:
         self.director = Director()
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._dropped: deque[SavedStorage] = deque()
+        self._to_retire: deque[SavedStorage] = deque()
         self._late_errors = LateErrors()
         self.hook_counts = HookCounts()
         self._in_step = False
@@ -117,65 +119,65 @@ class Executor:
     def save(self, t: Tensor) -> Handle:
         """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
         self.hook_counts.saved()
-        with self._recording.quiet():
-            handle = self._save(t, directed=True)
-        self._recording.leave_early()
+        with self._recording.paused():
+            handle = self._save(t, is_hook=True)
+        self._recording.leave_if_needed()
         return handle
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         self.hook_counts.used()
-        with self._recording.quiet():
-            t = self._use(handle, directed=True)
-        self._recording.leave_early()
+        with self._recording.paused():
+            t = self._use(handle, is_hook=True)
+        self._recording.leave_if_needed()
         return t
 
-    def _save(self, t: Tensor, *, directed: bool) -> Handle:
-        """`directed`: a hook of autograd's own; else a part of what one saves."""
+    def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
+        """`is_hook`: a hook of autograd's own; else a part of what one saves."""
         if self._forked:
             return KeptTensor(t, by_reference=False)
         if self.device.capturing():
-            return self._keep_apart(t, "capturing")
+            return self._keep_without_device(t, "capturing")
         if tracer_is_on():
-            return self._keep_apart(t, "tracing")
+            return self._keep_without_device(t, "tracing")
         facts = facts_of(t, self.device, self._protected)
         handle: Handle | None = None
         if facts.kind == "subclass":
-            handle = save_parts(t, lambda part: self._save(part, directed=False))
+            handle = save_parts(t, lambda part: self._save(part, is_hook=False))
         reason = self._rule.reason_to_keep(facts)
         with self._entered():
             saved_bytes = SavedBytes(t) if handle is None and reason is None else None
-            claim = None if saved_bytes is None else self._claim(t, saved_bytes, facts)
+            claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
             finished, hook = self._outs.finished(), NO_HOOK
-            if directed:
+            if is_hook:
                 hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
-            self._advance(finished, check_memory=claim is not None, at_hook=directed)
+            self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
             if hook != NO_HOOK:
                 self._prefetch_due(self._streams.current())
             if claim is not None and saved_bytes is not None:
                 handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
                 handle = self._keep(t, reason or facts.kind)
-                if self._kept is not None and facts.nbytes:
-                    self._kept.add(handle, facts.nbytes)
+                if self._small is not None and facts.nbytes:
+                    self._small.add(handle, facts.nbytes)
             handle.saved_at = (self._registry.epoch, hook)
         return handle
 
-    def _use(self, handle: Handle, *, directed: bool) -> Tensor:
+    def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
         handle.check_version()
         if isinstance(handle, SwappedView):
-            return self._use_view(handle, directed=directed)
-        if directed:
-            self._pass_by(handle)
+            return self._use_view(handle, is_hook=is_hook)
+        if is_hook:
+            self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
             t = handle.tensor
             if t is not None:
                 return t
             assert handle.moved is not None  # memory was short
-            return self._use_view(handle.moved, directed=False)
-        return handle.rebuild({name: self._use(part, directed=False) for name, part in handle.parts.items()})
+            return self._use_view(handle.moved, is_hook=False)
+        return handle.rebuild({name: self._use(part, is_hook=False) for name, part in handle.parts.items()})
 
-    def _use_view(self, handle: SwappedView, *, directed: bool) -> Tensor:
+    def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
         saved = handle.claim.saved
         if self._forked:
             raise RuntimeError(
@@ -190,20 +192,20 @@ class Executor:
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext(), self._entered():
             director, finished = self.director, self._outs.finished()
-            if directed:
+            if is_hook:
                 director.on_use(handle.saved_at, saved, finished)
-            self._advance(finished, check_memory=True, at_hook=directed)
+            self._advance(finished, check_memory=True, at_hook=is_hook)
             compute = self._streams.current()
-            storage = self._ins.bring(saved, compute)
+            storage = self._ins.restore(saved, compute)
             self._count_use(handle, saved)
-            if directed:
+            if is_hook:
                 director.note_restored(saved, storage)
                 self._prefetch_due(compute)
             if saved.planned is None or not director.follows_plan:
                 self._ins.prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
-    def _pass_by(self, handle: Handle) -> None:
+    def _use_unmoved(self, handle: Handle) -> None:
         """A use of what never left: what else is due at its hook."""
         if not self.director.plans or self._forked or self.device.capturing() or tracer_is_on():
             return
@@ -217,18 +219,18 @@ class Executor:
         self.metrics.totals.kept_by_reason[reason] += 1
         return KeptTensor(t, by_reference=reason == "parameter")
 
-    def _keep_apart(self, t: Tensor, reason: str) -> KeptTensor:
+    def _keep_without_device(self, t: Tensor, reason: str) -> KeptTensor:
         """Without entering: nothing may be asked of the device now."""
         with self._lock:
             return self._keep(t, reason)
 
-    def free_something(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
+    def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """An operator found no memory: give back what is on its way out, else a storage of about `nbytes` that is not `busy`.
 
         Returns whether anything went. Not to be called inside of a hook.
         """
         with self._entered():
-            return self._budget.free_something(nbytes, busy)
+            return self._budget.reclaim_some(nbytes, busy)
 
     # --- steps
 
@@ -270,16 +272,16 @@ class Executor:
             return
         with self._entered():
             self._advance(self._outs.finished(), check_memory=False)
-            self._budget.flush()
+            self._budget.reclaim_pending()
             self._outs.forget_small()
             self._in_step = False
-            grown_bytes = self._learn(completed=completed)
-            kind = self.director.end_step(recorder, self.device.current_stream(), grown_bytes, completed=completed)
+            growth_bytes = self._learn(completed=completed)
+            kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)
             self.metrics.end_step(kind)
 
     def leave_recorders(self) -> None:
         """Leave what autograd has put back of recorders that were left within a backward."""
-        self._recording.leave_again()
+        self._recording.leave_restored()
 
     @property
     def hbm_budget_bytes(self) -> int:
@@ -306,11 +308,11 @@ class Executor:
         Raises what came up in a finaliser since, last of all: whatever was entered for is done by then.
         """
         with self._lock:
-            self._retire_dropped()
+            self._retire_queued()
             try:
                 yield
             finally:
-                self._retire_dropped()
+                self._retire_queued()
         self._retire_if_idle()
         self._late_errors.raise_oldest()
 
@@ -322,11 +324,11 @@ class Executor:
         """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours. Raises nothing."""
         if self._forked:  # the parent's blocks and its device: neither is the child's to give back
             return
-        self._dropped.append(saved)
+        self._to_retire.append(saved)
         try:
             self._retire_if_idle()
         except BaseException as error:  # noqa: BLE001 - raised by whoever enters next: a finaliser's own would only be printed
-            self._late_errors.keep(error)
+            self._late_errors.add(error)
 
     @property
     def _forked(self) -> bool:
@@ -336,17 +338,17 @@ class Executor:
     def _retire_if_idle(self) -> None:
         # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.
         # While a graph is captured nothing may be asked of the device: whoever enters after it retires them.
-        while self._dropped and not self.device.capturing() and self._lock.acquire(blocking=False):
+        while self._to_retire and not self.device.capturing() and self._lock.acquire(blocking=False):
             try:
-                self._retire_dropped()
+                self._retire_queued()
             finally:
                 self._lock.release()
 
-    def _retire_dropped(self) -> None:
+    def _retire_queued(self) -> None:
         retired = False
         errors: list[BaseException] = []
-        while self._dropped:
-            saved = self._dropped.popleft()
+        while self._to_retire:
+            saved = self._to_retire.popleft()
             retired = True
             self._registry.remove(saved)
             self._claims.forget(saved)
@@ -359,11 +361,11 @@ class Executor:
                     group.retire()
             except BaseException as error:  # noqa: BLE001 - raised below, once the others are retired too
                 errors.append(error)
-            kept_alive = saved.first()
-            if saved.state is State.RETIRED and kept_alive is not None and saved.part is None:
-                self._protected.add(kept_alive)  # it outlived its saves: a buffer or an input, which moving frees nothing of
+            still_held = saved.first()
+            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
+                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._registry.of_epoch:
-            self._budget.flush()
+            self._budget.reclaim_pending()
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         if errors:
@@ -377,12 +379,12 @@ class Executor:
     def _learn(self, *, completed: bool) -> int:
         """Returns the bytes that the model allocated since memory was last checked."""
         self._saved_any = self._used_any = False
-        grown_bytes = self._budget.end_step(completed=completed)
+        growth_bytes = self._budget.end_step(completed=completed)
         if completed:
             self._order.end_step()
         else:
             self._order.forget()
-        return grown_bytes
+        return growth_bytes
 
     # --- what happens at every hook
 
@@ -390,38 +392,38 @@ class Executor:
         """`finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own."""
         due = self.director.due(finished)
         for saved, nbytes in due.reclaims:  # first: what was given back before is room for what the plan has next
-            if saved.state is State.RESIDENT:
+            if saved.state is State.ON_DEVICE:
                 self._swap_out_planned(saved, nbytes)
-            if saved.state is State.LEAVING:
-                saved.reclaim(in_turn=True)
-                self._budget.note_allocated(saved.remains_bytes)
+            if saved.state is State.SWAPPING_OUT:
+                saved.reclaim(in_plan_order=True)
+                self._budget.note_allocated(saved.remainder_bytes)
         for saved, last_bytes in due.swap_outs:
             if last_bytes is None:
-                self._outs.send(saved)
+                self._outs.swap_out(saved)
             else:
                 self._swap_out_planned(saved, last_bytes)
         self._outs.pack_waiting()
-        self._transfer.pump()
-        self._budget.reclaim.sweep()
+        self._transfer.hand_over()
+        self._budget.reclaim.reclaim_complete()
         if check_memory or due.check_memory or self._budget.wants_check:
-            grown_bytes = self._budget.check_memory()
-            self.director.note_growth(grown_bytes, at_hook=check_memory and at_hook)
+            growth_bytes = self._budget.check_memory()
+            self.director.note_growth(growth_bytes, at_hook=check_memory and at_hook)
 
     def _swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        if saved.state is State.RESIDENT and saved.op_is_over and saved.worth_a_copy:
-            self._outs.send_planned(saved, min(last_bytes, saved.nbytes))
+        if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable:
+            self._outs.swap_out_planned(saved, min(last_bytes, saved.nbytes))
 
     def _prefetch_due(self, compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
         for saved in self.director.take_prefetches():
             if saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
                 continue
-            if not self.director.follows_plan and not self._budget.room_for(saved.arrival_bytes):
+            if not self.director.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
                 return
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
                 self._ins.prefetch(saved, compute)
 
-    def _claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
+    def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""
         compute = self._streams.current()
         # A step that is written down has one tensor for each storage: what is saved of it later is no part of its own.
@@ -429,10 +431,10 @@ class Executor:
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)
-        elif found.grows and claim.saved.state is State.RESIDENT:
+        elif found.extends_copy and claim.saved.state is State.ON_DEVICE:
             self._outs.add(claim.saved)
         claim.saved.views += 1
-        claim.saved.to_come += 1
+        claim.saved.uses_left += 1
         return claim
 
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
@@ -441,11 +443,11 @@ class Executor:
         make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
         saved = make(t, saved_bytes, compute, self._context, epoch=self._registry.epoch, index=self._registry.next_index)
         if found.before is not None:
-            saved.follows(found.before.saved)
+            saved.supersedes(found.before.saved)
         self._registry.add(saved)
         self._saved_any = True
-        if self._budget.surplus is not None:
-            self._budget.surplus.note_saved(saved.nbytes)
+        if self._budget.memory_limit is not None:
+            self._budget.memory_limit.note_saved(saved.nbytes)
         self._outs.add(saved)
         claim = Claim(saved, self._on_claim_end)
         self._claims.add(claim)
@@ -455,10 +457,10 @@ class Executor:
         if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)
-        if handle.round != saved.round:
-            handle.round = saved.round
-            saved.to_come -= 1
-        if saved.state is State.RESTORED and saved.to_come <= 0 and not self._budget.forecast.follows_plan:
+        if handle.swap_in_number != saved.swap_in_number:
+            handle.swap_in_number = saved.swap_in_number
+            saved.uses_left -= 1
+        if saved.state is State.RESTORED and saved.uses_left <= 0 and not self._budget.forecast.follows_plan:
             saved.drop_if_held_elsewhere()  # a moment before autograd would; a plan counts on that moment, as the trace has it
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from chameleon_mm.trace import TensorKind, Trace
-from chameleon_mm.trace.recurring import kept_bytes, there_before, with_extra, with_spikes
+from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class ExtraMemory:
 
     def added_to(self, trace: Trace) -> Trace:
         extra_bytes = self.extra_bytes
-        gradients = kept_bytes(trace, {TensorKind.GRADIENT})
+        gradients = outliving_bytes(trace, {TensorKind.GRADIENT})
         if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
             trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
         if extra_bytes:

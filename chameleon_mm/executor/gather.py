@@ -40,14 +40,16 @@ class Part(NamedTuple):
         if word_bytes not in _WORDS or t.numel() == 0:
             return None
         # A dimension of stride 0 repeats what is there. Sorted by stride, so that views that differ in order alone are one.
-        kept = sorted((stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and stride > 0)
+        dims_by_stride = sorted(
+            (stride, size) for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1 and stride > 0
+        )
         reach = 1
-        for stride, size in kept:
+        for stride, size in dims_by_stride:
             if stride < reach:
                 return None
             reach += stride * (size - 1)
         dims = [(1, per_element)] if per_element > 1 else []
-        dims += [(stride * per_element, size) for stride, size in kept]
+        dims += [(stride * per_element, size) for stride, size in dims_by_stride]
         sizes, strides = tuple(size for _, size in reversed(dims)), tuple(stride for stride, _ in reversed(dims))
         return cls(word_bytes, int(t.storage_offset()) * per_element, sizes, strides)
 

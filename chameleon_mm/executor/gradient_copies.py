@@ -79,7 +79,7 @@ class GradientOnDevice:
 GradientCopy = GradientOnHost | GradientOnDevice
 
 
-def copy_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
+def snapshot_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
     """Of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the device."""
     if grad is None:
         return None

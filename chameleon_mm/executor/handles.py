@@ -1,6 +1,6 @@
 """What autograd holds instead of a saved tensor, and how the tensor is rebuilt from it.
 
-    handle = KeptTensor(t) | SwappedView(claim, t, probe) | TakenApart(t, handles of what it wraps)      # on_save: Note [Life]
+    handle = KeptTensor(t) | SwappedView(claim, t, probe) | WrapperHandle(t, handles of what it wraps)      # on_save: Note [Life]
     handle.check_version()                                    # on_use: eager's "modified by an inplace operation"
     SwappedView.rebuild(storage)                              # same strides, offset, dtype, conj and neg bits, version counter
 
@@ -94,7 +94,7 @@ class KeptTensor:
 class SwappedView:
     """One saved tensor whose storage moves: the storage's record, the geometry of this view, its version."""
 
-    __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "round", "saved_at")
+    __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "saved_at", "swap_in_number")
 
     def __init__(self, claim: Claim, t: Tensor, probe: VersionProbe) -> None:
         self.saved_at = (-1, NO_HOOK)
@@ -106,7 +106,7 @@ class SwappedView:
         self._conj = t.is_conj()
         self._neg = t.is_neg()
         self.probe = probe
-        self.round = -1
+        self.swap_in_number = -1
         """The storage's `round` in which this view was last used; the storage counts down who is still to come."""
 
     def check_version(self) -> None:
@@ -121,7 +121,7 @@ class SwappedView:
         return self.probe.joined(view._neg_view() if self._neg else view)
 
 
-class TakenApart:
+class WrapperHandle:
     """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap again.
 
     PyTorch's own protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner tensors,
@@ -154,7 +154,7 @@ class TakenApart:
         return wrapped
 
 
-Handle = KeptTensor | SwappedView | TakenApart
+Handle = KeptTensor | SwappedView | WrapperHandle
 """What autograd holds for one saved tensor."""
 
 

@@ -44,7 +44,7 @@ class HookCounts:
 
     def begin_step(self, pack_hook: object) -> None:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
-        self.settle()
+        self.count_between_steps()
         top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         on_top = pack_hook is None or top is None or top[0] is pack_hook
         self._in_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), on_top
@@ -62,7 +62,7 @@ class HookCounts:
         self._saves = self._uses = 0
         self._in_step = None
 
-    def settle(self) -> None:
+    def count_between_steps(self) -> None:
         """Count what came since the last step; in a step there is nothing to."""
         if self._in_step is None:
             self.saves_between += self._saves
@@ -78,7 +78,7 @@ def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -
 
     `closed`: its `with` block is over. `thread`: the name of the one that entered it.
     """
-    counts.settle()
+    counts.count_between_steps()
     if not steps_begun:
         return _without_steps(counts, closed=closed, thread=thread)
     if counts.steps and counts.steps_without_saves == counts.steps:

@@ -95,7 +95,7 @@ class HookSchedule:
         """Of the storage that is saved for the first time at hook number `hook`."""
         return self._storage_actions.get(hook)
 
-    def climb(self, hook: int) -> int:
+    def growth(self, hook: int) -> int:
         """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next check."""
         return self._growth[hook]
 

@@ -20,25 +20,25 @@ _NOTE = "Raised late: it came up in a finaliser, as a saved tensor that autograd
 class LateErrors:
     """Thread-safe: appending to a deque and taking from it are atomic."""
 
-    __slots__ = ("_kept",)
+    __slots__ = ("_errors",)
 
     def __init__(self) -> None:
-        self._kept: deque[BaseException] = deque()
+        self._errors: deque[BaseException] = deque()
 
-    def keep(self, error: BaseException) -> None:
+    def add(self, error: BaseException) -> None:
         """Its traceback goes on as a note: frames would keep tensors, blocks and the executor itself alive."""
-        places = traceback.walk_tb(error.__traceback__)
-        lines = (f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}' for frame, line in places)
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = (f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}' for frame, line in frames)
         error.add_note("\n".join((_NOTE, *lines)))
         _drop_frames(error)
-        self._kept.append(error)
+        self._errors.append(error)
 
     def raise_oldest(self) -> None:
         """Raise what was kept first, if there is anything."""
-        if self._kept:
+        if self._errors:
             oldest: list[BaseException] = []
             with suppress(IndexError):  # another thread took it
-                oldest.append(self._kept.popleft())
+                oldest.append(self._errors.popleft())
             if oldest:
                 _raise(oldest)
 
@@ -46,13 +46,13 @@ class LateErrors:
         """Raise the first of `errors` and keep the others. Empties the list."""
         first = [errors.pop(0)]
         while errors:
-            self.keep(errors.pop(0))
+            self.add(errors.pop(0))
         _raise(first)
 
     def __del__(self) -> None:
         # An error must not vanish: what nobody was told by now the interpreter tells.
-        if self._kept and not sys.is_finalizing():
-            raise self._kept.popleft()
+        if self._errors and not sys.is_finalizing():
+            raise self._errors.popleft()
 
 
 def _raise(error: list[BaseException]) -> NoReturn:

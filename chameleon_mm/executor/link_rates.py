@@ -39,10 +39,10 @@ _FEW = 9
 
 def link_cost_for(device: Device) -> LinkCost:
     """The link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
-    kept = CalibrationCache().load(device)
-    if kept is None or not (_is_rate(kept.d2h_gbps) and _is_rate(kept.h2d_gbps)):
+    cached = CalibrationCache().load(device)
+    if cached is None or not (_is_rate(cached.d2h_gbps) and _is_rate(cached.h2d_gbps)):
         return UNMEASURED_LINK
-    return _link(UNMEASURED_LINK, kept.d2h_gbps, kept.h2d_gbps, kept.duplex_gbps)
+    return _link(UNMEASURED_LINK, cached.d2h_gbps, cached.h2d_gbps, cached.duplex_gbps)
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:

@@ -2,7 +2,7 @@
 
     group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' own memory goes at once
     group.swap_out() ...                                   # a saved storage like any other
-    group.unpack_members(waiting, packed, compute)         # all members that are still wanted, by one kernel
+    group.unpack(waiting, packed, compute)         # all members that are still wanted, by one kernel
     member retires -> group.leave(member)                  # its last member takes it along
 
 A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packed, they cost the host a launch for all of them, and the
@@ -28,25 +28,27 @@ class PackedGroup(SavedStorage):
     """The packed bytes of several small storages. Its life ends with its last member's."""
 
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
-        """Pack `members`, all of them RESIDENT, on `compute`, the current stream.
+        """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
         places, total = packed_offsets([member.nbytes for member in members])
         packed = compute.alloc(total)
-        homes = list(dict.fromkeys(member.home for member in members))
-        for home in homes:
-            context.streams.meet(home)  # Note [Swap-out]: the sources were written by home, and `compute` reads them
+        alloc_streams = list(dict.fromkeys(member.alloc_stream for member in members))
+        for alloc_stream in alloc_streams:
+            context.streams.join_all(
+                alloc_stream
+            )  # Note [Swap-out]: the sources were written by home, and `compute` reads them
         # Made once for both: on the host a flat tensor costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
         compute.pack(packed, sources, places)
-        for home in homes:
-            context.streams.meet(home)  # Note [Reclaim]: the next owner of a source comes after that read
+        for alloc_stream in alloc_streams:
+            context.streams.join_all(alloc_stream)  # Note [Reclaim]: the next owner of a source comes after that read
         super().__init__(
             packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
         )
         self.op_is_over = True
-        self._seal = None  # each member has its own, which names its tensor
+        self._checksum = None  # each member has its own, which names its tensor
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
@@ -55,12 +57,12 @@ class PackedGroup(SavedStorage):
             member.pack_into(self, source)
             self.members_left += 1
 
-    def leave(self, member: SavedStorage) -> None:
+    def remove(self, member: SavedStorage) -> None:
         """`member` is gone for good."""
         member.group = None
         self.members_left -= 1
 
-    def unpack_members(
+    def unpack(
         self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
     ) -> list[torch.UntypedStorage]:
         """A storage of its own for each of `members`, filled by one kernel on `compute`, the current stream.
@@ -73,7 +75,7 @@ class PackedGroup(SavedStorage):
             member.unpacked_into(buffer.untyped_storage(), compute)
         return [buffer.untyped_storage() for buffer in buffers]
 
-    def waiting(self) -> list[tuple[SavedStorage, int]]:
+    def packed_members(self) -> list[tuple[SavedStorage, int]]:
         """The members whose bytes are here alone, and where."""
         members = [(ref(), place) for ref, place in self._members]
         return [(m, place) for m, place in members if m is not None and m.group is self and m.state is State.ON_HOST]

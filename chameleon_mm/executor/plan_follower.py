@@ -68,9 +68,9 @@ class PlanFollower(Director):
         self._follow(self.adaptation.steps.current, budget)
         return recorder
 
-    def end_step(self, recorder: Recorder | None, compute: Stream, grown_bytes: int, *, completed: bool) -> StepKind:
+    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            self._compare_growth(self._grown_bytes + grown_bytes, self._checked_at, self.light.num_hooks)
+            self._compare_growth(self._growth_bytes + growth_bytes, self._checked_at, self.light.num_hooks)
         whole = self._recorder is not None
         step = FollowedStep(
             self.light.end_step(),
@@ -118,8 +118,8 @@ class PlanFollower(Director):
         self._extra_bytes = 0
         """Bytes of these that the cached step does not have there."""
         self._checked_at = _NONE
-        """The hook of the last check of memory that every step like this one makes; `_grown_bytes` since then."""
-        self._grown_bytes = 0
+        """The hook of the last check of memory that every step like this one makes; `_growth_bytes` since then."""
+        self._growth_bytes = 0
         self._spikes: dict[int, int] = {}
         """By tick of the cached step's trace: bytes beyond what it has, as far as plans know or should know of them."""
         self._unused: dict[tuple[int, int], int] = {}
@@ -148,9 +148,9 @@ class PlanFollower(Director):
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._tell_finished(self._recorder, finished)
+            self._note_copyable(self._recorder, finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
-                saved.traced = self._recorder.claim(saved.device)
+                saved.traced = self._recorder.add_claim(saved.device)
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
         cached_hook = self._locate(hook, None, expected=expected)
         if first and saved is not None and saved.part is None:
@@ -166,7 +166,7 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._tell_finished(self._recorder, finished)
+            self._note_copyable(self._recorder, finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
 
@@ -175,7 +175,7 @@ class PlanFollower(Director):
             self._recorder.restored(saved.traced, storage)
 
     @staticmethod
-    def _tell_finished(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
+    def _note_copyable(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
         for saved in finished:
             recorder.sendable(saved.traced)
 
@@ -189,7 +189,7 @@ class PlanFollower(Director):
             self._follow_or_diverge(self._steps, self._budget, hook)
         cached_hook = self._matched(save) if self._diverged else hook
         if self._schedule is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.growth_bytes = self._schedule.climb(cached_hook)
+            self._plan_forecast.growth_bytes = self._schedule.growth(cached_hook)
         self._cached_hooks.append(cached_hook)
         if cached_hook > self._reached:
             self._reached = cached_hook
@@ -226,18 +226,18 @@ class PlanFollower(Director):
         self._extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        self._grown_bytes += nbytes
+        self._growth_bytes += nbytes
         if at_hook:
             hook = self.light.num_hooks - 1
-            self._compare_growth(self._grown_bytes, self._checked_at, hook)
-            self._checked_at, self._grown_bytes = hook, 0
+            self._compare_growth(self._growth_bytes, self._checked_at, hook)
+            self._checked_at, self._growth_bytes = hook, 0
 
-    def _compare_growth(self, grown_bytes: int, since: int, hook: int) -> None:
+    def _compare_growth(self, growth_bytes: int, since: int, hook: int) -> None:
         """Between two hooks the cached step allocated less: all that is more may have come at the worst moment."""
         planned = None if self._entry is None or self._diverged else self._entry.plan
         if planned is None or self._budget is None or hook <= since:
             return
-        more_bytes = grown_bytes - planned.allocated_between(since, hook)
+        more_bytes = growth_bytes - planned.allocated_between(since, hook)
         if more_bytes <= 0:
             if more_bytes < 0:
                 self._unused[since, hook] = -more_bytes
@@ -286,7 +286,7 @@ class PlanFollower(Director):
         self._extra_bytes, self._spikes, self._unused, self._exceeded_plan = 0, {}, {}, False
         missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or _NOTHING_DUE
-        untouched = all(saved.state is State.RESIDENT for saved in self._first_saves.values())
+        untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
         elif planned is None or self.light.num_hooks > 0:
@@ -338,7 +338,7 @@ def plan_steps(
         make_recorder=lambda: Recorder(
             device,
             model=model,
-            free_something=lambda nbytes, busy: (it := me()) is not None and it.free_something(nbytes, busy),
+            reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
     )

@@ -7,7 +7,7 @@ planned.measured(trial, time)         # after a step that followed it, hook for 
 planned.slowdown                      # time of its operators over what the trace says; 1 where that is right, or not known
 planned.learn_stalls()                # the kept plan stalls more than simulated: how much earlier copies are to begin
 planned.plan_for(extra)               # a step like it took more memory, or recent ones took less
-planned.held_less(unused, 1 << 20)    # recent ones held less inside operators than the recorded one
+planned.learn_inner_memory(unused, 1 << 20)    # recent ones held less inside operators than the recorded one
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ MOST_PLANS = 6
 WORTH_A_PLAN = 0.01
 """Share of the step that it must have stalled beyond what was foreseen."""
 
-LATELY = 16
+RECENT_STEPS = 16
 """Steps that must do with less memory before plans count on less: one in so many may well take more again."""
 
 
 class PlanTrial:
-    """One plan, and the steps that went by it. `foreseen_out_us`, `foreseen_in_us`: its stalls as simulated, by storage."""
+    """One plan, and the steps that went by it. `predicted_out_us`, `predicted_in_us`: its stalls as simulated, by storage."""
 
-    __slots__ = ("busy_us", "foreseen_in_us", "foreseen_out_us", "schedule", "time", "times_us")
+    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "schedule", "time", "times_us")
 
     def __init__(
-        self, schedule: HookSchedule, foreseen_out_us: Mapping[int, float], foreseen_in_us: Mapping[int, float]
+        self, schedule: HookSchedule, predicted_out_us: Mapping[int, float], predicted_in_us: Mapping[int, float]
     ) -> None:
         self.schedule = schedule
-        self.foreseen_out_us = foreseen_out_us
-        self.foreseen_in_us = foreseen_in_us
+        self.predicted_out_us = predicted_out_us
+        self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
         """Of these: what compute was not waiting for copies."""
@@ -65,14 +65,14 @@ class PlanTrial:
         return median(self.times_us) if self.times_us else self.schedule.plan.step_us
 
     @property
-    def unforeseen_out_us(self) -> dict[int, float]:
+    def excess_out_us(self) -> dict[int, float]:
         """By storage: stalls at reclaims beyond what the plan has, in the last step."""
-        return {} if self.time is None else _beyond(self.time.out_stalls_us, self.foreseen_out_us)
+        return {} if self.time is None else _beyond(self.time.out_stalls_us, self.predicted_out_us)
 
     @property
-    def unforeseen_in_us(self) -> dict[int, float]:
+    def excess_in_us(self) -> dict[int, float]:
         """The same of stalls for copies back."""
-        return {} if self.time is None else _beyond(self.time.in_stalls_us, self.foreseen_in_us)
+        return {} if self.time is None else _beyond(self.time.in_stalls_us, self.predicted_in_us)
 
 
 class PlannedStep:
@@ -84,17 +84,17 @@ class PlannedStep:
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """The tick of each, and the end."""
-        self._allocated_until = self._odometer()
+        self._allocated_until = self._cumulative()
         """By hook, and at the end: bytes that the step allocated until then, freed ones too."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         """Allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
         """How often the trace's times were."""
-        self._lately: deque[ExtraMemory] = deque(maxlen=LATELY)
-        self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=LATELY)
-        self.plan_for(ExtraMemory())
+        self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
+        self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
+        self.reset_for(ExtraMemory())
 
-    def plan_for(self, extra: ExtraMemory) -> None:
+    def reset_for(self, extra: ExtraMemory) -> None:
         """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
@@ -109,7 +109,7 @@ class PlannedStep:
         """From here on operators take as long as was measured. Plans that there were are forgotten."""
         self.times_corrected += 1
         self._recorded = with_times(self._recorded, self.slowdown)
-        self.plan_for(self.extra)
+        self.reset_for(self.extra)
 
     # --- plans
 
@@ -123,11 +123,11 @@ class PlannedStep:
         return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
     @property
-    def settled(self) -> bool:
+    def is_decided(self) -> bool:
         """Whether no plan is on trial any more."""
         return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
-    def offer(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
+    def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Other plans for `trace`, best first, made for `link`. Those that there were are kept."""
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
@@ -135,7 +135,7 @@ class PlannedStep:
         for plan in new:
             self.trials.append(PlanTrial(HookSchedule.of(self.trace, plan), *_stalls(self.trace, plan, link)))
 
-    def measured(self, trial: PlanTrial, time: StepTime) -> None:
+    def add_time(self, trial: PlanTrial, time: StepTime) -> None:
         """A step went by `trial`, one of these, hook for hook, and took that long on the device."""
         for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
@@ -145,21 +145,21 @@ class PlannedStep:
     @property
     def slowdown(self) -> float:
         """Time that operators took, by the time that they were to take. 1 until a plan is kept and was measured enough."""
-        current = self._judged
+        current = self._measured
         if current is None:
             return 1.0
-        plan, foreseen_us = current.schedule.plan, self.trace.duration_us
-        copies_us = plan.head_copy_us(foreseen_us)  # no operator's
+        plan, predicted_us = current.schedule.plan, self.trace.duration_us
+        copies_us = plan.head_copy_us(predicted_us)  # no operator's
         took_us = median(current.busy_us) - copies_us
-        return took_us / foreseen_us if min(took_us, foreseen_us) > 0 else 1.0
+        return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
     def learn_stalls(self) -> bool:
         """Whether the plan that was kept stalls more than it was to, and another one may be tried: then `lead_us` and `lag_us`
         say what it is to be made with, this time's and those of before together."""
-        current = self._judged
+        current = self._measured
         if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
             return False
-        ins, outs = current.unforeseen_in_us, current.unforeseen_out_us
+        ins, outs = current.excess_in_us, current.excess_out_us
         if sum(ins.values()) + sum(outs.values()) <= WORTH_A_PLAN * current.step_us:
             return False
         for learned, stalls in ((self.lead_us, ins), (self.lag_us, outs)):
@@ -168,10 +168,10 @@ class PlannedStep:
         return True
 
     @property
-    def _judged(self) -> PlanTrial | None:
+    def _measured(self) -> PlanTrial | None:
         """The plan that was kept, once it was measured enough."""
         current = self.current
-        return current if current is not None and self.settled and len(current.times_us) >= SAMPLES else None
+        return current if current is not None and self.is_decided and len(current.times_us) >= SAMPLES else None
 
     # --- memory that no hook tells of
 
@@ -188,20 +188,20 @@ class PlannedStep:
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
         """A step like it took so much more than was recorded. Returns what to plan for, where that is less than now by more
         than `spare_bytes`: the most that the steps of late took."""
-        self._lately.append(extra)
-        if len(self._lately) < LATELY:
+        self._recent.append(extra)
+        if len(self._recent) < RECENT_STEPS:
             return None
         most = ExtraMemory()
-        for taken in self._lately:
+        for taken in self._recent:
             most |= taken
         return most if self.extra.exceeds(most, spare_bytes) else None
 
-    def held_less(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
+    def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
         """A step like it allocated so much less between two hooks than was recorded. An operator holds no more inside itself
         than the most that steps of late allocated there: more was the recorded step's alone, as when kernels were tried out.
         Returns whether that is more than `spare_bytes`; then it is forgotten, and plans that there were are, too."""
         self._unused.append(unused)
-        if len(self._unused) < LATELY:
+        if len(self._unused) < RECENT_STEPS:
             return False
         recorded = self._recorded
         inner_bytes = recorded.op_inner_bytes.copy()
@@ -213,12 +213,12 @@ class PlannedStep:
         if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
             return False
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
-        self._allocated_until = self._odometer()
+        self._allocated_until = self._cumulative()
         self._unused.clear()
-        self.plan_for(self.extra)
+        self.reset_for(self.extra)
         return True
 
-    def _odometer(self) -> list[int]:
+    def _cumulative(self) -> list[int]:
         trace = self._recorded
         born = trace.tensor_born >= 0
         made = np.bincount(trace.tensor_born[born], allocated_size(trace.tensor_bytes[born]), trace.num_ticks + 1)
@@ -236,6 +236,6 @@ def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, 
     return timeline.out_stalls_us, timeline.in_stalls_us
 
 
-def _beyond(measured: Mapping[int, float], foreseen: Mapping[int, float]) -> dict[int, float]:
-    more = {tensor: us - foreseen.get(tensor, 0.0) for tensor, us in measured.items()}
+def _beyond(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
+    more = {tensor: us - predicted.get(tensor, 0.0) for tensor, us in measured.items()}
     return {tensor: us for tensor, us in more.items() if us > 0}

@@ -2,7 +2,7 @@
 
 recording.begin(recorder)            # None: nobody writes this step down
 with recording.quiet(): ...          # what swapping does itself
-recording.leave_early()              # at the end of a hook: where a backward would round otherwise under any dispatch mode
+recording.leave_if_needed()              # at the end of a hook: where a backward would round otherwise under any dispatch mode
 recorder = recording.end()
 
 Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from chameleon_mm.profiler.dispatch_state import in_backward
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
-from chameleon_mm.profiler.surroundings import in_backward
 
 
 class Recording:
@@ -28,7 +28,7 @@ class Recording:
         self._left_within: list[Recorder] = []  # backwards that were not over yet
 
     def begin(self, recorder: Recorder | None) -> None:
-        self.leave_again()
+        self.leave_restored()
         self._recorder = recorder
         self._entered = recorder is not None
         if recorder is not None:
@@ -39,17 +39,17 @@ class Recording:
         """Whether a recorder writes the step down, or did until it was stopped."""
         return self._recorder is not None
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """What happens inside is no part of the step that is recorded, nor is the time that compute takes for it."""
         return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
 
-    def leave_early(self) -> None:
+    def leave_if_needed(self) -> None:
         if self._left_within:
-            self.leave_again()
+            self.leave_restored()
         if self._entered and self._recorder is not None and self._recorder.must_leave:
             self._leave(self._recorder)
 
-    def leave_again(self) -> None:
+    def leave_restored(self) -> None:
         """Leave the recorders that autograd has put back."""
         for recorder in self._left_within:
             recorder.leave_if_on()

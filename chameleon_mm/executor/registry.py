@@ -14,7 +14,7 @@ from chameleon_mm.executor.saved_storage import SavedStorage
 if TYPE_CHECKING:
     from chameleon_mm.executor.packed_group import PackedGroup
 
-APART = -1
+NO_STEP = -1
 """The epoch of storages that are of no step."""
 
 
@@ -30,7 +30,7 @@ class StorageRegistry:
         """How many storages of this step are live."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
-        self._apart = 0
+        self._num_outside = 0
 
     def __len__(self) -> int:
         return len(self._storages)
@@ -41,10 +41,10 @@ class StorageRegistry:
         self.next_index += 1
         self.of_epoch += 1
 
-    def new_apart(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
+    def add_outside_steps(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
         """Record that `make` makes with an epoch and an index of no step: for a save that had none at first."""
-        self._apart += 1
-        saved = make(APART, self._apart)
+        self._num_outside += 1
+        saved = make(NO_STEP, self._num_outside)
         self._storages[saved.epoch, saved.index] = saved
         return saved
 

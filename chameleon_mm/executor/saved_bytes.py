@@ -1,7 +1,7 @@
 """Bytes of a storage that one saved tensor covers, and the version counter that says whether they were written to.
 
     saved = SavedBytes(t)                       # at save
-    earlier.vouches_for(saved)                  # at a later save of the same storage: a copy of the earlier bytes has these
+    earlier.copy_includes(saved)                  # at a later save of the same storage: a copy of the earlier bytes has these
 
 Version numbers of different counters say nothing about each other: outputs of `unsafe_chunk` and `unsafe_split`, `.data`,
 `set_` and memory that a kernel fills behind autograd's back share a storage and no counter. So a copy that began before a
@@ -41,7 +41,7 @@ class SavedBytes:
         self._begin = int(offset) * element_bytes
         self._end = self._begin + (last + 1) * element_bytes
 
-    def vouches_for(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
+    def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         """Whether a copy of these bytes, begun after they were saved, has those of `later`, saved since then.
 
         `same_bytes`: both are known to cover the same ones.

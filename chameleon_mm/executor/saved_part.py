@@ -1,6 +1,6 @@
 """A saved storage of which a view alone was saved: once its operator is over, the rest of it goes.
 
-RESIDENT --gather--> RESIDENT, its bytes side by side --swap_out--> ... --> back as they are --unpack--> in place, for a use
+ON_DEVICE --gather--> ON_DEVICE, its bytes side by side --swap_out--> ... --> back as they are --unpack--> in place, for a use
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class SavedPart(SavedStorage):
     part: Part
 
     def __init__(
-        self, t: Tensor, saved: SavedBytes, home: Stream, context: SwapContext, *, epoch: int, index: int, part: Part
+        self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int, part: Part
     ) -> None:
-        super().__init__(t, saved, home, context, epoch=epoch, index=index)
+        super().__init__(t, saved, alloc_stream, context, epoch=epoch, index=index)
         self.part = part
-        self._saved_on = home
+        self._saved_on = alloc_stream
         self._unpacked: weakref.ref[torch.UntypedStorage] | None = None
         self._unpacked_on: Stream | None = None
 
@@ -36,12 +36,14 @@ class SavedPart(SavedStorage):
 
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        assert self.state is State.RESIDENT and self.device is not None and not self.gathered
-        self._context.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+        assert self.state is State.ON_DEVICE and self.device is not None and not self.gathered
+        self._context.streams.join_all(
+            self._alloc_stream
+        )  # Note [Swap-out]: the source was written by home, and `current` reads it
         packed = self.part.pack(self.device)
-        self._context.streams.meet(self._home)  # Note [Reclaim]: its next owner comes after that read
-        self._home.free(flat_bytes(self.device))
-        self.device, self._home, self.gathered = packed, current, True
+        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        self._alloc_stream.free(flat_bytes(self.device))
+        self.device, self._alloc_stream, self.gathered = packed, current, True
         self.latest = weakref.ref(packed)
         self.nbytes = packed.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes

@@ -1,6 +1,6 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back.
 
-    RESIDENT [--gather] --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> ARRIVING --use--> RESTORED --drop--> ON_HOST
+    ON_DEVICE [--gather] --swap_out--> SWAPPING_OUT --reclaim--> ON_HOST --swap_in--> SWAPPING_IN --use--> RESTORED --drop--> ON_HOST
         ^____take_back____________________|                              any of them --retire (last handle gone)--> RETIRED
 
 Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business. The life is
@@ -29,7 +29,7 @@ from chameleon_mm.executor.op_number import CallSite, OperatorNumber, call_site,
 from chameleon_mm.executor.remainder import Remainder
 from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.streams import ComputeStreams
-from chameleon_mm.executor.verify import Checksums, Seal
+from chameleon_mm.executor.verify import Checksums, StorageChecksum
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.transfer import Move, Transfer
 
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 class State(enum.Enum):
     """Where the bytes of a saved storage are."""
 
-    RESIDENT = "resident"
+    ON_DEVICE = "resident"
     """Begins when it is saved; ends when its copy out is queued."""
-    LEAVING = "leaving"
+    SWAPPING_OUT = "leaving"
     """Begins when its copy out is queued; ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
     """Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its group, wherever that is."""
-    ARRIVING = "arriving"
+    SWAPPING_IN = "arriving"
     """Begins when its copy back is queued; ends at the first use, which orders compute after it."""
     RESTORED = "restored"
     """Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
@@ -93,9 +93,11 @@ class SavedStorage:
     gathered = False
     """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
 
-    def __init__(self, t: Tensor, saved: SavedBytes, home: Stream, context: SwapContext, *, epoch: int, index: int) -> None:
+    def __init__(
+        self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
+    ) -> None:
         storage = t.untyped_storage()
-        self.state = State.RESIDENT
+        self.state = State.ON_DEVICE
         self.nbytes = self._saved_nbytes = storage.nbytes()
         """Bytes that are held and moved: those of the saved storage, until it is gathered."""
         self.device: torch.UntypedStorage | None = storage
@@ -116,12 +118,12 @@ class SavedStorage:
         """The step in which it was saved, and the `index` of the save within it."""
         self.index = index
         self.views = 0
-        """Handles made for it; `to_come` of them have not been used in this `round` (a round begins with a swap-in)."""
-        self.to_come = 0
-        self.round = 0
-        self._seal = None if context.checksums is None else Seal(t, epoch, context.checksums)
+        """Handles made for it; `uses_left` of them have not been used in this `round` (a round begins with a swap-in)."""
+        self.uses_left = 0
+        self.swap_in_number = 0
+        self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self.storage_id = id(storage)
-        self._home = home
+        self._alloc_stream = alloc_stream
         self._context = context
         self._block: PinnedBlock | None = None
         self._out: Move | None = None
@@ -134,8 +136,8 @@ class SavedStorage:
         self._encoding: Encoding | None = None
         """The shorter form in which its bytes cross; None: as they are."""
         self._encoded: Tensor | None = None
-        """Its bytes in that form, on the device, on their way out or back; `_encoded_home` allocated it."""
-        self._encoded_home = home
+        """Its bytes in that form, on the device, on their way out or back; `_encoded_stream` allocated it."""
+        self._encoded_stream = alloc_stream
         self.group: PackedGroup | None = None
         """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
         self.traced: TracedStorage | None = None
@@ -161,7 +163,7 @@ class SavedStorage:
     # --- out
 
     @property
-    def worth_a_copy(self) -> bool:
+    def is_copyable(self) -> bool:
         """Whether some of it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
         if self.device is None or self.device.nbytes() != self.nbytes:
             return False
@@ -172,11 +174,11 @@ class SavedStorage:
 
         `pageable`: to ordinary memory, beyond the pool's limit. `last_bytes`: of its end alone; the rest stays on the device.
         """
-        assert self.state is State.RESIDENT and self.device is not None
+        assert self.state is State.ON_DEVICE and self.device is not None
         stays = 0 if last_bytes is None else self.nbytes - last_bytes
         block = (self._context.pool.allocate_pageable if pageable else self._context.pool.allocate)(self.nbytes - stays)
         self._remainder = Remainder(stays, self._context.streams)
-        self._send(block, flat_bytes(self.device)[stays:])
+        self._queue_copy(block, flat_bytes(self.device)[stays:])
         self._context.metrics.totals.pageable_swap_outs += pageable
 
     def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
@@ -184,103 +186,109 @@ class SavedStorage:
 
         Raises `torch.OutOfMemoryError` too.
         """
-        assert self.state is State.RESIDENT and self.device is not None
+        assert self.state is State.ON_DEVICE and self.device is not None
         block = self._context.pool.allocate(encoding.nbytes)
         try:
             encoded = current.alloc(encoding.nbytes)
-            self._context.streams.meet(self._home)  # Note [Swap-out]: the source was written by home, and `current` reads it
+            self._context.streams.join_all(
+                self._alloc_stream
+            )  # Note [Swap-out]: the source was written by home, and `current` reads it
             encoding.encode(self.device, encoded, current)
-            self._context.streams.meet(self._home)  # ... and home, after which the copy comes, follows what was written here
+            self._context.streams.join_all(
+                self._alloc_stream
+            )  # ... and home, after which the copy comes, follows what was written here
         except BaseException:
             block.release()
             raise
-        self._encoding, self._encoded, self._encoded_home = encoding, encoded, current
+        self._encoding, self._encoded, self._encoded_stream = encoding, encoded, current
         try:
-            self._send(block, encoded)
+            self._queue_copy(block, encoded)
         except BaseException:
             self._encoding = self._encoded = None
             raise
 
     @property
-    def crossing_bytes(self) -> int:
+    def transfer_bytes(self) -> int:
         """What crosses the link."""
         return self.nbytes - self._remainder.nbytes if self._encoding is None else self._encoding.nbytes
 
     @property
-    def remains_bytes(self) -> int:
+    def remainder_bytes(self) -> int:
         """Device memory that it takes while it is on the host."""
         return self._remainder.nbytes
 
     @property
-    def arrival_bytes(self) -> int:
+    def swap_in_bytes(self) -> int:
         """Device memory that a swap-in takes."""
         return self.nbytes if self._encoding is None else self.nbytes + self._encoding.nbytes
 
-    def _send(self, block: PinnedBlock, source: Tensor) -> None:
+    def _queue_copy(self, block: PinnedBlock, source: Tensor) -> None:
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
-        ready = self._home.record()
+        ready = self._alloc_stream.record()
         after = [ready, *block.pending_events]
-        if self._seal is not None:
+        if self._checksum is not None:
             assert self.device is not None
-            self._context.streams.meet(self._home)  # the checksum is taken on the current stream, which need not be home
-            self._seal.close(flat_bytes(self.device))
+            self._context.streams.join_all(
+                self._alloc_stream
+            )  # the checksum is taken on the current stream, which need not be home
+            self._checksum.close(flat_bytes(self.device))
         out = self._context.transfer.swap_out(block.buffer, source, after, timed=self._context.metrics.timed)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
-        self._context.metrics.moved(self._out, "out", self.crossing_bytes)
+        self._context.metrics.moved(self._out, "out", self.transfer_bytes)
         self._began_in = current_operator(), call_site()
-        self.state = State.LEAVING
+        self.state = State.SWAPPING_OUT
 
     # --- in a group
 
     @property
-    def home(self) -> Stream:
+    def alloc_stream(self) -> Stream:
         """The stream whose allocator the device copy belongs to."""
-        return self._home
+        return self._alloc_stream
 
     def pack_into(self, group: PackedGroup, packed: Tensor) -> None:
         """Its bytes, all in `packed`, went into `group`, on a stream that home has met since: drop the device copy."""
-        assert self.state is State.RESIDENT and self.device is not None
-        if self._seal is not None:
-            self._seal.close(packed)
-        self._home.free(packed)
+        assert self.state is State.ON_DEVICE and self.device is not None
+        if self._checksum is not None:
+            self._checksum.close(packed)
+        self._alloc_stream.free(packed)
         self._began_in = current_operator(), call_site()
         self.device, self.group, self.state = None, group, State.ON_HOST
 
     def unpacked_into(self, storage: torch.UntypedStorage, compute: Stream) -> None:
         """Its bytes were unpacked into `storage`, on `compute`, the current stream."""
         assert self.state is State.ON_HOST and self.group is not None
-        if self._seal is not None:
-            self._seal.check(flat_bytes(storage))
-        self.device, self._home, self.latest = storage, compute, weakref.ref(storage)
-        self.round += 1
-        self.to_come = self.views
+        if self._checksum is not None:
+            self._checksum.check(flat_bytes(storage))
+        self.device, self._alloc_stream, self.latest = storage, compute, weakref.ref(storage)
+        self.swap_in_number += 1
+        self.uses_left = self.views
         self.state = State.RESTORED
 
     # --- reclaim
 
     @property
     def reclaimed(self) -> bool:
-        return self.state is not State.LEAVING
+        return self.state is not State.SWAPPING_OUT
 
     def copied(self) -> bool:
         assert self._out is not None
         if self._out.failed:
-            self._stay()
+            self._undo_swap_out()
             return False
         if self._out.done is None or not self._out.done.query():
             return False
-        if not self._stands_for_it():
+        if not self._encoding_was_exact():
             return False
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
-        if not self._keeps_remainder():
+        if not self._copy_remainder():
             return False
         self._drop_device()
         return True
 
-    def _stands_for_it(self) -> bool:
+    def _encoding_was_exact(self) -> bool:
         """Whether what is on the host now stands for the storage; else its bytes go out as they are, if they still can.
 
         The copy must be complete: the status word came with it, and the host reads it.
@@ -292,75 +300,75 @@ class SavedStorage:
         self._context.metrics.encoded(encoding.codec.name, str(encoding.dtype), exact=exact)
         if exact:
             return True
-        self._context.metrics.totals.bytes_swapped_out += self.crossing_bytes  # `_stay` takes off what did cross
-        self._stay()
-        if self.worth_a_copy:
+        self._context.metrics.totals.bytes_swapped_out += self.transfer_bytes  # `_stay` takes off what did cross
+        self._undo_swap_out()
+        if self.is_copyable:
             with suppress(HostMemoryExhausted, TransferFailed):
                 self.swap_out()
         return False
 
-    def reclaim(self, *, in_turn: bool = False) -> None:
-        """Order compute after the copy out and drop the device copy. `in_turn`: the link keeps the order of the plan."""
+    def reclaim(self, *, in_plan_order: bool = False) -> None:
+        """Order compute after the copy out and drop the device copy. `in_plan_order`: the link keeps the order of the plan."""
         assert self._out is not None
-        issue = self._context.transfer.issue_out_in_turn if in_turn else self._context.transfer.issue_out
+        issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
             done = issue(self._out)
         except SimError:
             raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
             _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
-            self._stay()
+            self._undo_swap_out()
             return
         if self._encoding is not None:
             done.synchronize()  # only the host can read whether the encoded bytes stand for the storage
-            if not self._stands_for_it():
-                if self.state is State.LEAVING:
+            if not self._encoding_was_exact():
+                if self.state is State.SWAPPING_OUT:
                     self.reclaim()  # as it is, this time
                 return
-        kept = self._keeps_remainder()
+        remainder_copied = self._copy_remainder()
         # Note [Reclaim]: the block's next owner on compute comes after the copy
-        self._context.metrics.wait(self._home, done, "out", None if self.planned is None else self.planned.tensor)
-        if kept:
+        self._context.metrics.wait(self._alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+        if remainder_copied:
             self._drop_device()
 
-    def _keeps_remainder(self) -> bool:
+    def _copy_remainder(self) -> bool:
         """Whether there was memory for what is to stay; else all of it stays."""
         assert self.device is not None
         if self._block is None:  # nobody wants it any more
             return True
         try:
-            self._remainder.keep(self.device, self._home)
+            self._remainder.copy_out(self.device, self._alloc_stream)
         except torch.OutOfMemoryError:
-            self._stay()
+            self._undo_swap_out()
             return False
         return True
 
-    def take_back(self) -> bool:
+    def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
         assert self._out is not None
-        if self.state is not State.LEAVING or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
+        if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
             return False
-        self._stay()
+        self._undo_swap_out()
         return True
 
-    def _stay(self) -> None:
-        self._context.metrics.totals.bytes_swapped_out -= self.crossing_bytes
+    def _undo_swap_out(self) -> None:
+        self._context.metrics.totals.bytes_swapped_out -= self.transfer_bytes
         self._release_block()
         self._drop_encoded()
         self._out = self._encoding = None
         self._remainder = Remainder(0, self._context.streams)
-        self.state = State.RESIDENT
+        self.state = State.ON_DEVICE
 
     def _drop_encoded(self) -> None:
         if self._encoded is not None:
-            self._encoded_home.free(self._encoded)
+            self._encoded_stream.free(self._encoded)
             self._encoded = None
 
     def _drop_device(self) -> None:
         assert self.device is not None
-        self._context.streams.meet(self._home)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self._drop_encoded()
-        self._home.free(flat_bytes(self.device))
+        self._alloc_stream.free(flat_bytes(self.device))
         self.device = None
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self._remainder.nbytes
         self.state = State.RETIRED if self._block is None else State.ON_HOST
@@ -384,18 +392,18 @@ class SavedStorage:
         back = self._context.transfer.swap_in(arriving, self._block.buffer, after, timed=self._context.metrics.timed)
         if back.failed:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
-        self._remainder.put_back(destination, compute)
+        self._remainder.copy_back(destination, compute)
         self._in = back
-        self._context.metrics.moved(self._in, "in", self.crossing_bytes)
+        self._context.metrics.moved(self._in, "in", self.transfer_bytes)
         if self._encoding is not None:
-            self._encoded, self._encoded_home = crossing, compute
+            self._encoded, self._encoded_stream = crossing, compute
         self.device = destination.untyped_storage()
         self.latest = weakref.ref(self.device)
-        self._home = compute
+        self._alloc_stream = compute
         self._arrived_on = None
-        self.round += 1
-        self.to_come = self.views
-        self.state = State.ARRIVING
+        self.swap_in_number += 1
+        self.uses_left = self.views
+        self.state = State.SWAPPING_IN
         return self.device
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
@@ -416,8 +424,8 @@ class SavedStorage:
         if self._encoding is not None and self._encoded is not None:
             self._encoding.decode(self._encoded, self.device, compute)
             self._drop_encoded()
-        if self._seal is not None and self.state is State.ARRIVING:
-            self._seal.check(flat_bytes(self.device))
+        if self._checksum is not None and self.state is State.SWAPPING_IN:
+            self._checksum.check(flat_bytes(self.device))
         self.state = State.RESTORED
         return self.device
 
@@ -426,19 +434,19 @@ class SavedStorage:
 
         Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
         """
-        assert self.state in (State.ARRIVING, State.RESTORED) and self.device is not None
-        self._remainder.keep(self.device, self._home)
-        if self.state is State.ARRIVING:
+        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.device is not None
+        self._remainder.copy_out(self.device, self._alloc_stream)
+        if self.state is State.SWAPPING_IN:
             self._settle_arrival()
         self._drop_encoded()
-        self._home.free(flat_bytes(self.device))
+        self._alloc_stream.free(flat_bytes(self.device))
         self.device = None
         self.state = State.ON_HOST
 
     @property
-    def lost_on_the_way(self) -> bool:
+    def swap_in_failed(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
-        return self.state is State.ARRIVING and self._in is not None and self._in.failed
+        return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
 
     def drop_if_held_elsewhere(self) -> None:
         """All views were used: hold the device copy no longer; whoever still uses it does.
@@ -455,30 +463,30 @@ class SavedStorage:
         """Whether `storage` is the one that was saved, and has its size still."""
         return self.first() is storage and self._saved_nbytes == storage.nbytes()
 
-    def has(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
+    def includes(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
         """Whether its copy, begun or not, is known to have these bytes of its storage, which are saved now.
 
         `same_bytes`: they are those of its `part`.
         """
-        return any(earlier.vouches_for(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
+        return any(earlier.copy_includes(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
 
-    def follows(self, before: SavedStorage) -> None:
+    def supersedes(self, before: SavedStorage) -> None:
         """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later.
 
         It waits for the stream that saves now: what was written on another one it has only by luck.
         """
         self.copies = before.copies + 1
-        if before.part is None and self.part is None and before.home_is(self._home):
+        if before.part is None and self.part is None and before.is_allocated_on(self._alloc_stream):
             self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
 
-    def takes(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
+    def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
         """Whether its copy out has these bytes, written on `compute`, because it begins later than now. Then it notes them.
 
         A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
         """
-        if not self.home_is(compute) or self.gathered:
+        if not self.is_allocated_on(compute) or self.gathered:
             return False
-        if self.state is not State.RESIDENT and not self._was_given(saved, t):
+        if self.state is not State.ON_DEVICE and not self._was_given(saved, t):
             return False
         self._saved_bytes = [earlier for earlier in self._saved_bytes if not earlier.probe.moved]
         self._saved_bytes.append(saved)
@@ -493,19 +501,19 @@ class SavedStorage:
         if self._began_in is None:
             return False
         operator, site = self._began_in
-        if operator != current_operator() or not self.has(saved, same_bytes=True) or not made_before(t, operator):
+        if operator != current_operator() or not self.includes(saved, same_bytes=True) or not made_before(t, operator):
             return False
         return site == call_site()
 
-    def alive_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
+    def usable_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
         storage = self.latest()
-        if storage is None or storage.nbytes() != self.nbytes or not self.home_is(compute):
+        if storage is None or storage.nbytes() != self.nbytes or not self.is_allocated_on(compute):
             return None
         return storage
 
-    def home_is(self, compute: Stream) -> bool:
-        return self._home is compute
+    def is_allocated_on(self, compute: Stream) -> bool:
+        return self._alloc_stream is compute
 
     def _settle_arrival(self) -> None:
         assert self._in is not None
@@ -513,30 +521,30 @@ class SavedStorage:
             self._in = None
             return
         if self._context.transfer.cancel_in(self._in):
-            self._context.metrics.totals.bytes_swapped_in -= self.crossing_bytes
+            self._context.metrics.totals.bytes_swapped_in -= self.transfer_bytes
             self._in = None
             return
         arrived = self._read = self._context.transfer.issue_in(self._in)
         if not arrived.query():
             # Note [Reclaim]: the copy must be done before the block is reused
-            self._context.metrics.wait(self._home, arrived, "in")
+            self._context.metrics.wait(self._alloc_stream, arrived, "in")
 
     # --- the end
 
     def retire(self) -> None:
         """Give everything back, once the last handle is gone.
 
-        A copy out that still reads the device buffer keeps it: `place` stays LEAVING and the reclaim queue ends it.
+        A copy out that still reads the device buffer keeps it: `place` stays SWAPPING_OUT and the reclaim queue ends it.
         """
         if self.state is State.RETIRED:
             return
         try:
-            if self.state is State.LEAVING and not self.take_back():
+            if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
                 assert self._out is not None
-                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.curtail_out(self._out)
+                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.truncate_out(self._out)
                 self._release_block()
                 return
-            if self.state is State.ARRIVING:
+            if self.state is State.SWAPPING_IN:
                 self._remainder = Remainder(0, self._context.streams)  # all of it goes
                 self.drop_restored()
         except BaseException:
@@ -548,7 +556,7 @@ class SavedStorage:
 
     def _retired(self) -> None:
         if self.group is not None:
-            self.group.leave(self)
+            self.group.remove(self)
         self._release_block()
         self._remainder.drop()
         self.device = self._encoded = None

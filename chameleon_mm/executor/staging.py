@@ -30,7 +30,7 @@ class Staging:
     def used_bytes(self) -> int:
         return sum(group.nbytes for group in self._registry.packed_groups if group.device is not None)
 
-    def loads(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
+    def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
         """`members` in their order, divided so that each load, packed, takes at most `at_most` bytes and the limit."""
         most = min(at_most, self._limit_bytes)
         load: list[SavedStorage] = []
@@ -44,15 +44,15 @@ class Staging:
         if load:
             yield load
 
-    def make_room(self, nbytes: int, *, keep: PackedGroup | None = None) -> bool:
+    def make_room(self, nbytes: int, *, exclude: PackedGroup | None = None) -> bool:
         """Give back groups, oldest first and never `keep`, until `nbytes` more fit. Returns whether they do: not where the
         device refused copies that were to free some."""
         if self.fits(nbytes):
             return True
         for group in sorted(self._registry.packed_groups, key=lambda group: (group.epoch, group.index)):
-            if group is not keep and group.state is State.LEAVING:
+            if group is not exclude and group.state is State.SWAPPING_OUT:
                 group.reclaim()
-            elif group is not keep and group.state in (State.ARRIVING, State.RESTORED):
+            elif group is not exclude and group.state in (State.SWAPPING_IN, State.RESTORED):
                 group.drop_restored()
             if self.fits(nbytes):
                 return True

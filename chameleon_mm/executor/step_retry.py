@@ -4,7 +4,7 @@
     run it -> OutOfMemoryError -> out of the except block, every frame of the step gone
         an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again
         start.restore(); a tighter budget, no plan; run it again
-    RUNS_AGAIN times, then raise, and say what was tried
+    MAX_RETRIES times, then raise, and say what was tried
 
 Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
 """
@@ -31,7 +31,7 @@ from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
 
-RUNS_AGAIN = 3
+MAX_RETRIES = 3
 """Of one step, after its first run."""
 
 LEAST_CUT = 0.05
@@ -77,19 +77,19 @@ class StepRunner:
         return self.hbm_budget_bytes if self._executor.metrics.totals.steps_run_again else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
-        """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `RUNS_AGAIN` more runs."""
+        """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""
         obstacle = self._obstacle()
         if obstacle is not None:
             try:
                 with step():
                     return fn()
             except torch.OutOfMemoryError as error:
-                raise _not_again(error, obstacle) from error
+                raise _not_retried(error, obstacle) from error
         start = StepSnapshot(self._model, self._device, self._pool, self._buffers)
         try:
             return self._run(start, step, fn)
         finally:
-            start.drop()
+            start.release()
 
     def _run(self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
         budgets = [self.hbm_budget_bytes]
@@ -99,7 +99,7 @@ class StepRunner:
                 return outcome.value
             gc.collect()  # a cycle may hold what the step had made
             start.restore()
-            if len(budgets) > RUNS_AGAIN:
+            if len(budgets) > MAX_RETRIES:
                 raise _gave_up(outcome, budgets)
             self._tighten(outcome)
             budgets.append(self.hbm_budget_bytes)
@@ -119,7 +119,7 @@ class StepRunner:
         except torch.OutOfMemoryError as error:
             obstacle = start.obstacle()
             if obstacle is not None:
-                raise _not_again(error, obstacle) from error
+                raise _not_retried(error, obstacle) from error
             return _Failure(str(error), tried_bytes(error), allocated_bytes, traceback.format_exc())
 
     def _obstacle(self) -> str | None:
@@ -160,7 +160,7 @@ def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
     return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))
 
 
-def _not_again(error: torch.OutOfMemoryError, obstacle: str) -> torch.OutOfMemoryError:
+def _not_retried(error: torch.OutOfMemoryError, obstacle: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(f"{error} run_step: the step was not run again, because {obstacle}.")
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor.buffer_copies import BufferCopies
-from chameleon_mm.executor.gradient_copies import GradientCopy, copy_of
+from chameleon_mm.executor.gradient_copies import GradientCopy, snapshot_of
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.random_state import RandomState
 
@@ -37,13 +37,13 @@ class StepSnapshot:
         self._buffers = buffers
         self._model = model
         self._parameters = [(parameter, _mark(parameter)) for parameter in model.parameters()]
-        buffers.keep()
+        buffers.take()
         self._gradients: list[tuple[nn.Parameter, GradientCopy | None]] = []
         try:
             for parameter, _ in self._parameters:
-                self._gradients.append((parameter, copy_of(parameter.grad, device, pool)))
+                self._gradients.append((parameter, snapshot_of(parameter.grad, device, pool)))
         except BaseException:
-            self.drop()
+            self.release()
             raise
 
     @contextmanager
@@ -75,20 +75,20 @@ class StepSnapshot:
 
     def restore(self) -> None:
         """Random states, buffers and gradients as they were. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
-        for parameter, kept in self._gradients:
-            if kept is None:  # first: what the step made of them makes room for the others
+        for parameter, snapshot in self._gradients:
+            if snapshot is None:  # first: what the step made of them makes room for the others
                 parameter.grad = None
-        for parameter, kept in self._gradients:
-            if kept is not None:
-                kept.restore(parameter)
+        for parameter, snapshot in self._gradients:
+            if snapshot is not None:
+                snapshot.restore(parameter)
         self._buffers.restore()
         self._random.restore()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """It will not begin again: give the copies of gradients back."""
-        for _, kept in self._gradients:
-            if kept is not None:
-                kept.release()
+        for _, snapshot in self._gradients:
+            if snapshot is not None:
+                snapshot.release()
         self._gradients = []
 
 

@@ -27,12 +27,12 @@ class ComputeStreams:
             self._seen.append(stream)
         return stream
 
-    def meet(self, home: Stream) -> None:
+    def join_all(self, alloc_stream: Stream) -> None:
         """Order all streams after what each has been given so far. Costs nothing while `home` is the only one."""
-        others = [other for other in self._seen if other is not home]
+        others = [other for other in self._seen if other is not alloc_stream]
         for other in others:
-            home.wait(other.record())  # what they did with a block -> what follows on `home`
+            alloc_stream.wait(other.record())  # what they did with a block -> what follows on `home`
         if others:
-            so_far = home.record()
+            so_far = alloc_stream.record()
             for other in others:
                 other.wait(so_far)  # what anybody did with it, copies that `home` waited for too -> its owner's next use of it

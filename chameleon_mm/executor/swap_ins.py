@@ -22,7 +22,7 @@ from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.policy import UseOrder
 
-PREFETCH_LOOK = 32
+PREFETCH_WINDOW = 32
 """How many of the coming uses are looked at for a prefetch at each use."""
 
 _Made = TypeVar("_Made")
@@ -40,22 +40,22 @@ class SwapIns:
         self._staging = staging
         self._order = order
 
-    def bring(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+    def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """The storage, on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
         if not isinstance(saved, SavedPart) or not saved.gathered:
-            return self._bring_held(saved, compute)
+            return self._restore_held(saved, compute)
         storage = saved.unpacked_elsewhere(compute)
         if storage is not None:
             self._context.metrics.totals.uses_on_device += 1
             return storage
-        packed = self._bring_held(saved, compute)
-        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), keep=saved)
+        packed = self._restore_held(saved, compute)
+        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=saved)
 
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
         """Swap in what is used after `saved`, as far as the budget allows."""
         if saved.epoch != self._registry.epoch:
             return
-        for index in self._order.upcoming(saved.index, PREFETCH_LOOK):
+        for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
             coming = self._registry.get(index)
             if coming is not None and coming.group is not None and coming.state is State.ON_HOST:
                 coming = coming.group
@@ -65,7 +65,7 @@ class SwapIns:
                 continue
             if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
-            if not self._budget.room_for(coming.arrival_bytes):
+            if not self._budget.room_for(coming.swap_in_bytes):
                 return
             try:
                 self.prefetch(coming, compute)
@@ -75,44 +75,44 @@ class SwapIns:
     def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""
         coming.swap_in(compute)
-        self._budget.note_allocated(coming.arrival_bytes)
-        if self._budget.surplus is not None:
-            self._budget.surplus.note_prefetched(coming)
+        self._budget.note_allocated(coming.swap_in_bytes)
+        if self._budget.memory_limit is not None:
+            self._budget.memory_limit.note_prefetched(coming)
         self._context.metrics.totals.prefetches += 1
 
-    def _bring_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
+    def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """What is held of it, on the device, ready for `compute`."""
         totals = self._context.metrics.totals
-        if saved.state in (State.ARRIVING, State.RESTORED) and (saved.lost_on_the_way or not saved.home_is(compute)):
+        if saved.state in (State.SWAPPING_IN, State.RESTORED) and (saved.swap_in_failed or not saved.is_allocated_on(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
-        if saved.group is not None and saved.state is State.ON_HOST and saved.alive_elsewhere(compute) is None:
+        if saved.group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
             self._unpack(saved.group, saved, compute)
-        if saved.state is State.LEAVING and saved.take_back():
+        if saved.state is State.SWAPPING_OUT and saved.cancel_swap_out():
             self._budget.note_on_device(saved)
         if saved.state is State.ON_HOST:
-            elsewhere = saved.alive_elsewhere(compute)
+            elsewhere = saved.usable_elsewhere(compute)
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
-            self._allocate(saved.arrival_bytes, lambda: saved.swap_in(compute), keep=saved)
+            self._allocate(saved.swap_in_bytes, lambda: saved.swap_in(compute), exclude=saved)
             self._budget.note_on_device(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
         totals.uses_on_device += 1
-        if saved.state in (State.ARRIVING, State.RESTORED):
-            return saved.arrive(compute, prefetched=saved.state is State.ARRIVING)
+        if saved.state in (State.SWAPPING_IN, State.RESTORED):
+            return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
         assert saved.device is not None
         return saved.device
 
-    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, keep: SavedStorage) -> _Made:
+    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: SavedStorage) -> _Made:
         """What `allocate` takes of the device for a use, room made for it; `keep` is not given back for that."""
-        self._budget.make_room(nbytes, keep=keep)
+        self._budget.make_room(nbytes, exclude=exclude)
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             made = allocate()
         if made is None:
             self._context.metrics.totals.oom_retries += 1
-            self._budget.reclaim_all(keep=keep)
+            self._budget.reclaim_all(exclude=exclude)
             made = allocate()
         self._budget.note_allocated(nbytes)
         return made
@@ -122,14 +122,14 @@ class SwapIns:
         together."""
         if group.state is State.ON_HOST:
             self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
-        packed = self._bring_held(group, compute)
-        waiting = group.waiting()
+        packed = self._restore_held(group, compute)
+        waiting = group.packed_members()
         members, nbytes, room = [], wanted.nbytes, self._budget.spare_until_used_bytes()
         for member, place in sorted(waiting, key=lambda entry: self._order.rank(entry[0].index)):
             if member is wanted or nbytes + member.nbytes <= room:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
-        self._allocate(nbytes, lambda: group.unpack_members(members, packed, compute), keep=group)
+        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=group)
         for member, _ in members:
             self._budget.note_on_device(member)
         if group.state is State.RESTORED and len(members) == len(waiting):

@@ -1,6 +1,6 @@
 """Saved storages on their way out: after the op that saved them is over, each by the way that suits its size.
 
-outs.add(saved)                                  # RESIDENT: its op may still write it
+outs.add(saved)                                  # ON_DEVICE: its op may still write it
 for saved in outs.finished(): outs.send(saved)   # at every hook: gather a small view; alone | encoded | with others
 outs.pack_small()                                # now, whoever waits for more of its kind: the link is idle, or memory is short
 """
@@ -100,7 +100,7 @@ class SwapOuts:
         for saved, operator in self._fresh:
             if operator[0] == thread and operator[1] < now:
                 over[saved] = None
-            elif saved.state is State.RESIDENT:
+            elif saved.state is State.ON_DEVICE:
                 waiting.append((saved, operator))
         self._fresh = waiting
         for saved, _ in waiting:
@@ -109,9 +109,9 @@ class SwapOuts:
             saved.op_is_over = True
         return list(over)
 
-    def send(self, saved: SavedStorage) -> None:
+    def swap_out(self, saved: SavedStorage) -> None:
         """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
-        if saved.state is not State.RESIDENT or not saved.worth_a_copy:
+        if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
         if isinstance(saved, SavedPart):
             self._gather(saved)
@@ -122,12 +122,12 @@ class SwapOuts:
             self._budget.note_on_device(saved)
             return
         if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
-            self.send_alone(saved)
+            self.swap_out_alone(saved)
         else:  # also where STAY is advised: the rule was told to move it
             self._small.append(saved)
             self._small_bytes += saved.nbytes
 
-    def send_planned(self, saved: SavedStorage, last_bytes: int) -> None:
+    def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
         """Queue the copy of its last bytes; the plan says when its memory goes. Where the host takes no more it stays."""
         try:
             if last_bytes == saved.nbytes:
@@ -143,28 +143,28 @@ class SwapOuts:
         """Pack the small ones that wait, once they fill a group, the link is idle, or it is not known what comes next."""
         if not self._small:
             return
-        if self._small_bytes >= GROUP_BYTES or self._budget.is_blind or self._context.transfer.out_is_idle():
+        if self._small_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
         """The step is over: those that went another way wait no more."""
-        self._small = [saved for saved in self._small if saved.state is State.RESIDENT]
+        self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
         self._small_bytes = sum(saved.nbytes for saved in self._small)
 
     def pack_small(self) -> None:
         """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
         waiting, self._small, self._small_bytes = self._small, [], 0
-        ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.RESIDENT and saved.op_is_over)
-        members = [saved for saved in ready if saved.worth_a_copy]
+        ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
+        members = [saved for saved in ready if saved.is_copyable]
         # While a group is packed, its members are still there: a tight budget has room for small ones only.
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
-        for together in self._staging.loads(members, at_most=at_most):
+        for together in self._staging.batches(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with
-                self.send_alone(together[0])
+                self.swap_out_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
                 self._pack(together)  # else they stay, one by one within reach of the budget's budget
 
-    def send_alone(self, saved: SavedStorage) -> None:
+    def swap_out_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out, and what follows it; where the host takes no more it stays."""
         try:
             self._swap_out(saved)
@@ -188,7 +188,7 @@ class SwapOuts:
         try:
             saved.swap_out()
         except HostMemoryExhausted:
-            if not self._budget.tight_and_unknown:
+            if not self._budget.must_use_pageable:
                 raise
             saved.swap_out(pageable=True)
 
@@ -213,7 +213,7 @@ class SwapOuts:
             self._budget.note_allocated(group.nbytes)
             self._registry.packed_groups.add(group)
             self._context.metrics.totals.packed_groups += 1
-            self.send_alone(group)
+            self.swap_out_alone(group)
 
     def _gather(self, saved: SavedPart) -> None:
         """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""

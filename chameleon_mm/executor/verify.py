@@ -1,7 +1,7 @@
 """Verify mode: what goes out against what comes back, by checksum, on the device.
 
     checksums = Checksums(device, scratch_bytes(budget))      # all the device memory that it ever takes
-    seal = Seal(t, step, checksums)  # at save: which tensor, by which operator, in which step
+    seal = StorageChecksum(t, step, checksums)  # at save: which tensor, by which operator, in which step
     seal.close(buffer)               # when its copy out is queued
     seal.check(buffer)               # when it is used again: SwapMismatch if one bit differs
 
@@ -48,15 +48,15 @@ class Checksums:
         self._device = device
         self._piece_words = (self.nbytes // _WORD_BYTES - _SUMS - 2) // 2
         self._scratch: Tensor | None = None
-        self._home: Stream | None = None
+        self._alloc_stream: Stream | None = None
         self._free = deque(range(_SUMS))
 
     def prepare(self) -> None:
         """Allocate now, on the current stream. Raises `torch.OutOfMemoryError`."""
         if self._scratch is not None:
             return
-        self._home = self._device.current_stream()
-        scratch = self._home.alloc(self.nbytes).view(torch.int64)
+        self._alloc_stream = self._device.current_stream()
+        scratch = self._alloc_stream.alloc(self.nbytes).view(torch.int64)
         with torch.no_grad():
             weights = scratch[: self._piece_words]
             torch.arange(self._piece_words, out=weights)
@@ -67,31 +67,31 @@ class Checksums:
         """Checksum of a flat uint8 tensor, ordered after the current stream's work. The host waits for it."""
         return self._read(self._take(buffer, _SUMS))
 
-    def keep(self, buffer: Tensor) -> Kept:
+    def start(self, buffer: Tensor) -> ChecksumSlot:
         """Checksum as `of` takes it, without a wait as long as there is room for it."""
         if not self._free:
-            return Kept(self, None, self.of(buffer))
-        place = self._free.popleft()
-        return Kept(self, self._take(buffer, place), 0)
+            return ChecksumSlot(self, None, self.of(buffer))
+        slot = self._free.popleft()
+        return ChecksumSlot(self, self._take(buffer, slot), 0)
 
-    def read(self, place: int) -> int:
+    def read(self, slot: int) -> int:
         """A kept one. The host waits for it."""
-        return self._read(place)
+        return self._read(slot)
 
-    def release(self, place: int) -> None:
+    def free_slot(self, slot: int) -> None:
         """Nobody asks for it any more. Any thread may say so, at any moment."""
-        self._free.append(place)
+        self._free.append(slot)
 
-    def _take(self, buffer: Tensor, place: int) -> int:
+    def _take(self, buffer: Tensor, slot: int) -> int:
         self.prepare()
-        assert self._scratch is not None and self._home is not None
+        assert self._scratch is not None and self._alloc_stream is not None
         current = self._device.current_stream()
-        if current is not self._home:
-            current.wait(self._home.record())  # orders this use of the scratch memory after the one before
+        if current is not self._alloc_stream:
+            current.wait(self._alloc_stream.record())  # orders this use of the scratch memory after the one before
         most, scratch = self._piece_words, self._scratch
         weights, products = scratch[:most], scratch[most : 2 * most]
         sums = scratch[2 * most :]
-        total, part = sums[place : place + 1], sums[_SUMS + 1 : _SUMS + 2]
+        total, part = sums[slot : slot + 1], sums[_SUMS + 1 : _SUMS + 2]
         whole = buffer.numel() // _WORD_BYTES * _WORD_BYTES
         with torch.no_grad():
             total.zero_()
@@ -106,38 +106,38 @@ class Checksums:
                 tail.copy_(buffer[whole:])
                 torch.sum(tail.mul_(weights[: tail.numel()]).mul_(_ODD_OF_TAIL), 0, keepdim=True, out=part)
                 total.add_(part)
-        if current is not self._home:
-            self._home.wait(current.record())  # ... and the next one after this
-        return place
+        if current is not self._alloc_stream:
+            self._alloc_stream.wait(current.record())  # ... and the next one after this
+        return slot
 
-    def _read(self, place: int) -> int:
-        assert self._scratch is not None and self._home is not None
+    def _read(self, slot: int) -> int:
+        assert self._scratch is not None and self._alloc_stream is not None
         current = self._device.current_stream()
-        if current is not self._home:
-            current.wait(self._home.record())  # orders the read after the sum
-        return int(self._scratch[2 * self._piece_words + place].item())
+        if current is not self._alloc_stream:
+            current.wait(self._alloc_stream.record())  # orders the read after the sum
+        return int(self._scratch[2 * self._piece_words + slot].item())
 
 
-class Kept:
+class ChecksumSlot:
     """A checksum, on the device, or on the host where there was no room. Its end gives its place back."""
 
-    __slots__ = ("_checksums", "_place", "_sum")
+    __slots__ = ("_checksums", "_slot", "_sum")
 
-    def __init__(self, checksums: Checksums, place: int | None, known: int) -> None:
+    def __init__(self, checksums: Checksums, slot: int | None, known: int) -> None:
         self._checksums = checksums
-        self._place = place
+        self._slot = slot
         self._sum = known
 
     def read(self) -> int:
         """The host waits for it."""
-        return self._sum if self._place is None else self._checksums.read(self._place)
+        return self._sum if self._slot is None else self._checksums.read(self._slot)
 
     def __del__(self) -> None:
-        if self._place is not None:
-            self._checksums.release(self._place)
+        if self._slot is not None:
+            self._checksums.free_slot(self._slot)
 
 
-class Seal:
+class StorageChecksum:
     """The checksum of one saved storage, and what to call it."""
 
     __slots__ = ("_checksums", "_sum", "_what")
@@ -147,11 +147,11 @@ class Seal:
         operator = "an operator outside autograd" if node is None else node.name()
         self._what = f"{tuple(t.shape)} {t.dtype}, result of {operator}, saved in step {step}"
         self._checksums = checksums
-        self._sum: Kept | None = None
+        self._sum: ChecksumSlot | None = None
 
     def close(self, buffer: Tensor) -> None:
         """Note the checksum of a flat uint8 tensor, on the current stream."""
-        self._sum = self._checksums.keep(buffer)
+        self._sum = self._checksums.start(buffer)
 
     def check(self, buffer: Tensor) -> None:
         """Compare with what went out; waits for the device. Raises `SwapMismatch`."""

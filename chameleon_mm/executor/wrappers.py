@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from chameleon_mm.executor.classify import taken_apart
-from chameleon_mm.executor.handles import Handle, KeptTensor, TakenApart
+from chameleon_mm.executor.classify import unwrapped
+from chameleon_mm.executor.handles import Handle, KeptTensor, WrapperHandle
 
 
-def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> TakenApart | None:
+def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
     """A wrapper by what it wraps, each part saved by `save`; None if it cannot be taken apart or nothing of it would move."""
-    apart = taken_apart(t)
-    if apart is None:
+    unwrapped_parts = unwrapped(t)
+    if unwrapped_parts is None:
         return None
-    inner, context = apart
+    inner, context = unwrapped_parts
     # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
     stays = set(inner) - {"_values"} if t.is_nested else set()
     parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
     if all(isinstance(part, KeptTensor) for part in parts.values()):
         return None
     rest = {name: part for name, part in inner.items() if name not in parts}
-    return TakenApart(t, parts, rest, context)
+    return WrapperHandle(t, parts, rest, context)

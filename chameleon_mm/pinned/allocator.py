@@ -79,9 +79,9 @@ class AllocatorWrapper:
         """As `Allocator.allocate`."""
         return self._lend(self._inner.allocate(nbytes, stream))
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """For blocks alone: the inner block goes back with the outer one's events. Takes no lock, calls no device."""
-        self._reclaim(ticket, events).release()
+        self._take_inner(ticket, events).release()
 
     def stats(self) -> Stats:
         return self._inner.stats()
@@ -98,7 +98,7 @@ class AllocatorWrapper:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} around {self._inner!r}>"
 
-    def _reclaim(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
+    def _take_inner(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
         """The inner block of one that was released: with its events, still to be released."""
         inner = self._lent.pop(ticket[0])
         inner.set_pending(events)

@@ -43,7 +43,7 @@ NamedTuple, which takes 0.4 us to make, a tenth of what a block may take in all.
 class Owner(Protocol):
     """Who makes blocks, and gets them back."""
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
 
 
@@ -55,13 +55,13 @@ class PinnedBlock:
     dropping it, may happen on any thread at any point, the garbage collector's included.
     """
 
-    __slots__ = ("__weakref__", "_claim", "_memory", "_met", "_nbytes", "_owner", "_start", "_unmet", "_views")
+    __slots__ = ("__weakref__", "_memory", "_met", "_nbytes", "_owner", "_start", "_take_turn", "_unmet", "_views")
 
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
     ) -> None:
         # A list, because `pop` is one atomic step: of two releases at once, one gets the ticket.
-        self._claim = [ticket]
+        self._take_turn = [ticket]
         self._owner = owner
         self._memory = memory
         self._start = start
@@ -77,7 +77,7 @@ class PinnedBlock:
 
     @property
     def released(self) -> bool:
-        return not self._claim
+        return not self._take_turn
 
     @property
     def pageable(self) -> bool:
@@ -180,13 +180,13 @@ class PinnedBlock:
         views of the block live.
         """
         try:
-            ticket = self._claim.pop()
+            ticket = self._take_turn.pop()
         except IndexError:
             return
         # After the pop: a view that is being made on another thread has noted itself before it looks for the ticket, so that of
         # the two at least one sees the other.
         if self._views:
-            self._claim.append(ticket)
+            self._take_turn.append(ticket)
             raise BlockInUseError(
                 f"release: expected no view of this block of {self._nbytes} bytes, got {len(self._views)} live; drop the "
                 f"tensors, arrays and memoryviews of it first, or drop the block instead: it returns with the last of them"
@@ -216,9 +216,9 @@ class PinnedBlock:
         # Not weakref.finalize: that costs more than the allocation itself, and all this does is append to a deque, which is
         # safe in the middle of any line, in a forked child and while the interpreter shuts down. Nobody is asked for views:
         # they hold the block, so there are none, or the collector takes them apart together.
-        if self._claim:
+        if self._take_turn:
             with suppress(IndexError):  # another thread's release was faster
-                self._return(self._claim.pop(), self._unmet + self._met)
+                self._return(self._take_turn.pop(), self._unmet + self._met)
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{len(self._unmet)} pending events"
@@ -226,7 +226,7 @@ class PinnedBlock:
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self._unmet = self._met = ()
-        self._owner.take_back(ticket, events)
+        self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
         """All of it as an array, for the protocols. Any: its type declares them only for some versions of Python and NumPy."""
@@ -245,7 +245,7 @@ class PinnedBlock:
         return view
 
     def _check_live(self, what: str) -> None:
-        if not self._claim:
+        if not self._take_turn:
             raise BlockReleasedError(
                 f"{what}: expected a live block, got one of {self._nbytes} bytes that was released; "
                 f"release a block after its last use, or allocate another"

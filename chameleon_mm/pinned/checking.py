@@ -132,7 +132,7 @@ class CheckingAllocator(AllocatorWrapper):
         self._guarded[serial] = guarded
         return _CheckedBlock(inner, self, serial, nbytes, guarded.allocated_at)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """For blocks alone. Raises `BlockReleasedError` for a ticket that is not a live block's of this allocator."""
         guarded = self._guarded.pop(ticket[0], None)
         if guarded is None:

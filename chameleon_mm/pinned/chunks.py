@@ -145,7 +145,7 @@ class Chunks:
         if self.room(limit) + sum(chunk.nbytes for chunk in unused) < size:
             raise HostMemoryExhausted(self._refusal(nbytes, size, limit))
         # Those that the device is done with first, then the large ones: as few as will do.
-        idle = {chunk.base: chunk.pending.sweep() for chunk in unused}
+        idle = {chunk.base: chunk.pending.drop_complete() for chunk in unused}
         unused.sort(key=lambda chunk: (not idle[chunk.base], -chunk.nbytes))
         given = 0
         for chunk in unused:
@@ -167,7 +167,7 @@ class Chunks:
         self._bases.remove(chunk.base)
         self._leaving.append(chunk)
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         """Detached chunks go back to the device, once that is done with them (the host waits)."""
         while self._leaving:
             self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
@@ -183,7 +183,7 @@ class Chunks:
                 format_size(self.reserved_bytes),
             )
 
-    def abandon(self) -> None:
+    def free_all(self) -> None:
         """Give every chunk back, whatever it holds. All device work on them must be complete."""
         self.admit()
         while self._chunks or self._leaving:

@@ -40,7 +40,7 @@ class Growth:
         self._limit = limit
         self._resizing = threading.Lock()  # taken before `ledger.lock` where both are
 
-    def carve_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
+    def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
         """A block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is closed."""
         ledger, chunks, limit = self._ledger, self._chunks, self._limit
         while True:
@@ -49,7 +49,7 @@ class Growth:
                     ledger.check_open("allocate")
                     ledger.drain()
                     chunks.admit()
-                    block = ledger.carve(owner, nbytes)
+                    block = ledger.allocate(owner, nbytes)
                 if block is not None:
                     return block
                 limit.grow(chunks.reserved_bytes)
@@ -72,12 +72,12 @@ class Growth:
             with ledger.lock:
                 ledger.check_open("allocate")
                 ledger.drain()
-                block = ledger.carve(owner, nbytes)
+                block = ledger.allocate(owner, nbytes)
             if block is not None:
                 return block
             if now >= pin_again:
                 try:
-                    return self.carve_or_pin(owner, nbytes)
+                    return self.allocate_or_pin(owner, nbytes)
                 except HostMemoryExhausted as refusal:
                     reason = str(refusal)
                 pause = min(2 * pause, _LONGEST_POLL_S)
@@ -110,7 +110,7 @@ class Growth:
                 f"are reserved; reserve at most {room}, or make the pool with a larger max_bytes"
             )
 
-    def give_back_unused(self, *, wait: bool) -> int:
+    def free_unused(self, *, wait: bool) -> int:
         """Chunks without a block go back to the device; returns their bytes. `wait`: also those that the device still uses.
 
         The chunk that another thread is pinning is waited for.
@@ -120,16 +120,16 @@ class Growth:
             with ledger.lock:
                 ledger.drain()
                 chunks.admit()
-                leaving = [chunk for chunk in chunks.unused() if wait or chunk.pending.sweep()]
+                leaving = [chunk for chunk in chunks.unused() if wait or chunk.pending.drop_complete()]
                 for chunk in leaving:
                     chunks.detach(chunk)
-            chunks.give_back()
+            chunks.free()
         return sum(chunk.nbytes for chunk in leaving)
 
     def _pin(self, nbytes: int) -> None:
         """Another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
         chunks = self._chunks
-        chunks.give_back()
+        chunks.free()
         try:
             chunks.pin(nbytes)
         except MemoryError as error:

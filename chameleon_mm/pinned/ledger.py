@@ -67,7 +67,7 @@ class Ledger:
             (serial, offset), events = returned.popleft()
             if offset is None:
                 if serial in self.pageable:
-                    self.pageable.take_back(serial, events)
+                    self.pageable.note_released(serial, events)
                 else:
                     del self._live[serial]
                 continue
@@ -76,7 +76,7 @@ class Ledger:
             if events:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
 
-    def carve(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
+    def allocate(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
         """A block of what is reserved and free, `owner`'s; None where none is large enough."""
         if nbytes:
             units = self._free_list
@@ -95,7 +95,7 @@ class Ledger:
     def stats(self, limit_bytes: int) -> PoolStats:
         """All of it in numbers, every release up to here counted."""
         self.drain()
-        self.pageable.sweep()
+        self.pageable.drop_complete()
         return PoolStats(
             limit_bytes=limit_bytes,
             reserved_bytes=self.chunks.reserved_bytes,
@@ -110,11 +110,11 @@ class Ledger:
             peak_pageable_bytes=self.pageable.peak_bytes,
         )
 
-    def abandon(self, device: Device) -> None:
+    def free_all(self, device: Device) -> None:
         """Give everything back, whatever lives: for a pool that nobody can reach any more. The host waits for the device."""
         if self.chunks.hold_memory or self.pageable.holds_memory:
             # Not just the events: a pool is abandoned where something went wrong, and a block may have been dropped without
             # one.
             device.synchronize()
-            self.pageable.abandon()
-            self.chunks.abandon()
+            self.pageable.free_all()
+            self.chunks.free_all()

@@ -61,8 +61,8 @@ class LimitedAllocator(AllocatorWrapper):
                 self._live_bytes -= nbytes
             raise
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        inner = self._reclaim(ticket, events)
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        inner = self._take_inner(ticket, events)
         nbytes = inner.nbytes
         inner.release()
         self._returned.append(nbytes)

@@ -30,8 +30,8 @@ class LockedAllocator(AllocatorWrapper):
             self._drain()
             return super().allocate(nbytes, stream)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        self._returned.append(self._reclaim(ticket, events))
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        self._returned.append(self._take_inner(ticket, events))
 
     def stats(self) -> Stats:
         with self._lock:

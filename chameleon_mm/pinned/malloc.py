@@ -92,8 +92,8 @@ class PinnedMalloc(AllocatorWrapper):
             self._forget(memory.ptr, memory.ptr + memory.size)
         return self._pointer(memory)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        inner = self._reclaim(ticket, (*events, LateEvent(self._last_use)))
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        inner = self._take_inner(ticket, (*events, LateEvent(self._last_use)))
         if inner.nbytes:
             start = inner.buffer.data_ptr()
             self._freed.append((start, start + inner.nbytes))

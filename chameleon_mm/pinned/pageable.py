@@ -72,12 +72,12 @@ class PageableLedger:
 
     def add(self, serial: int, memory: Tensor) -> None:
         """Hold `memory` for the block of that serial number."""
-        self.sweep()
+        self.drop_complete()
         self._live[serial] = memory
         self._nbytes += memory.numel()
         self._peak_bytes = max(self._peak_bytes, self._nbytes)
 
-    def take_back(self, serial: int, events: tuple[Event, ...]) -> None:
+    def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
         """The block was released: its memory stays until `events` are complete."""
         memory = self._live.pop(serial)
         if events:
@@ -85,7 +85,7 @@ class PageableLedger:
         else:
             self._nbytes -= memory.numel()
 
-    def sweep(self) -> None:
+    def drop_complete(self) -> None:
         """Drop the memory of released blocks that the device is done with. The host does not wait."""
         kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
         self._nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
@@ -95,7 +95,7 @@ class PageableLedger:
         """The events that the memory of released blocks is kept for. Once they are complete, `sweep` drops all of it."""
         return [event for _, events in self._ending for event in events]
 
-    def abandon(self) -> None:
+    def free_all(self) -> None:
         """Drop everything. All device work on it must be complete."""
         self._live.clear()
         self._ending.clear()

@@ -50,7 +50,7 @@ class PendingRanges:
         self._ends.insert(at, end)
         self._events.insert(at, events)
         if len(starts) > self._sweep_at:
-            self.sweep()
+            self.drop_complete()
             self._sweep_at = max(_SWEEP_AT, 2 * len(starts))
 
     def take(self, start: int, end: int) -> tuple[Event, ...]:
@@ -87,7 +87,7 @@ class PendingRanges:
         del starts[first:last], ends[first:last], held[first:last]
         return _each_once(event for events in taken for event in events)
 
-    def sweep(self) -> bool:
+    def drop_complete(self) -> bool:
         """Drop the ranges whose events are all complete. Whether none is left. The host does not wait."""
         kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
         self.starts[:] = [self.starts[at] for at in kept]

@@ -103,7 +103,7 @@ class PinnedPool:
         self._pageable_source = PageableSource(self._device)
         self._pid = os.getpid()
         # The finalizer must not hold the pool, only what it needs of it. Never at exit: the driver may be gone by then.
-        weakref.finalize(self, _abandon, self._device, self._ledger, self._pid).atexit = False
+        weakref.finalize(self, _free_all, self._device, self._ledger, self._pid).atexit = False
 
     @property
     def device(self) -> Device:
@@ -133,7 +133,7 @@ class PinnedPool:
                 ledger.check_open("allocate")
             if ledger.returned:
                 ledger.drain()
-            block = ledger.carve(self, nbytes)
+            block = ledger.allocate(self, nbytes)
         if block is None:
             block = self._grow_for(nbytes)
         # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
@@ -181,7 +181,7 @@ class PinnedPool:
 
         return ReplayPool(self, plan)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """For blocks alone: note that one was released. An append is atomic, and takes no lock that its own thread may hold."""
         self._returned.append((ticket, events))
 
@@ -222,8 +222,8 @@ class PinnedPool:
         """
         with self._ledger.lock:
             self._ledger.drain()
-            self._ledger.pageable.sweep()
-        return self._growth.give_back_unused(wait=False)
+            self._ledger.pageable.drop_complete()
+        return self._growth.free_unused(wait=False)
 
     def stats(self) -> PoolStats:
         """What the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's lock."""
@@ -250,11 +250,11 @@ class PinnedPool:
                 )
             ledger.closed = True
             ending = ledger.pageable.ending()
-        self._growth.give_back_unused(wait=True)
+        self._growth.free_unused(wait=True)
         for event in ending:
             event.synchronize()  # the last device access to pageable memory -> it is dropped
         with ledger.lock:
-            ledger.pageable.sweep()
+            ledger.pageable.drop_complete()
 
     def __enter__(self) -> Self:
         return self
@@ -278,7 +278,7 @@ class PinnedPool:
     def _grow_for(self, nbytes: int) -> PinnedBlock:
         """A block where no free one is large enough: out of another chunk, else as `on_full` says."""
         try:
-            return self._growth.carve_or_pin(self, nbytes)
+            return self._growth.allocate_or_pin(self, nbytes)
         except HostMemoryExhausted as refusal:
             if self._on_full == "raise":
                 raise
@@ -289,10 +289,10 @@ class PinnedPool:
         return self.allocate_pageable(nbytes)
 
 
-def _abandon(device: Device, ledger: Ledger, pid: int) -> None:
+def _free_all(device: Device, ledger: Ledger, pid: int) -> None:
     """Give back what a pool still held when the last reference to it, and to its blocks, went."""
     if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
-        ledger.abandon(device)
+        ledger.free_all(device)
 
 
 def pool_for(device: Device | str | None, pool: PinnedPool | None, *, max_bytes: int | None = None) -> PinnedPool:

@@ -76,8 +76,8 @@ class RecordingAllocator(AllocatorWrapper):
         self._lent[serial] = inner
         return inner.lend(self, serial)
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        inner = self._reclaim(ticket, events)
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        inner = self._take_inner(ticket, events)
         self._note("release", ticket[0], inner.nbytes, None)
         inner.release()
 

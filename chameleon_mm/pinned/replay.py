@@ -91,7 +91,7 @@ class ReplayPool:
         self._served = self._deviated = self._occupied = 0
         self._closed = False
         # At exit there is nobody to give it to.
-        weakref.finalize(self, _give_back, self._arena, self._pending, self._returned).atexit = False
+        weakref.finalize(self, _release_arena, self._arena, self._pending, self._returned).atexit = False
 
     @property
     def device(self) -> Device:
@@ -132,7 +132,7 @@ class ReplayPool:
                 block.wait_on(stream)
         return block
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """For blocks alone: note that one was released. An append is atomic, and takes no lock that its own thread may hold."""
         self._returned.append((ticket, events))
 
@@ -165,7 +165,7 @@ class ReplayPool:
                     f"them, or drop what holds them, and close again"
                 )
             self._closed = True
-            _give_back(self._arena, self._pending, self._returned)
+            _release_arena(self._arena, self._pending, self._returned)
 
     def __enter__(self) -> Self:
         return self
@@ -245,7 +245,7 @@ class ReplayPool:
         return (after == 0 or self._ends[starts[after - 1]] <= start) and (after == len(starts) or starts[after] >= end)
 
 
-def _give_back(arena: PinnedBlock, pending: PendingRanges, returned: deque[tuple[Ticket, tuple[Event, ...]]]) -> None:
+def _release_arena(arena: PinnedBlock, pending: PendingRanges, returned: deque[tuple[Ticket, tuple[Event, ...]]]) -> None:
     """The arena to its pool, once no block of it lives: whoever gets its bytes next waits for every event left on them.
 
     Takes no lock and calls no device: it runs in finalizers too.

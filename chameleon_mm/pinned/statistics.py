@@ -71,8 +71,8 @@ class StatisticsAllocator(AllocatorWrapper):
             self._sizes[size] = self._sizes.get(size, 0) + 1
         return block
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        inner = self._reclaim(ticket, events)
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+        inner = self._take_inner(ticket, events)
         self._returned.append(inner.nbytes)
         inner.release()
 

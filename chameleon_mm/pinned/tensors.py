@@ -79,7 +79,7 @@ class _Dropped:
         self._inner = inner
         self._device = device
 
-    def take_back(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
+    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self._inner.set_pending((*events, LateEvent(self._record)))
         self._inner.release()
 

@@ -36,7 +36,9 @@ def told_as(what: str) -> Iterator[None]:
     except ModelUnusable:
         raise
     except (Exception, SystemExit) as error:  # a model may fail in any way, and that is an answer about the model
-        raise ModelUnusable(f"{what}: {type(error).__name__}: {said_by(error)}{_place(error)}{_way_out(error)}") from error
+        raise ModelUnusable(
+            f"{what}: {type(error).__name__}: {said_by(error)}{_line_of_user(error)}{_way_out(error)}"
+        ) from error
 
 
 def said_by(error: BaseException) -> str:
@@ -44,7 +46,7 @@ def said_by(error: BaseException) -> str:
     return textwrap.shorten(str(error).strip().removesuffix("."), _MOST_SAID, placeholder=" ...") or "no message"
 
 
-def _place(error: BaseException) -> str:
+def _line_of_user(error: BaseException) -> str:
     """The innermost line of the user's own, where there is one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)

@@ -26,7 +26,7 @@ _CLASSES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class MemoryNeed:
     """Storages of one class."""
 
     name: str
@@ -36,7 +36,7 @@ class Need:
     """While the step as a whole needs the most."""
 
 
-def needs_of(trace: Trace, peak: Peak) -> tuple[Need, ...]:
+def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
     """The classes that `trace` has. `peak`: its peak. O(operators + storages)."""
     size = allocated_size(trace.tensor_bytes)
     since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
@@ -46,9 +46,11 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[Need, ...]:
         if which.any():
             most = int(sum_over_time(trace.num_ticks, size[which], since[which], until[which]).max(initial=0))
             at_peak = sum(peak.by_kind.get(kind, 0) for kind in kinds)
-            needs.append(Need(name=name, most_bytes=most, at_peak_bytes=at_peak))
+            needs.append(MemoryNeed(name=name, most_bytes=most, at_peak_bytes=at_peak))
     if trace.op_inner_bytes.any():
-        needs.append(Need(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes))
+        needs.append(
+            MemoryNeed(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes)
+        )
     return tuple(needs)
 
 

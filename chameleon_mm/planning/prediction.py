@@ -15,7 +15,7 @@ from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.planning.budgets import HIDDEN_WITHIN, hidden_budget, smallest_within
-from chameleon_mm.planning.needs import Need, needs_of, peak_phase
+from chameleon_mm.planning.needs import MemoryNeed, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     LinkCost,
@@ -60,7 +60,7 @@ class Prediction:
     spec: GpuSpec
     hbm_budget_bytes: int
     host_budget_bytes: int | None
-    needs: tuple[Need, ...]
+    needs: tuple[MemoryNeed, ...]
     peak: Peak
     """Nothing swapped."""
     phase: StepPhase

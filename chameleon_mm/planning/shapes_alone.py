@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 
 
-class _Forgetful(FakeTensorConverter):
+class _NoTensorMemo(FakeTensorConverter):
     """Keeps no weak reference to what operators return: `Module.to` refuses a parameter that has one.
 
     They are for finding the same fake tensor again from the same result, which no operator returns twice. Real tensors from
@@ -24,5 +24,5 @@ class _Forgetful(FakeTensorConverter):
 def shapes_alone() -> FakeTensorMode:
     """A mode in which tensors are fake, those from outside of it included."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.fake_tensor_converter = _Forgetful()
+    mode.fake_tensor_converter = _NoTensorMemo()
     return mode

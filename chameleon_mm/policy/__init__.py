@@ -6,7 +6,7 @@ from chameleon_mm.policy.baselines import swap_all, swap_first
 from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, hides_copies, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import EngineSpan
-from chameleon_mm.policy.learned import Headroom, LargestClimb, UseOrder
+from chameleon_mm.policy.learned import Headroom, LargestGrowth, UseOrder
 from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
 from chameleon_mm.policy.planner import candidate_plans, generate_plan
@@ -23,7 +23,7 @@ __all__ = [
     "EngineSpan",
     "Headroom",
     "Ideal",
-    "LargestClimb",
+    "LargestGrowth",
     "Limits",
     "LinkCost",
     "Peak",

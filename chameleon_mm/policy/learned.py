@@ -34,9 +34,9 @@ class Headroom:
 
     def record(self, growth_bytes: int) -> None:
         """The growth since the previous look of this step; at its end, since the last one."""
-        foreseen = self.need()
-        if foreseen is not None and self._scale is not None and growth_bytes > foreseen:
-            self._scale = self._scale * growth_bytes / foreseen if foreseen else None
+        predicted = self.need()
+        if predicted is not None and self._scale is not None and growth_bytes > predicted:
+            self._scale = self._scale * growth_bytes / predicted if predicted else None
         self._growing.append(growth_bytes)
 
     @property
@@ -67,7 +67,7 @@ class Headroom:
         self.end_step()
 
 
-class LargestClimb:
+class LargestGrowth:
     """The most that allocation climbed between two looks at memory in any step so far: what to leave free, where it is known.
 
     Not of one look, as `Headroom` has it, but of all: it holds for steps that do the same in another order. It says nothing of
@@ -123,10 +123,10 @@ class UseOrder:
 
     def upcoming(self, index: int, at_most: int) -> Iterator[int]:
         """Numbers of the storages likely to be used after `index`, soonest first."""
-        place = self._position.get(index)
-        if place is None:
+        position = self._position.get(index)
+        if position is None:
             return iter(range(index - 1, max(-1, index - 1 - at_most), -1))
-        return islice(self._learned, place + 1, place + 1 + at_most)
+        return islice(self._learned, position + 1, position + 1 + at_most)
 
     def rank(self, index: int) -> int:
         """Where `index` stands in the expected order: higher is later. Not seen before: sooner than what was."""
@@ -139,5 +139,5 @@ class UseOrder:
     def end_step(self) -> None:
         """The step is over: the next one is expected to use what it saves in the same order."""
         self._learned = list(self._current)
-        self._position = {index: place for place, index in enumerate(self._learned)}
+        self._position = {index: position for position, index in enumerate(self._learned)}
         self._current = {}

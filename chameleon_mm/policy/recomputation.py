@@ -36,7 +36,7 @@ def full_recomputation(trace: Trace) -> Recomputation:
     step = _Segmenting(trace)
     best_peak, segments = step.peak(np.empty(0, np.int64)), 1
     parts = 2
-    while parts <= 2 * len(step.places):
+    while parts <= 2 * len(step.cut_ticks):
         cuts = step.cut(parts)
         peak = step.peak(cuts)
         if peak < best_peak:
@@ -66,13 +66,13 @@ class _Segmenting:
         np.maximum.at(self._last_read, trace.read_tensors[forward], trace.op_tick[op[forward]])
         made = np.flatnonzero((self._born >= 0) & (self._last_read > self._born))
         crossing = sum_over_time(trace.num_ticks, self._size[made], self._born[made] + 1, self._last_read[made] + 1)
-        self.places: Int64s = trace.hook_tick[~trace.hook_use].astype(np.int64)
+        self.cut_ticks: Int64s = trace.hook_tick[~trace.hook_use].astype(np.int64)
         """Ticks before which forward may be cut."""
-        self._crossing = crossing[self.places]
+        self._crossing = crossing[self.cut_ticks]
         c = self._candidates
         by_birth = np.argsort(self._born[c.tensor], kind="stable")
         so_far = np.concatenate(([0], np.cumsum(c.size[by_birth])))
-        self._saved = so_far[np.searchsorted(self._born[c.tensor][by_birth], self.places)]
+        self._saved = so_far[np.searchsorted(self._born[c.tensor][by_birth], self.cut_ticks)]
 
     def cut(self, parts: int) -> Int64s:
         """Ticks at which forward is cut so that a segment saves about 1/`parts` of all, each where the least crosses nearby."""
@@ -83,7 +83,7 @@ class _Segmenting:
         for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             if low < high:
                 cuts.append(low + int(self._crossing[low:high].argmin()))
-        return self.places[np.unique(np.array(cuts, np.int64))]
+        return self.cut_ticks[np.unique(np.array(cuts, np.int64))]
 
     def peak(self, cuts: Int64s) -> int:
         """Most of device memory at once where forward is cut before the ticks `cuts`."""

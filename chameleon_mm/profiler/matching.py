@@ -25,7 +25,7 @@ from math import inf, log
 from typing import NamedTuple
 
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
-from chameleon_mm.profiler.save_index import FIXED, Pairs, RunningSave, SaveIndex, taken_apart
+from chameleon_mm.profiler.save_index import FIXED, Pairs, RunningSave, SaveIndex, split_feature
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8
@@ -80,7 +80,7 @@ class _Chain(NamedTuple):
     score: float
     observed: int
     """Counted from where the step began to deviate; 0 and below: before it."""
-    place: int
+    position: int
     """Of its last match: how many known saves come before it."""
     run: int
     """How many of the last matches followed each other without a gap."""
@@ -103,7 +103,7 @@ class Matcher:
 
     def __init__(self, known: StepRecord) -> None:
         self._hook_of = [hook for hook, save in enumerate(known.save_of) if save == NOT_A_USE]
-        self._known = SaveIndex(known, self._hook_of)
+        self._saves = SaveIndex(known, self._hook_of)
         self._uses: dict[int, list[int]] = {}
         for hook, save in enumerate(known.save_of):
             if save >= 0:
@@ -121,9 +121,9 @@ class Matcher:
         self._observed = 0
         self._given = bytearray(b"\1" * self._next + b"\0" * (len(self._hook_of) - self._next))
         """By place, whether it was given away; those since `_aligned_from` are marked when something deviates."""
-        self._storage_of, self._pairs = self._known.as_running(aligned)
+        self._storage_of, self._pairs = self._saves.as_running(aligned)
         """By hook of this step its save's storage; and while aligned, which storage is which known one."""
-        self._storages = count(2 * self._known.num_storages)
+        self._storages = count(2 * self._saves.num_storages)
         """Numbers for those that are new."""
         self._aligned_hooks = aligned
         self._uses_given: dict[int, int] = {}
@@ -131,13 +131,13 @@ class Matcher:
     def match(self, feature: Feature) -> int | None:
         """Number of the known hook that a save with this feature is; None: it is none of them."""
         save = self._seen(feature)
-        place, known = self._next, self._known
-        as_known = save.look == known.looks[place] and save.operators == known.operators[place]
-        if as_known and not known.storage_cost(place, save, self._pairs):
-            self._pairs.add(save.storage, known.storages[place])
-            self._next = place + 1
-            return self._hook_of[place]
-        return self._match_deviating(save)
+        position, known = self._next, self._saves
+        as_known = save.signature == known.signatures[position] and save.operators == known.operators[position]
+        if as_known and not known.storage_cost(position, save, self._pairs):
+            self._pairs.add(save.storage, known.storages[position])
+            self._next = position + 1
+            return self._hook_of[position]
+        return self._match_diverging(save)
 
     def match_use(self, save: int | None) -> int | None:
         """Number of the known hook that a use is. `save` is what `match` said of the hook that saved it.
@@ -157,22 +157,22 @@ class Matcher:
         return uses[given]
 
     @property
-    def is_deviating(self) -> bool:
+    def is_diverging(self) -> bool:
         """Whether what comes next is in doubt: some hooks after an edit it is not any more."""
         return bool(self._chains)
 
     def _seen(self, feature: Feature) -> RunningSave:
-        look, operators, since = taken_apart(feature)
+        signature, operators, since = split_feature(feature)
         if since == NEW_STORAGE:
             storage = next(self._storages)
         else:
             storage = FIXED if since == FIXED_STORAGE else self._storage_of[-since]
         self._storage_of.append(storage)
-        return RunningSave(look, operators, storage, since == NEW_STORAGE)
+        return RunningSave(signature, operators, storage, since == NEW_STORAGE)
 
     # --- deviating
 
-    def _match_deviating(self, save: RunningSave) -> int | None:
+    def _match_diverging(self, save: RunningSave) -> int | None:
         if not self._chains:
             self._leave_alignment()
         self._observed += 1
@@ -181,22 +181,22 @@ class Matcher:
         lead = best.score - self._chains[1].score if len(self._chains) > 1 else _HOPELESS
         if best.observed != self._observed or (best.run == 1 and lead < _DOUBT):
             return None
-        hook = None if self._given[best.place] else self._hook_of[best.place]
-        self._given[best.place] = 1
+        hook = None if self._given[best.position] else self._hook_of[best.position]
+        self._given[best.position] = 1
         if len(best.pairs) > _MOST_IN_DOUBT:
             self._chains = [best._replace(pairs=best.pairs.settle())]
-        if best.run >= STEADY_RUN and lead > CLEAR_LEAD and self._given.find(1, best.place + 1) < 0:
+        if best.run >= STEADY_RUN and lead > CLEAR_LEAD and self._given.find(1, best.position + 1) < 0:
             self._align_behind(best)
         return hook
 
     def _continued(self, save: RunningSave) -> list[_Chain]:
         """The explanations now that this save came, the best one first: at a tie one in which it matches."""
         old, new = list(self._chains), list[_Chain]()
-        for place in sorted(self._candidates(save)):
-            score, last = self._continuing(place, save)
-            follows = self._follows(last, place)
-            pairs = last.pairs.with_pair(save.storage, self._known.storages[place])
-            new.append(_Chain(score, self._observed, place, last.run + 1 if follows else 1, pairs))
+        for position in sorted(self._candidates(save)):
+            score, last = self._continuing(position, save)
+            follows = self._follows(last, position)
+            pairs = last.pairs.with_pair(save.storage, self._saves.storages[position])
+            new.append(_Chain(score, self._observed, position, last.run + 1 if follows else 1, pairs))
             if follows and score >= last.score and last in old:
                 old.remove(last)  # whatever it explains, its continuation explains better
         best = sorted(new + old, key=_by_score, reverse=True)[:MAX_CHAINS]
@@ -204,65 +204,65 @@ class Matcher:
 
     def _candidates(self, save: RunningSave) -> set[int]:
         """The nearest places of saves like this one on each side of a chain: chains that end nearer reach further ones."""
-        places = set[int]()
+        positions = set[int]()
         for chain in self._chains:
-            for alike in self._known.places_like(save, chain.pairs):
-                behind = bisect_left(alike, chain.place)
-                ahead = bisect_right(alike, chain.place, behind)
-                places.update(alike[max(0, behind - 1) : behind], alike[ahead : ahead + 1])
-        return places
+            for alike in self._saves.positions_like(save, chain.pairs):
+                behind = bisect_left(alike, chain.position)
+                ahead = bisect_right(alike, chain.position, behind)
+                positions.update(alike[max(0, behind - 1) : behind], alike[ahead : ahead + 1])
+        return positions
 
-    def _continuing(self, place: int, save: RunningSave) -> tuple[float, _Chain]:
+    def _continuing(self, position: int, save: RunningSave) -> tuple[float, _Chain]:
         """The best score that a match of `save` with `place` gives, and the chain that it continues."""
-        most = self._known.most_weight(place)
+        most = self._saves.most_weight(position)
         best, last = -inf, self._chains[0]
         for chain in self._chains:  # the best one first
             if chain.score + most < best:
                 break
-            score = self._score(chain, place, save)
+            score = self._score(chain, position, save)
             if score > best or (score == best and chain.run > last.run):
                 best, last = score, chain
         return best, last
 
-    def _score(self, chain: _Chain, place: int, save: RunningSave) -> float:
+    def _score(self, chain: _Chain, position: int, save: RunningSave) -> float:
         """Of `chain` continued by a match of `save` with `place`."""
-        if chain.place == place:
+        if chain.position == position:
             return -inf
-        known = self._known
-        cost = known.storage_cost(place, save, chain.pairs)
-        evidence = known.weight(place, save.operators, same_storage=not cost)
-        if save.operators != known.operators[place]:
-            if not self._follows(chain, place):
+        known = self._saves
+        cost = known.storage_cost(position, save, chain.pairs)
+        evidence = known.weight(position, save.operators, same_storage=not cost)
+        if save.operators != known.operators[position]:
+            if not self._follows(chain, position):
                 cost += _OTHER_START_COST
             else:
-                cost += _SILENT_COST if abs(save.operators - known.operators[place]) == 1 else _OPERATORS_COST
-        return chain.score + evidence - cost - self._gap(chain, place)
+                cost += _SILENT_COST if abs(save.operators - known.operators[position]) == 1 else _OPERATORS_COST
+        return chain.score + evidence - cost - self._gap(chain, position)
 
-    def _follows(self, chain: _Chain, place: int) -> bool:
-        return chain.observed == self._observed - 1 and chain.place == place - 1
+    def _follows(self, chain: _Chain, position: int) -> bool:
+        return chain.observed == self._observed - 1 and chain.position == position - 1
 
-    def _gap(self, chain: _Chain, place: int) -> float:
+    def _gap(self, chain: _Chain, position: int) -> float:
         """What it costs to leave out the hooks between the last match of `chain` and one of the save that came now."""
-        observed, known = self._observed - chain.observed - 1, place - chain.place - 1
+        observed, known = self._observed - chain.observed - 1, position - chain.position - 1
         if observed == known == 0:
             return 0.0
         if known >= 0:
             # The observed ones were inserted and the known ones left out, or the ones replace the others.
             return _OPEN_COST + min(_skip(known), _skip(abs(known - observed)) + _REPLACED_COST * min(known, observed))
         cost = _OPEN_COST + _skip(-known)
-        if self._given[place]:
+        if self._given[position]:
             cost += _REPEAT_COST + _WAY_BACK_COST * min(max(0, -known - _OPERATOR_HOOKS), _WAY_BACK_HOOKS)
         return cost
 
     def _leave_alignment(self) -> None:
-        place, known = self._next, self._known
-        self._given[self._aligned_from : place] = b"\1" * (place - self._aligned_from)
+        position, known = self._next, self._saves
+        self._given[self._aligned_from : position] = b"\1" * (position - self._aligned_from)
         self._observed = 0
         self._next = len(self._hook_of)  # where no save is expected
         score, pairs = 0.0, self._pairs.settle()
-        self._chains = [_Chain(score, 0, place - 1, 0, pairs)]
-        for back in range(min(_TAKEN_BACK, place - self._in_order_from)):
-            taken = place - 1 - back
+        self._chains = [_Chain(score, 0, position - 1, 0, pairs)]
+        for back in range(min(_TAKEN_BACK, position - self._in_order_from)):
+            taken = position - 1 - back
             score -= known.weight(taken, known.operators[taken], same_storage=True)
             if known.is_first[taken]:
                 pairs = pairs.without(known.storages[taken])
@@ -270,7 +270,7 @@ class Matcher:
 
     def _align_behind(self, chain: _Chain) -> None:
         self._chains = []
-        self._next = self._aligned_from = self._in_order_from = chain.place + 1
+        self._next = self._aligned_from = self._in_order_from = chain.position + 1
         self._pairs = chain.pairs.settle()
 
 

@@ -25,7 +25,7 @@ def has_other_formula(call: OpCall) -> bool:
     if name in _OF_ANY_INPUT:
         return any(t.requires_grad for t in call.inputs.values())
     if name in _OF_ONE_INPUT:
-        place = _OF_ONE_INPUT[name]
-        value = call.args[place] if place < len(call.args) else call.kwargs.get("value")
+        argument = _OF_ONE_INPUT[name]
+        value = call.args[argument] if argument < len(call.args) else call.kwargs.get("value")
         return isinstance(value, Tensor) and value.requires_grad
     return False

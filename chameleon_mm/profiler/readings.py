@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from chameleon_mm.device import Device
-from chameleon_mm.profiler.storages import StorageBook
+from chameleon_mm.profiler.storages import StorageTable
 
 
 class Readings:
@@ -42,18 +42,18 @@ class Readings:
 
     def take(
         self,
-        book: StorageBook,
-        newcomers: Sequence[torch.UntypedStorage] = (),
+        table: StorageTable,
+        new_storages: Sequence[torch.UntypedStorage] = (),
         *,
         tick: int,
         fresh: bool = False,
         made_bytes: int = 0,
     ) -> int:
-        """Tell `book`, as `StorageBook.read` has it, what the device counts now. `made_bytes`: of storages of the book that
+        """Tell `book`, as `StorageTable.read` has it, what the device counts now. `made_bytes`: of storages of the book that
         were made since the last reading. Returns the bytes of others that were allocated since then and are gone again."""
         before, now = self._last, self._device.read_memory()
-        freed_bytes = book.freed_bytes - self._freed_by_then
+        freed_bytes = table.freed_bytes - self._freed_by_then
         unknown_bytes = max(0, now.allocated_bytes - before.allocated_bytes + freed_bytes - made_bytes)
-        self._last, self._freed_by_then = now, book.freed_bytes
-        book.read(now.allocated_bytes, newcomers, fresh=fresh, tick=tick)
-        return max(0, now.odometer_bytes - before.odometer_bytes - made_bytes - unknown_bytes)
+        self._last, self._freed_by_then = now, table.freed_bytes
+        table.read(now.allocated_bytes, new_storages, fresh=fresh, tick=tick)
+        return max(0, now.cumulative_bytes - before.cumulative_bytes - made_bytes - unknown_bytes)

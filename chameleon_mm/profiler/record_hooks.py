@@ -38,11 +38,11 @@ class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, recorder: Recorder, *, min_bytes: int = 1, feature: Callable[[Tensor], int] = shape_feature) -> None:
-        teller = _Teller(recorder, min_bytes, feature)
+        teller = _HookPair(recorder, min_bytes, feature)
         super().__init__(teller.on_save, teller.on_use)
 
 
-class _Teller:
+class _HookPair:
     """The two hooks. Not the manager's own methods: with them it would hold itself."""
 
     def __init__(self, recorder: Recorder, min_bytes: int, feature: Callable[[Tensor], int]) -> None:
@@ -54,7 +54,7 @@ class _Teller:
         """Views that were saved, by the number of their storage; a storage that was saved whole."""
 
     def on_save(self, t: Tensor) -> _Handle:
-        self._tell_sendable()
+        self._note_copyable()
         traced = self._claim(t) if self._may_move(t) else None
         feature = self._feature(t)
         self._recorder.on_save([traced], feature)
@@ -67,13 +67,13 @@ class _Teller:
         return handle
 
     def on_use(self, handle: _Handle) -> Tensor:
-        self._tell_sendable()
+        self._note_copyable()
         self._recorder.on_use([handle.traced], handle.feature)
         return handle.tensor
 
     def _claim(self, t: Tensor) -> TracedStorage:
         storage = t.untyped_storage()
-        traced = self._recorder.claim(storage)
+        traced = self._recorder.add_claim(storage)
         whole = (traced.number, None)
         view = (
             whole
@@ -86,7 +86,7 @@ class _Teller:
             self._fresh.append((traced, _sequence_nr()))
         return traced
 
-    def _tell_sendable(self) -> None:
+    def _note_copyable(self) -> None:
         now = _sequence_nr()
         for traced, number in self._fresh:
             if number < now:

@@ -41,16 +41,16 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.composite import GPU
 from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
+from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
+from chameleon_mm.profiler.dispatch_state import DispatchState, in_backward, is_on, leave, remove
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
 from chameleon_mm.profiler.other_formulas import has_other_formula
 from chameleon_mm.profiler.readings import Readings
-from chameleon_mm.profiler.retry import FreeSomething, OomRetry
-from chameleon_mm.profiler.storages import StorageBook, TracedStorage
-from chameleon_mm.profiler.surroundings import Surroundings, in_backward, is_on, leave, remove
+from chameleon_mm.profiler.retry import OomRetry, ReclaimSome
+from chameleon_mm.profiler.storages import StorageTable, TracedStorage
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
 
     `model` and `optimizers` name what is on `device` before the step; without them parameters are known by their class,
     gradients as theirs, buffers and optimizer state by who writes them. `times` takes the operators' time (None: events on
-    the device). Where `free_something` is given, an operator that finds no memory is run again after it: see `OomRetry`.
+    the device). Where `reclaim_some` is given, an operator that finds no memory is run again after it: see `OomRetry`.
 
     Changes no bit of what it records, but that under any dispatch mode autograd picks other formulas for a few operators. What
     dynamo compiles is compiled, and seen by the operators that are left of it and by what it saves. Where the recorder cannot
@@ -99,23 +99,23 @@ class Recorder(TorchDispatchMode):
         model: nn.Module | None = None,
         optimizers: Iterable[Optimizer] = (),
         times: OpTimes | None = None,
-        free_something: FreeSomething | None = None,
+        reclaim_some: ReclaimSome | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self._device = device
         self._device_type = device.torch_device.type
-        self._surroundings = Surroundings(device)
+        self._dispatch = DispatchState(device)
         self._flaw: str | None = None
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
         self._readings = Readings(device)
         self._start_bytes = self._readings.allocated_bytes
         self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
-        self._book = StorageBook(self._builder, allocated_bytes=self._start_bytes)
+        self._table = StorageTable(self._builder, allocated_bytes=self._start_bytes)
         self._contents = ContentHashes()
-        self._facts = KnownFacts(GPU if self._surroundings.fake else self._device_type)
+        self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._times = EventTimes(device) if times is None else times
-        self._retry = None if free_something is None else OomRetry(device, self._freeing(free_something))
+        self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
         self._thread = threading.local()
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = self._stopped = False
         for storage, kind in kinds_of(model, optimizers, self._device_type):
-            self._book.expect(storage, kind)
+            self._table.expect(storage, kind)
         if model is not None:
             for parameter in model.parameters():
                 self._parameters[id(parameter)] = weakref.ref(parameter)
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
     @property
     def flaw(self) -> str | None:
         """Why a plan must not be made from the step, as far as it has come; None: nothing speaks against it."""
-        if self._flaw is None and self._surroundings.compiled:
+        if self._flaw is None and self._dispatch.compiled:
             return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
         return self._flaw
 
@@ -181,14 +181,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        surroundings = self._surroundings
-        if surroundings.forked or surroundings.tracing:
+        dispatch = self._dispatch
+        if dispatch.forked or dispatch.tracing:
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, FakeTensor):
                 if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
                     return NotImplemented  # asks the subclass, with this mode still active for what it is made of
-            elif not surroundings.fake:
+            elif not dispatch.fake:
                 return func(*args, **kwargs)
         if getattr(self._thread, "paused", 0):
             return func(*args, **kwargs)
@@ -208,11 +208,11 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, call: OpCall) -> Any:
         read: list[TracedStorage] = []
-        newcomers: list[torch.UntypedStorage] = []
+        new_storages: list[torch.UntypedStorage] = []
         with self._lock, self._forgiving(call):
             self._begin_tick()
             self._follow_phase()
-            read, newcomers = self._look_up(call.inputs)
+            read, new_storages = self._look_up(call.inputs)
         try:
             out = self._run(call)
         except Exception:
@@ -222,16 +222,16 @@ class Recorder(TorchDispatchMode):
             raise
         with self._lock, self._forgiving(call):
             if not self._stopped:
-                self._book.settle()
-                given, made, inner = self._number(call, newcomers)
+                self._table.record_deaths()
+                given, made, inner = self._number(call, new_storages)
                 self._note(call, [*read, *given], made, inner)
         return out
 
     def _writes(self) -> bool:
         """Whether what comes is to be written down. Asked before any lock, and before anything is asked of the device."""
-        if self._stopped or self._surroundings.forked:
+        if self._stopped or self._dispatch.forked:
             return False
-        if self._surroundings.capturing:
+        if self._dispatch.capturing:
             self._give_up("a graph was captured in it: replays run what no operator tells of")
             return False
         return True
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):
             storage = t.untyped_storage()
             if isinstance(t, Parameter):
                 self._note_parameter(t, storage)
-            traced = self._book.find(storage)
+            traced = self._table.find(storage)
             if traced is not None:
                 known[traced.number] = traced
             elif self._device.owns(t):
@@ -288,38 +288,38 @@ class Recorder(TorchDispatchMode):
         ref = self._parameters.get(id(parameter))
         if ref is None or ref() is not parameter:
             self._parameters[id(parameter)] = weakref.ref(parameter)
-            self._book.expect(storage, TensorKind.PARAMETER)
+            self._table.expect(storage, TensorKind.PARAMETER)
 
     def _number(
-        self, call: OpCall, newcomers: list[torch.UntypedStorage]
+        self, call: OpCall, new_storages: list[torch.UntypedStorage]
     ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
         """Number what the call was given and nobody knew, and what it made. Returns the former, all that it wrote, and how
         many bytes it held inside itself."""
         tick, fresh = self._builder.num_ticks, call.facts.name in _FRESH
         fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
         written, unknown = self._look_up(call.written)
-        given_ids = {id(storage) for storage in newcomers}
+        given_ids = {id(storage) for storage in new_storages}
         for storage in unknown:
             if id(storage) not in given_ids:
-                written.append(self._book.add(storage, born=tick, counted=not fake))
+                written.append(self._table.add(storage, born=tick, counted=not fake))
         if fake:
             self._fake, inner = True, inner_bytes(call)
-            for storage in newcomers:
-                self._book.add(storage, born=tick if fresh else -1, counted=False)
+            for storage in new_storages:
+                self._table.add(storage, born=tick if fresh else -1, counted=False)
         else:
             made_bytes = sum(traced.charged_bytes for traced in written if traced.born == tick)
-            inner = self._readings.take(self._book, newcomers, tick=tick, fresh=fresh, made_bytes=made_bytes)
-        given = {id(storage): traced for storage in newcomers if (traced := self._book.find(storage)) is not None}
+            inner = self._readings.take(self._table, new_storages, tick=tick, fresh=fresh, made_bytes=made_bytes)
+        given = {id(storage): traced for storage in new_storages if (traced := self._table.find(storage)) is not None}
         written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
         return list(given.values()), written, inner
 
-    def _read(self, newcomers: Sequence[torch.UntypedStorage] = ()) -> None:
+    def _read(self, new_storages: Sequence[torch.UntypedStorage] = ()) -> None:
         """Begins a new reading: what was allocated until now is no operator's."""
-        self._readings.take(self._book, newcomers, tick=self._builder.num_ticks)
+        self._readings.take(self._table, new_storages, tick=self._builder.num_ticks)
 
     def _begin_tick(self) -> None:
-        self._book.settle()
-        self._book.poll()
+        self._table.record_deaths()
+        self._table.poll()
 
     def _follow_phase(self) -> None:
         was_in_backward, self._in_backward = self._in_backward, in_backward()
@@ -329,11 +329,11 @@ class Recorder(TorchDispatchMode):
     def _note_gradients(self) -> None:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
         for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
-            self._book.expect(storage, TensorKind.GRADIENT)
+            self._table.expect(storage, TensorKind.GRADIENT)
 
     # --- what the hooks tell
 
-    def claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+    def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
         """A handle claims a saved storage of this device: the storage's record, for the calls below.
 
         The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
@@ -342,12 +342,12 @@ class Recorder(TorchDispatchMode):
         if not self._writes():
             return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # nobody's
         with self._lock:
-            if self._book.find(storage) is None:  # saved before any operator was given it
+            if self._table.find(storage) is None:  # saved before any operator was given it
                 if storage.device.type == self._device_type:
                     self._read([storage])
                 else:
-                    self._book.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
-            return self._book.saved(storage)
+                    self._table.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
+            return self._table.saved(storage)
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
         """Autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's number."""
@@ -375,20 +375,20 @@ class Recorder(TorchDispatchMode):
 
         Told again where others save more of it: a copy that began before would lack their bytes.
         """
-        if traced is not None and traced.owner is self._book.owner:
+        if traced is not None and traced.owner is self._table.owner:
             with self._lock:
                 traced.sendable = self._builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
         """`storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
-        if traced is not None and traced.owner is self._book.owner and self._writes():
+        if traced is not None and traced.owner is self._table.owner and self._writes():
             with self._lock:
-                self._book.restored(traced, storage)
+                self._table.restored(traced, storage)
 
     def retired(self, traced: TracedStorage | None) -> None:
         """A claim on it ended. Any thread may say so, in the middle of anything: it waits for no lock."""
-        if traced is not None and not self._stopped and traced.owner is self._book.owner:
-            self._book.retired(traced)
+        if traced is not None and not self._stopped and traced.owner is self._table.owner:
+            self._table.retired(traced)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -401,7 +401,7 @@ class Recorder(TorchDispatchMode):
             self._thread.paused = depth
             if not depth and self._writes():
                 with self._lock:
-                    self._book.settle()
+                    self._table.record_deaths()
                     self._read()
 
     @contextmanager
@@ -423,7 +423,7 @@ class Recorder(TorchDispatchMode):
         with self._lock:
             self._stopped = True
             self._parameters.clear()
-            self._book.forget()
+            self._table.forget()
 
     def _sees_autograd(self) -> bool:
         """Whether the operators of whoever calls a hook now are seen too."""
@@ -436,7 +436,7 @@ class Recorder(TorchDispatchMode):
 
     def _give_up(self, flaw: str) -> None:
         """What it has is not the step."""
-        if not self._surroundings.forked:
+        if not self._dispatch.forked:
             self._flaw = self._flaw or flaw
             self.stop()
 
@@ -455,11 +455,11 @@ class Recorder(TorchDispatchMode):
                 )
             self._begin_tick()
             self._note_gradients()
-            uncounted_bytes = self._book.end(fake=self._fake)
+            uncounted_bytes = self._table.end(fake=self._fake)
             for op, duration_us in self._times.resolve():
                 self._builder.set_duration(op, duration_us)
             last_op, last_tick = self._last_backward
-            for traced in self._book.traced:
+            for traced in self._table.traced:
                 self._builder.kind(traced.number, kind_seen(traced, last_backward_op=last_op, last_backward_tick=last_tick))
                 if 0 <= traced.sendable < self._builder.num_hooks:
                     self._builder.sendable(traced.number, traced.sendable)
@@ -472,10 +472,10 @@ class Recorder(TorchDispatchMode):
 
     def _only(self, storages: Iterable[TracedStorage | None]) -> int:
         """The number of the one storage there is."""
-        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self._book.owner}
+        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self._table.owner}
         return numbers.pop() if len(numbers) == 1 else UNMOVABLE
 
-    def _freeing(self, free_something: FreeSomething) -> FreeSomething:
+    def _reclaiming(self, reclaim_some: ReclaimSome) -> ReclaimSome:
         """Weak: the recorder holds what it makes."""
         me = weakref.ref(self)
 
@@ -484,7 +484,7 @@ class Recorder(TorchDispatchMode):
             if recorder is None:
                 return False
             with recorder.paused(), recorder.untimed():
-                return free_something(nbytes, excluded)
+                return reclaim_some(nbytes, excluded)
 
         return free
 

@@ -2,7 +2,7 @@
 
     out = retry.run(call)
         run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
-            -> free_something(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
+            -> reclaim_some(nbytes, storages of the call)? -> generators as they were -> run again -> ...  -> raise
 
 Out of the block first, because an exception's traceback holds the tensors of the frames it passed. A plain retry can succeed:
 the allocator does not look again at what events held when it failed (pytorch#189504), and by then that is its own again.
@@ -22,7 +22,7 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.profiler.random_state import RandomState
 from chameleon_mm.units import parse_size
 
-FreeSomething = Callable[[int, Sequence[torch.UntypedStorage]], bool]
+ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
 """Frees device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
 whether it freed anything: False ends the retries."""
 
@@ -36,14 +36,14 @@ class OomRetry:
     """Runs operators on `device`; those that may run twice do so when memory was short.
 
     Never one whose schema or reputation says that it writes what it was given, nor a collective, nor while a graph is captured:
-    there the error goes on. Random ones draw the same numbers again. Thread-safe if `free_something` is.
+    there the error goes on. Random ones draw the same numbers again. Thread-safe if `reclaim_some` is.
     """
 
-    def __init__(self, device: Device, free_something: FreeSomething) -> None:
+    def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
         self.retries = 0
         """How often an operator was run again."""
         self._device = device
-        self._free_something = free_something
+        self._reclaim_some = reclaim_some
 
     def run(self, call: OpCall) -> Any:
         """`call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be freed, or the operator may not run twice."""
@@ -62,7 +62,7 @@ class OomRetry:
                 if failure is None:
                     return call.out
                 storages = [t.untyped_storage() for t in call.inputs.values()]
-                if not self._free_something(tried_bytes(failure), storages):
+                if not self._reclaim_some(tried_bytes(failure), storages):
                     raise failure
         finally:
             del failure  # raised, it holds this frame, and so the call's tensors: not to be held by it in turn

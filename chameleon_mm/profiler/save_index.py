@@ -2,7 +2,7 @@
 
     known = SaveIndex(record, hooks of its saves)
     storages, pairs = known.as_running(aligned)      # of a step whose first hooks are the same
-    known.places_like(save, pairs)                   # candidates, by place: how many known saves come before
+    known.positions_like(save, pairs)                   # candidates, by place: how many known saves come before
     known.weight(place, operators, same_storage)     # how much it says that so much agrees
     known.storage_cost(place, save, pairs)           # and how much what does not
     pairs = pairs.with_pair(save.storage, known.storages[place])    # if that is it
@@ -39,7 +39,7 @@ FIXED = -1
 class RunningSave(NamedTuple):
     """One of the running step."""
 
-    look: Hashable
+    signature: Hashable
     operators: int
     storage: int
     """Of this step, by a number that no known one has; or `FIXED`."""
@@ -105,8 +105,8 @@ class SaveIndex:
 
     def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:
         """`hooks`: of the saves."""
-        saves = [taken_apart(cast("Feature", record.features[hook])) for hook in hooks]
-        self.looks = [*(look for look, _, _ in saves), None]
+        saves = [split_feature(cast("Feature", record.features[hook])) for hook in hooks]
+        self.signatures = [*(signature for signature, _, _ in saves), None]
         """What no match differs in. Behind the last place: that of no save."""
         self.operators = [*(operators for _, operators, _ in saves), 0]
         self.is_first = [since == NEW_STORAGE for _, _, since in saves]
@@ -121,15 +121,15 @@ class SaveIndex:
             elif since != FIXED_STORAGE:
                 self._storage_at[hook] = self._storage_at[hook - since]
         self.storages = [self._storage_at[hook] for hook in hooks]
-        self._places: dict[Hashable, list[int]] = {}
+        self._positions: dict[Hashable, list[int]] = {}
         """By what saves have in common."""
-        self._places_of: dict[Hashable, list[int]] = {}
+        self._positions_of: dict[Hashable, list[int]] = {}
         """By look and storage."""
-        for place, (look, operators, since) in enumerate(saves):
-            for alike in _in_common(look, operators, since):
-                self._places.setdefault(alike, []).append(place)
-            self._places_of.setdefault((look, self.storages[place]), []).append(place)
-        rarities = {alike: iter(_rarities(places, len(saves))) for alike, places in self._places.items()}
+        for position, (signature, operators, since) in enumerate(saves):
+            for alike in _in_common(signature, operators, since):
+                self._positions.setdefault(alike, []).append(position)
+            self._positions_of.setdefault((signature, self.storages[position]), []).append(position)
+        rarities = {alike: iter(_rarities(positions, len(saves))) for alike, positions in self._positions.items()}
         self._weights = [tuple(next(rarities[alike]) for alike in _in_common(*save)) for save in saves]
 
     @property
@@ -145,58 +145,58 @@ class SaveIndex:
         settled.update((behind + storage, storage) for storage in same)
         return storages, Pairs(settled, {})
 
-    def places_like(self, save: RunningSave, pairs: Pairs) -> list[Sequence[int]]:
+    def positions_like(self, save: RunningSave, pairs: Pairs) -> list[Sequence[int]]:
         """Those that look like it; of these the ones with as many operators; and those of its storage, if that is known."""
-        look, operators, first, _ = _in_common(save.look, save.operators, NEW_STORAGE)
-        places: list[Sequence[int]] = [self._places.get(look, ()), self._places.get(operators, ())]
+        signature, operators, first, _ = _in_common(save.signature, save.operators, NEW_STORAGE)
+        positions: list[Sequence[int]] = [self._positions.get(signature, ()), self._positions.get(operators, ())]
         if save.is_first:
-            places.append(self._places.get(first, ()))
+            positions.append(self._positions.get(first, ()))
         elif save.storage != FIXED:
-            places.append(self._places_of.get((save.look, pairs.get(save.storage)), ()))
-        return places
+            positions.append(self._positions_of.get((save.signature, pairs.get(save.storage)), ()))
+        return positions
 
-    def weight(self, place: int, operators: int, *, same_storage: bool) -> float:
+    def weight(self, position: int, operators: int, *, same_storage: bool) -> float:
         """How much what agrees says: the log of how many saves there are for one that is alike in that."""
-        return self._weights[place][(operators == self.operators[place]) + 2 * same_storage]
+        return self._weights[position][(operators == self.operators[position]) + 2 * same_storage]
 
-    def most_weight(self, place: int) -> float:
+    def most_weight(self, position: int) -> float:
         """No save has more there."""
-        return max(self._weights[place])
+        return max(self._weights[position])
 
-    def storage_cost(self, place: int, save: RunningSave, pairs: Pairs) -> float:
+    def storage_cost(self, position: int, save: RunningSave, pairs: Pairs) -> float:
         """0: the save's storage is the one of that place, or may be."""
         if save.storage == FIXED:  # then the place's is, too: that shows in how they look
             return 0.0
-        known = self.storages[place]
+        known = self.storages[position]
         same = pairs.get(save.storage)
         if same == known:
             return 0.0
-        same_history = save.is_first == self.is_first[place]
+        same_history = save.is_first == self.is_first[position]
         if same is None and pairs.get(known) is None:
             return 0.0 if same_history else _UNSEEN_HISTORY_COST
         return _OTHER_STORAGE_COST if same_history else _OTHER_HISTORY_COST
 
 
-def taken_apart(feature: Feature) -> tuple[Hashable, int, int]:
+def split_feature(feature: Feature) -> tuple[Hashable, int, int]:
     """What no match differs in, operators since the last save, and hooks since the storage's last save."""
-    look, operators, since = save_parts(feature)
-    return (look, since == FIXED_STORAGE), operators, since
+    signature, operators, since = save_parts(feature)
+    return (signature, since == FIXED_STORAGE), operators, since
 
 
-def _in_common(look: Hashable, operators: int, since: int) -> tuple[Hashable, Hashable, Hashable, Hashable]:
+def _in_common(signature: Hashable, operators: int, since: int) -> tuple[Hashable, Hashable, Hashable, Hashable]:
     """What saves may have in common: how they look; operators, too; the storage's last save instead; all of it."""
-    return (look, None, None), (look, operators, None), (look, None, since), (look, operators, since)
+    return (signature, None, None), (signature, operators, None), (signature, None, since), (signature, operators, since)
 
 
-def _rarities(places: Sequence[int], num_saves: int) -> list[float]:
+def _rarities(positions: Sequence[int], num_saves: int) -> list[float]:
     """Of saves that are alike, by place: the log of how many saves there are around it for one of them."""
     rarities = []
-    for at, place in enumerate(places):
+    for at, position in enumerate(positions):
         reaches = []
         if at >= _NEIGHBOURS:
-            reaches.append(place - places[at - _NEIGHBOURS])
-        if at + _NEIGHBOURS < len(places):
-            reaches.append(places[at + _NEIGHBOURS] - place)
-        spacing = sum(reaches) / (len(reaches) * _NEIGHBOURS) if reaches else num_saves / len(places)
+            reaches.append(position - positions[at - _NEIGHBOURS])
+        if at + _NEIGHBOURS < len(positions):
+            reaches.append(positions[at + _NEIGHBOURS] - position)
+        spacing = sum(reaches) / (len(reaches) * _NEIGHBOURS) if reaches else num_saves / len(positions)
         rarities.append(log(1 + spacing))
     return rarities

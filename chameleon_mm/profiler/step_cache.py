@@ -74,7 +74,7 @@ class StepCache(Generic[_Plan]):
         """How often the last step came in a row."""
         self._current: CachedStep[_Plan] | None = None
         self._agreed = 0
-        self._deviated = False
+        self._diverged = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -103,7 +103,7 @@ class StepCache(Generic[_Plan]):
     def begin_step(self) -> CachedStep[_Plan] | None:
         """A new step. Returns the known one that it is expected to be, None if none is known."""
         self._agreed = 0
-        self._deviated = False
+        self._diverged = False
         self._current = self._expected()
         return self._current
 
@@ -114,7 +114,7 @@ class StepCache(Generic[_Plan]):
         another than before where this hook told them apart.
         """
         current = self._current
-        if current is None or self._deviated:
+        if current is None or self._diverged:
             return False
         self._agreed = hook
         features = current.record.features
@@ -128,7 +128,7 @@ class StepCache(Generic[_Plan]):
                     self._current = other
                     self._agreed = hook + 1
                     return True
-        self._deviated = True
+        self._diverged = True
         return False
 
     @property
@@ -142,9 +142,9 @@ class StepCache(Generic[_Plan]):
         return self._agreed
 
     @property
-    def deviated(self) -> bool:
+    def diverged(self) -> bool:
         """Whether some hook was of no known step that agreed until then."""
-        return self._deviated
+        return self._diverged
 
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
         """All that are known, the least recently used first."""
@@ -153,7 +153,7 @@ class StepCache(Generic[_Plan]):
     def agreeing(self) -> Iterator[CachedStep[_Plan]]:
         """Every known step that the running one may be yet, as far as was told: `current` first. After a deviation none."""
         current = self._current
-        if current is None or self._deviated:
+        if current is None or self._diverged:
             return
         yield current
         for other in self._entries.values():
@@ -176,7 +176,7 @@ class StepCache(Generic[_Plan]):
 
     def abandon_step(self) -> None:
         """The step did not end: nothing is learned of it, and what comes next follows nothing."""
-        self._current, self._deviated = None, False
+        self._current, self._diverged = None, False
         self._before, self._run = (), 0
 
     # --- what follows what

@@ -41,7 +41,7 @@ def feature_hash(feature: Feature) -> int:
 class SaveParts(NamedTuple):
     """A save's feature, taken apart."""
 
-    look: Feature
+    signature: Feature
     """What does not depend on other saves."""
     operators: int
     """Since the last save."""

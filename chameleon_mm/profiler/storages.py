@@ -32,8 +32,8 @@ class TracedStorage:
         "claims",
         "counted",
         "dead",
+        "device_copies",
         "first_write",
-        "incarnations",
         "kind",
         "last_write",
         "nbytes",
@@ -56,7 +56,7 @@ class TracedStorage:
         """Whether the device counts it: fake memory it does not."""
         self.owner = owner
         """Of the number: another recorder knows nothing of it."""
-        self.incarnations = 1
+        self.device_copies = 1
         self.claims = 0
         self.aliases = 0
         """Tensors over it that handles hold themselves: they do not keep it from being released."""
@@ -95,7 +95,7 @@ class _Expected:
         self.nbytes = storage.nbytes()
 
 
-class StorageBook:
+class StorageTable:
     """The storages of one step, written into `builder`. Not thread-safe, but for deaths and `retired`: those come anywhere."""
 
     def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
@@ -144,14 +144,14 @@ class StorageBook:
         """A storage that `find` does not know. `born`: -1 before the step."""
         expected = self._take_expected(storage)
         traced = self._record(storage.nbytes(), born, None if expected is None else expected.kind, counted=counted)
-        self._incarnate(traced, storage)
+        self._add_copy(traced, storage)
         if born < 0:
             self._lowest_unknown -= traced.charged_bytes
         return traced
 
     # --- ticks
 
-    def settle(self) -> None:
+    def record_deaths(self) -> None:
         """Book deaths and retirements so far: they come after the tick that is the latest now. Call before every tick."""
         while self._deaths:
             ref = self._deaths.popleft()
@@ -178,14 +178,14 @@ class StorageBook:
                 still.append(ref)
         self._held = still
 
-    def read(self, allocated_bytes: int, newcomers: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
+    def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
         """The device counts `allocated_bytes` now. Number `newcomers`, which it counts and an operator was given.
 
         What it counts for the first time by this reading was made unseen just now (`torch.tensor` on a simulated device, which
         counts at first sight): born at `tick`, as all are if `fresh`. Others were there before the step.
         """
         seen_now = allocated_bytes - self._live_bytes - self._unknown
-        for storage in newcomers:
+        for storage in new_storages:
             charged = allocated_size(storage.nbytes())
             new = fresh or (0 < charged <= seen_now)
             if new:
@@ -211,8 +211,8 @@ class StorageBook:
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
         """`storage` holds its bytes too."""
         if self.find(storage) is None:
-            traced.incarnations += 1
-            self._incarnate(traced, storage)
+            traced.device_copies += 1
+            self._add_copy(traced, storage)
 
     def retired(self, traced: TracedStorage) -> None:
         """A claim on it ended. Any thread may say so, in the middle of anything."""
@@ -225,7 +225,7 @@ class StorageBook:
 
         Returns the bytes of before the step that the device did not count.
         """
-        self.settle()
+        self.record_deaths()
         uncounted = sum(allocated_size(t.nbytes) for t in self.traced if t.born < 0 and not t.counted)
         for expected in self._expected.values():
             charged = allocated_size(expected.nbytes)
@@ -261,10 +261,10 @@ class StorageBook:
         before.claims = 0  # whoever claims it finds other memory, or none
         self._died(ref)
         resized = self._record(storage.nbytes(), self._builder.num_ticks, before.kind, counted=before.counted)
-        self._incarnate(resized, storage)
+        self._add_copy(resized, storage)
         return resized
 
-    def _incarnate(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
+    def _add_copy(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
         ref = _Ref(storage, self._deaths.append)
         ref.key, ref.over, ref.traced = id(storage), False, traced
         self._refs[ref.key] = ref
@@ -274,8 +274,8 @@ class StorageBook:
         traced, ref.over = ref.traced, True
         self._live_bytes -= traced.charged_bytes
         self.freed_bytes += traced.charged_bytes
-        traced.incarnations -= 1
-        if traced.saved and not traced.used and not traced.released and traced.incarnations == 0:
+        traced.device_copies -= 1
+        if traced.saved and not traced.used and not traced.released and traced.device_copies == 0:
             self._release(traced)
         self._end_if_gone(traced)
 
@@ -284,7 +284,7 @@ class StorageBook:
         self._builder.released(traced.number)
 
     def _end_if_gone(self, traced: TracedStorage) -> None:
-        if traced.incarnations == 0 and traced.claims == 0 and not traced.dead:
+        if traced.device_copies == 0 and traced.claims == 0 and not traced.dead:
             traced.dead = True
             self._builder.dies(traced.number)
 
@@ -303,5 +303,5 @@ class StorageBook:
 
     def _record_dead(self, nbytes: int, kind: TensorKind) -> None:
         traced = self._record(nbytes, -1, kind, counted=True)
-        traced.incarnations, traced.dead = 0, True
+        traced.device_copies, traced.dead = 0, True
         self._builder.dies(traced.number)

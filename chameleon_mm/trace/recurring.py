@@ -18,9 +18,9 @@ from chameleon_mm.trace.trace import NEVER, Trace
 from chameleon_mm.units import allocated_size
 
 
-def kept_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
+def outliving_bytes(trace: Trace, kinds: Collection[TensorKind]) -> int:
     """Device memory of the storages of `kinds` that were made in the step and outlive it."""
-    return int(allocated_size(trace.tensor_bytes[_kept(trace, kinds)]).sum())
+    return int(allocated_size(trace.tensor_bytes[_outliving(trace, kinds)]).sum())
 
 
 def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
@@ -28,17 +28,17 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
 
     Operators that made such storages and wrote nothing else take no time and no memory: they will not run again.
     """
-    kept = _kept(trace, kinds)
-    if not kept.any():
+    outliving = _outliving(trace, kinds)
+    if not outliving.any():
         return trace
-    born = np.where(kept, np.int32(-1), trace.tensor_born).astype(np.int32)
+    born = np.where(outliving, np.int32(-1), trace.tensor_born).astype(np.int32)
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
     writes = trace.write_tensors
-    makes = kept[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
+    makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
     made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
     over = (made > 0) & (made == written)
     op_us, inner_bytes = np.where(over, 0.0, trace.op_us), np.where(over, 0, trace.op_inner_bytes)
-    start_bytes = trace.start_bytes + kept_bytes(trace, kinds)
+    start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
     return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
 
 
@@ -68,6 +68,6 @@ def with_times(trace: Trace, factor: float) -> Trace:
     return dataclasses.replace(trace, op_us=trace.op_us * factor)
 
 
-def _kept(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _outliving(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     of_kind = np.isin(trace.tensor_kind, [int(kind) for kind in kinds])
     return np.asarray(of_kind & (trace.tensor_born >= 0) & (trace.tensor_dies >= trace.num_ticks))

@@ -89,8 +89,8 @@ class CalibrationCache:
 def thresholds_for(device: Device) -> Thresholds:
     """Those that were measured of `device` on this machine and kept; where none were, the built-in ones. Measures nothing: a
     machine is measured once, while it is idle, by `chameleon-mm doctor` or `CalibrationCache.get`."""
-    kept = CalibrationCache().load(device)
-    return Thresholds() if kept is None else kept.thresholds
+    cached = CalibrationCache().load(device)
+    return Thresholds() if cached is None else cached.thresholds
 
 
 def _replace(file: Path, text: str) -> None:

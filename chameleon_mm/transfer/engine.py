@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from chameleon_mm.device import Device, Event
-from chameleon_mm.transfer.lane import OUTSTANDING, PIECE_BYTES, Lane, Move
+from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move
 from chameleon_mm.transfer.route import Thresholds
 
 
@@ -35,15 +35,15 @@ class Transfer:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
         self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
-        lane = partial(
-            Lane,
+        queue = partial(
+            CopyQueue,
             piece_bytes=piece_bytes,
             outstanding=outstanding,
             batch_below_bytes=batch_below_bytes,
             synchronize=device.synchronize,
         )
-        self._out = lane(device.new_stream("d2h"), speculative=True)
-        self._in = lane(device.new_stream("h2d"), speculative=False)
+        self._out = queue(device.new_stream("d2h"), speculative=True)
+        self._in = queue(device.new_stream("h2d"), speculative=False)
 
     # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
     # whoever uses it gets eager's error instead of the bytes.
@@ -61,10 +61,10 @@ class Transfer:
         with self._lock:
             return self._out.issue(move)
 
-    def issue_out_in_turn(self, move: Move) -> Event:
+    def issue_out_in_order(self, move: Move) -> Event:
         """As `issue_out`, behind all that was queued before it."""
         with self._lock:
-            return self._out.issue_in_turn(move)
+            return self._out.issue_in_order(move)
 
     def issue_in(self, move: Move) -> Event:
         """Hand all of a swap-in over now, ahead of queued ones, and return the event after it."""
@@ -76,10 +76,10 @@ class Transfer:
         with self._lock:
             return self._out.cancel(move)
 
-    def curtail_out(self, move: Move) -> int:
+    def truncate_out(self, move: Move) -> int:
         """End a swap-out that nobody needs any more after the pieces already handed over. Returns the bytes never sent."""
         with self._lock:
-            return self._out.curtail(move)
+            return self._out.truncate(move)
 
     def cancel_in(self, move: Move) -> bool:
         """Take a swap-in back if none of it was handed over. Returns whether it was."""
@@ -88,20 +88,20 @@ class Transfer:
 
     def synchronize(self) -> None:
         """The host waits for the device, as far as it still answers: what follows a failure needs no event then."""
-        self._out.settle()
+        self._out.synchronize()
 
     def out_is_idle(self) -> bool:
         """Whether all swap-outs that were submitted are complete: one more would start at once."""
         with self._lock:
             return self._out.is_idle()
 
-    def pump(self) -> None:
+    def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
         with self._lock:
-            self._out.pump()
-            self._in.pump()
+            self._out.hand_over()
+            self._in.hand_over()
 
-    def _submit(self, lane: Lane, move: Move) -> Move:
+    def _submit(self, queue: CopyQueue, move: Move) -> Move:
         with self._lock:
-            lane.submit(move)
+            queue.submit(move)
         return move

@@ -68,12 +68,12 @@ class CudaDevice:
         node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
         self._locker = PageLocker(
             pinning_calls(self.cupy_runtime, self.index),
-            place=None if node is None else PreferredNode(node),
+            prefer_pages=None if node is None else PreferredNode(node),
             # Made current so that a process that uses GPU 1 does not start a context on GPU 0.
             scope=partial(torch.cuda.device, self.index),
         )
-        self._odometer_lock = threading.Lock()
-        self._odometer_base = self._odometer_last = 0
+        self._cumulative_lock = threading.Lock()
+        self._cumulative_base = self._cumulative_last = 0
 
     @property
     def name(self) -> str:
@@ -153,12 +153,12 @@ class CudaDevice:
         """As `Device.read_memory`. A user's reset of torch's accumulated statistics loses what was allocated between the
         last reading and the reset, and never turns the odometer back."""
         stats = self._stats()["allocated_bytes"]["all"]
-        with self._odometer_lock:
+        with self._cumulative_lock:
             now = int(stats["allocated"])
-            if now < self._odometer_last:
-                self._odometer_base += self._odometer_last
-            self._odometer_last = now
-            return MemoryReading(int(stats["current"]), self._odometer_base + now)
+            if now < self._cumulative_last:
+                self._cumulative_base += self._cumulative_last
+            self._cumulative_last = now
+            return MemoryReading(int(stats["current"]), self._cumulative_base + now)
 
     def peak_allocated_bytes(self) -> int:
         return self._stat("allocated_bytes", "peak")

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.device.operators import KnownFacts, run_in_parts, runs_in_parts
+from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
 
@@ -32,7 +32,7 @@ class SimCompute(TorchDispatchMode):
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         self.machine = machine
-        self._facts = KnownFacts("cpu")  # whose kernels run, and decide what they give
+        self._facts = OpFactsCache("cpu")  # whose kernels run, and decide what they give
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -133,7 +133,7 @@ class SimDevice:
     def read_memory(self) -> MemoryReading:
         with self._machine.lock:
             self._machine.ledger.settle()
-            return MemoryReading(self._machine.ledger.allocated_bytes, self._machine.ledger.odometer_bytes)
+            return MemoryReading(self._machine.ledger.allocated_bytes, self._machine.ledger.cumulative_bytes)
 
     # --- streams
 

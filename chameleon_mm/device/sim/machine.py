@@ -146,7 +146,7 @@ class Machine:
         poison(storage)
         self._touch(stream, buffer, Extent(0, buffer.nbytes), write=True, label=f"{stream.name}, which allocated it")
 
-    def hand_back(self, stream: SimStream, tensor: Tensor) -> None:
+    def free(self, stream: SimStream, tensor: Tensor) -> None:
         with self.lock:
             self.ledger.settle()
             self.begin(stream)

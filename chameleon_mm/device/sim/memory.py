@@ -90,7 +90,7 @@ class Ledger:
         self.capacity = capacity
         self.allocated_bytes = 0
         self.peak_bytes = 0
-        self.odometer_bytes = 0
+        self.cumulative_bytes = 0
         self._clocks_of = clocks_of
         self._buffers: dict[int, Buffer] = {}
         self._host: list[Buffer] = []  # by address
@@ -154,7 +154,7 @@ class Ledger:
     def lend(self, nbytes: int) -> None:
         """An operator has `nbytes` for itself and gives them back. Raises `torch.OutOfMemoryError` when they do not fit."""
         self.make_room(nbytes)
-        self.odometer_bytes += nbytes
+        self.cumulative_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
 
     def settle(self) -> None:
@@ -209,5 +209,5 @@ class Ledger:
         grown = nbytes - buffer.charged_bytes
         buffer.charged_bytes = nbytes
         self.allocated_bytes += grown
-        self.odometer_bytes += max(0, grown)
+        self.cumulative_bytes += max(0, grown)
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)

@@ -83,7 +83,7 @@ class SimStream:
     def free(self, buffer: Tensor) -> None:
         """As `Stream.free`. Where nobody else holds the memory, raises `SimRaceError` for an access that is not ordered before;
         whoever uses it in spite of this gets poison, or `SimLifetimeError`. Else the last holder's end is what is checked."""
-        self._machine.hand_back(self, buffer)
+        self._machine.free(self, buffer)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`. A

@@ -24,7 +24,7 @@ from chameleon_mm.device import Device
 _Key = torch._C._TorchDispatchModeKey
 
 
-class Surroundings:
+class DispatchState:
     """As they are where it is made, and what they are later. Takes no lock, and asks `device` for nothing but `capturing`."""
 
     def __init__(self, device: Device) -> None:

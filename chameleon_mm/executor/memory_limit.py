@@ -23,13 +23,13 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.kept_small import KeptSmall
 from chameleon_mm.executor.saved_storage import SavedStorage, State
-from chameleon_mm.policy import LargestClimb, UseOrder
+from chameleon_mm.executor.small_tensors import SmallTensors
+from chameleon_mm.policy import LargestGrowth, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
 
-KNOWN_SHARE = 0.9
+FORECAST_SHARE = 0.9
 """Share of the device's capacity that may be allocated where the climb to come is known. The rest is for fragmentation."""
 
 UNREAD_SHARE = 1 / 256
@@ -39,7 +39,7 @@ CAPACITY_EVERY = 64
 """Checks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
 
 
-class Sender(Protocol):
+class PendingSwapOuts(Protocol):
     """Sends saved storages out."""
 
     @property
@@ -62,12 +62,12 @@ def swap_out_now(saved: SavedStorage) -> None:
     `HostMemoryExhausted` where the host has neither."""
     with suppress(HostMemoryExhausted):
         saved.swap_out()
-    if saved.state is State.RESIDENT:
+    if saved.state is State.ON_DEVICE:
         saved.swap_out(pageable=True)
     saved.reclaim()
 
 
-class Surplus:
+class SwapMemoryLimit:
     """Not thread-safe: the executor holds its lock."""
 
     def __init__(
@@ -77,26 +77,26 @@ class Surplus:
         *,
         reclaim: ReclaimQueue,
         order: UseOrder,
-        kept: KeptSmall,
-        sender: Callable[[], Sender | None],
+        small: SmallTensors,
+        swap_outs: Callable[[], PendingSwapOuts | None],
     ) -> None:
         """`reclaim` holds what is leaving; `sender` leads to who sends it, as long as that is there."""
         self._tight = False
         """Whether memory is to be checked at every hook."""
-        self._kept_limit = -1
+        self._small_limit = -1
         """Bytes of small ones that stay, from which on it is to be looked at again."""
         self._device = device
         self._share = share
         self._reclaim = reclaim
         self._order = order
-        self._kept = kept
-        self._sender = sender
-        self._climb = LargestClimb()
-        self._here: dict[int, SavedStorage] = {}
+        self._small = small
+        self._swap_outs = swap_outs
+        self._largest_growth = LargestGrowth()
+        self._resident: dict[int, SavedStorage] = {}
         """Storages that are on the device and could be on the host, by id; some may have gone another way since."""
         self._rest_bytes = 0
         """Allocated beside the surplus, as of the last check, and for uses since then."""
-        self._odometer: int | None = None
+        self._cumulative: int | None = None
         """At the last check of this step."""
         self._taken_bytes = 0
         """Allocated by ourselves since then."""
@@ -107,11 +107,11 @@ class Surplus:
 
     def note_saved(self, nbytes: int) -> None:
         """A storage of so many bytes was saved that was not saved before."""
-        self._climb.saved(nbytes)
+        self._largest_growth.saved(nbytes)
 
     def note_on_device(self, saved: SavedStorage) -> None:
         """`saved` stays on the device, or came back: it could be on the host."""
-        self._here[id(saved)] = saved
+        self._resident[id(saved)] = saved
 
     def note_prefetched(self, saved: SavedStorage) -> None:
         """`saved` comes back before its use; `note_allocated` was told of it."""
@@ -128,12 +128,12 @@ class Surplus:
     @property
     def wants_check(self) -> bool:
         """Whether memory is to be checked now, though nothing that moves is saved or used: it is short, or much was added."""
-        return self._tight or self._kept.nbytes > self._kept_limit
+        return self._tight or self._small.nbytes > self._small_limit
 
     def check_memory(self) -> None:
         """Read memory; give back what is more than the rest leaves room for. Where little is held nothing is read."""
-        sender = self._sender()
-        fresh = 0 if sender is None else sender.fresh_bytes
+        swap_outs = self._swap_outs()
+        fresh = 0 if swap_outs is None else swap_outs.fresh_bytes
         if self._checks % CAPACITY_EVERY == 0:
             self._capacity = self._device.capacity
             self._checks += 1
@@ -141,45 +141,47 @@ class Surplus:
             self._checks += 1
             spare = int(self._capacity * min(self._share, UNREAD_SHARE)) - self._held_bytes() - fresh
             if spare >= 0:
-                self._tight, self._kept_limit = False, self._kept.nbytes + spare
+                self._tight, self._small_limit = False, self._small.nbytes + spare
                 return
         now = self._device.read_memory()
-        if self._odometer is not None:
-            self._climb.record(max(0, now.odometer_bytes - self._odometer - self._taken_bytes))
-        self._odometer, self._taken_bytes = now.odometer_bytes, 0
+        if self._cumulative is not None:
+            self._largest_growth.record(max(0, now.cumulative_bytes - self._cumulative - self._taken_bytes))
+        self._cumulative, self._taken_bytes = now.cumulative_bytes, 0
         held = self._held_bytes()
         self._rest_bytes = now.allocated_bytes - held
         if held > self._allowed_bytes():
-            self._kept.forget_dead()
+            self._small.forget_dead()
             held = self._held_bytes()
             self._rest_bytes = now.allocated_bytes - held
             if held > self._allowed_bytes():
                 self._reclaim_until(self._allowed_bytes(), None)
         spare = self._allowed_bytes() - self._held_bytes() - fresh
         self._tight = 2 * spare < self._allowed_bytes()
-        self._kept_limit = self._kept.nbytes + spare
+        self._small_limit = self._small.nbytes + spare
 
-    def make_room(self, nbytes: int, keep: SavedStorage | None) -> None:
+    def make_room(self, nbytes: int, exclude: SavedStorage | None) -> None:
         """Give back what is more than there is room for once a use has taken `nbytes`; never `keep`."""
         allowed = self._allowed_bytes(nbytes)
         if self._held_bytes() > allowed:
-            self._reclaim_until(allowed, keep)
+            self._reclaim_until(allowed, exclude)
 
     def spare_bytes(self) -> int:
         """Bytes that may be taken beside what is held."""
         return max(0, self._allowed_bytes() - self._held_bytes())
 
-    def reclaim_all(self, keep: SavedStorage | None) -> None:
+    def reclaim_all(self, exclude: SavedStorage | None) -> None:
         """After a failed allocation: everything that can be given back."""
-        self._reclaim_until(0, keep)
+        self._reclaim_until(0, exclude)
 
     def end_step(self, *, completed: bool) -> None:
         """The step is over; `completed` says whether there is something to learn from it."""
-        if self._odometer is not None:
-            self._climb.record(max(0, self._device.read_memory().odometer_bytes - self._odometer - self._taken_bytes))
-        self._odometer, self._checks, self._kept_limit = None, 0, -1
-        self._climb.end_step(completed=completed)
-        self._kept.forget_dead()
+        if self._cumulative is not None:
+            self._largest_growth.record(
+                max(0, self._device.read_memory().cumulative_bytes - self._cumulative - self._taken_bytes)
+            )
+        self._cumulative, self._checks, self._small_limit = None, 0, -1
+        self._largest_growth.end_step(completed=completed)
+        self._small.forget_dead()
         self._held_bytes()  # forgets what went another way
 
     # --- arithmetic
@@ -188,26 +190,26 @@ class Surplus:
         """How much may be held, once the rest has taken `more`."""
         rest = self._rest_bytes + allocated_size(more)
         allowed = int((self._capacity - rest) * self._share)
-        climb = self._climb.nbytes
-        if climb is not None:
-            allowed = max(allowed, int(self._capacity * KNOWN_SHARE) - rest - climb)
+        growth = self._largest_growth.nbytes
+        if growth is not None:
+            allowed = max(allowed, int(self._capacity * FORECAST_SHARE) - rest - growth)
         return max(0, allowed)
 
     def _held_bytes(self) -> int:
-        sender = self._sender()
-        waiting = 0 if sender is None else sender.waiting_bytes
-        return self._reclaim.pending_bytes + waiting + self._kept.nbytes + self._here_bytes()
+        swap_outs = self._swap_outs()
+        waiting = 0 if swap_outs is None else swap_outs.waiting_bytes
+        return self._reclaim.pending_bytes + waiting + self._small.nbytes + self._resident_bytes()
 
-    def _here_bytes(self) -> int:
-        for key in [key for key, saved in self._here.items() if saved.state not in _ON_DEVICE]:
-            del self._here[key]
-        return sum(saved.nbytes for saved in self._here.values())
+    def _resident_bytes(self) -> int:
+        for key in [key for key, saved in self._resident.items() if saved.state not in _OCCUPYING]:
+            del self._resident[key]
+        return sum(saved.nbytes for saved in self._resident.values())
 
-    def _reclaim_until(self, allowed: int, keep: SavedStorage | None) -> None:
+    def _reclaim_until(self, allowed: int, exclude: SavedStorage | None) -> None:
         others = self._held_bytes() - self._reclaim.pending_bytes
-        self._reclaim.flush(lambda: self._reclaim.pending_bytes + others <= allowed)
+        self._reclaim.reclaim_until(lambda: self._reclaim.pending_bytes + others <= allowed)
         excess = self._held_bytes() - allowed
-        back = [saved for saved in self._here.values() if saved.state is not State.RESIDENT and saved is not keep]
+        back = [saved for saved in self._resident.values() if saved.state is not State.ON_DEVICE and saved is not exclude]
         for saved in sorted(back, key=lambda saved: self._order.rank(saved.index), reverse=True):
             if excess <= 0:
                 return
@@ -216,23 +218,23 @@ class Surplus:
                 excess -= saved.nbytes
         if excess <= 0:
             return
-        if (sender := self._sender()) is not None:
-            sender.pack_small()
+        if (swap_outs := self._swap_outs()) is not None:
+            swap_outs.pack_small()
         others = self._held_bytes() - self._reclaim.pending_bytes
-        self._reclaim.flush(lambda: self._reclaim.pending_bytes + others <= allowed)
+        self._reclaim.reclaim_until(lambda: self._reclaim.pending_bytes + others <= allowed)
         try:
             # Down to half: every hook adds some, and what is there is gone through each time.
-            self._kept.spill(max(0, allowed // 2 - self._here_bytes()), swap_out_now)
+            self._small.swap_out_oldest(max(0, allowed // 2 - self._resident_bytes()), swap_out_now)
             excess = self._held_bytes() - allowed
-            stay = [saved for saved in self._here.values() if saved.state is State.RESIDENT and saved is not keep]
+            stay = [saved for saved in self._resident.values() if saved.state is State.ON_DEVICE and saved is not exclude]
             for saved in stay:
                 if excess <= 0:
                     return
-                if saved.op_is_over and saved.worth_a_copy:
+                if saved.op_is_over and saved.is_copyable:
                     swap_out_now(saved)
                     excess -= saved.nbytes
         except (TransferFailed, HostMemoryExhausted):
             return  # the host takes no more: synchronous hooks would have failed here
 
 
-_ON_DEVICE = (State.RESIDENT, State.ARRIVING, State.RESTORED)
+_OCCUPYING = (State.ON_DEVICE, State.SWAPPING_IN, State.RESTORED)

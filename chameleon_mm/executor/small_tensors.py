@@ -33,7 +33,7 @@ class _Entry(NamedTuple):
     stream: Stream
 
 
-class KeptSmall:
+class SmallTensors:
     """Not thread-safe: the executor holds its lock."""
 
     def __init__(
@@ -58,7 +58,7 @@ class KeptSmall:
         self._entries.append(_Entry(weakref.ref(handle), nbytes, current_operator(), stream))
         self.nbytes += nbytes
 
-    def spill(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:
+    def swap_out_oldest(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:
         """Send them out, oldest first, until no more than `at_most` bytes stay. Raises what `swap_out` does."""
         self.forget_dead()
         thread, now = current_operator()
@@ -82,25 +82,25 @@ class KeptSmall:
         self._entries = deque(entry for entry in self._entries if entry.handle() is not None)
         self.nbytes = sum(entry.nbytes for entry in self._entries)
 
-    def _move(self, handle: KeptTensor, home: Stream, swap_out: Callable[[SavedStorage], None]) -> None:
+    def _move(self, handle: KeptTensor, alloc_stream: Stream, swap_out: Callable[[SavedStorage], None]) -> None:
         t = handle.tensor
         assert t is not None
         saved_bytes = SavedBytes(t)
-        found = self._claims.find_whole(t, saved_bytes, home)
+        found = self._claims.find_whole(t, saved_bytes, alloc_stream)
         claim = found.claim
         if claim is None:
-            saved = self._registry.new_apart(
-                lambda epoch, index: SavedStorage(t, saved_bytes, home, self._context, epoch=epoch, index=index)
+            saved = self._registry.add_outside_steps(
+                lambda epoch, index: SavedStorage(t, saved_bytes, alloc_stream, self._context, epoch=epoch, index=index)
             )
             if found.before is not None:
-                saved.follows(found.before.saved)
+                saved.supersedes(found.before.saved)
             saved.op_is_over = True
             claim = self._new_claim(saved)
             self._claims.add(claim)
         saved = claim.saved
         saved.views += 1
-        saved.to_come += 1
+        saved.uses_left += 1
         view = SwappedView(claim, t, saved_bytes.probe)
-        if saved.state is State.RESIDENT:
+        if saved.state is State.ON_DEVICE:
             swap_out(saved)
         handle.move(view)

@@ -72,7 +72,7 @@ class Move:
         return self.done is not None or self.cancelled or self.failed
 
 
-class Lane:
+class CopyQueue:
     """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
 
     def __init__(
@@ -97,12 +97,12 @@ class Lane:
     def submit(self, move: Move) -> None:
         self._queue.append(move)
         try:
-            self.pump()
+            self.hand_over()
         except BaseException:
             self._fail(move)  # the caller never learns of it, and gives both ends to others
             raise
 
-    def pump(self) -> None:
+    def hand_over(self) -> None:
         while self._queue:
             self._forget_complete()
             if len(self._running) >= self._limit:
@@ -113,7 +113,7 @@ class Lane:
         self._forget_complete()
         return not self._running and not self._queue
 
-    def issue_in_turn(self, move: Move) -> Event:
+    def issue_in_order(self, move: Move) -> Event:
         while not move.ended and self._queue[0] is not move:
             self._hand_over_front(before=move)
         return self.issue(move)
@@ -129,10 +129,10 @@ class Lane:
         if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
-        self._drop(move)
+        self._dequeue(move)
         return True
 
-    def curtail(self, move: Move) -> int:
+    def truncate(self, move: Move) -> int:
         if move.done is not None or move.failed:
             return 0
         unsent = move.nbytes - move.next_byte
@@ -141,7 +141,7 @@ class Lane:
         except BaseException:
             self._fail(move)
             raise
-        self._drop(move)
+        self._dequeue(move)
         return unsent
 
     def _forget_complete(self) -> None:
@@ -191,7 +191,7 @@ class Lane:
             moves[0].pieces.append(Piece(start, event, sum(move.nbytes for move in moves)))
         for move in moves:
             move.next_byte, move.done = move.nbytes, event
-            self._drop(move)
+            self._dequeue(move)
 
     def _hand_over_piece(self, move: Move) -> None:
         """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
@@ -201,22 +201,22 @@ class Lane:
             self._fail(move)
             raise
         if last:
-            self._drop(move)
+            self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
         # Some of it may be running with no event to tell when it ends: the host waits, so that both ends may be dropped.
         move.failed = True
-        self._drop(move)
-        self.settle()
+        self._dequeue(move)
+        self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """The host waits for the device."""
         try:
             self._synchronize()
         except RuntimeError as error:  # a device that cannot even be waited for runs nothing any more
             _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
-    def _drop(self, move: Move) -> None:
+    def _dequeue(self, move: Move) -> None:
         """Out of the queue; from here on the executor's references keep both ends."""
         move.dst, move.src, move.after = None, None, ()
         if move in self._queue:

@@ -3,7 +3,7 @@
     per saved tensor:   a chain of operators, each of which saves one tensor
     per layer:          Llama-shaped layers of sizes so small that the host's work is all there is
     bounds:             light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and
-                        90 % below the detailed recorder per layer. Of a known step, as nearly all are
+                        90 % below the detailed recorder per layer. Of a cached step, as nearly all are
 
     chameleon-mm bench profiler --json profiler.json
 

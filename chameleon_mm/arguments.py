@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused in one line: what was expected, what came, what to do.
+"""Checks the types of arguments; a wrong one is refused in one line: what was expected, what came, what to do.
 
 check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
 """
@@ -13,7 +13,7 @@ def check_type(name: str, value: object, kind: type, expected: str, way_out: str
 
 
 def describe(value: object) -> str:
-    """`value` for an error message, in one line: in full where it is short by its nature, else by its type."""
+    """Text of `value` for an error message, in one line: in full where it is short by its nature, else by its type."""
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
     if value is None or isinstance(value, (bool, int, float, str)):

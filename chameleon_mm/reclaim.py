@@ -1,8 +1,8 @@
-"""HBM back the moment an offload is done, without the host ever waiting. Note [Reclaim].
+"""Reclaims HBM the moment a swap-out is done, without the host ever waiting. Note [Reclaim].
 
     queue.add(entry)                  # a device buffer whose copy to the host is queued or running; the queue's owner holds it
-    queue.sweep()                     # those already complete: dropped, no wait
-    queue.flush(enough)               # under pressure, oldest first: compute waits for the copy, then the buffer is dropped
+    queue.reclaim_complete()          # those already complete: dropped, no wait
+    queue.reclaim_until(enough)       # under pressure, oldest first: compute waits for the copy, then the buffer is dropped
 
 Why not `record_stream`: it returns a block only when the host polls an event, and the host runs far ahead of the device, so
 while a step is being issued nothing would come back. A wait on the stream that owns the block makes it reusable for that
@@ -17,17 +17,17 @@ from typing import Protocol
 
 
 class Reclaimable(Protocol):
-    """A device buffer on its way out."""
+    """A device buffer whose copy to the host is queued or running."""
 
     @property
     def nbytes(self) -> int: ...
 
     @property
     def reclaimed(self) -> bool:
-        """Already given back, or not leaving any more: the queue forgets it."""
+        """Whether the buffer was reclaimed already, or is not leaving any more: the queue forgets it."""
 
     def copied(self) -> bool:
-        """If the host sees the copy complete, drop the buffer: no wait is needed. Returns whether it did."""
+        """Drop the buffer if the host sees the copy complete: no wait is needed. Returns whether it did."""
 
     def reclaim(self) -> None:
         """Order the owner stream after the copy, issuing what was still queued of it, and drop the buffer."""
@@ -39,7 +39,7 @@ class ReclaimQueue:
     def __init__(self) -> None:
         self._entries: deque[Reclaimable] = deque()
         self.pending_bytes = 0
-        """Bytes of the entries; one that went another way counts until it is the oldest."""
+        """Bytes of the entries; one that was reclaimed in another way counts until it is the oldest."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,7 +49,7 @@ class ReclaimQueue:
         self.pending_bytes += entry.nbytes
 
     def reclaim_complete(self) -> int:
-        """Drop what is complete, from the oldest on. Returns the bytes given back."""
+        """Drop the buffers whose copies are complete, from the oldest on. Returns the bytes reclaimed."""
         freed = 0
         while self._entries:
             if not self._entries[0].reclaimed:
@@ -60,7 +60,7 @@ class ReclaimQueue:
         return freed
 
     def reclaim_until(self, enough: Callable[[], bool]) -> int:
-        """Give back oldest first until `enough()`. Returns the bytes given back."""
+        """Reclaim oldest first until `enough()`. Returns the bytes reclaimed."""
         freed = 0
         while self._entries and not enough():
             oldest = self._entries[0]

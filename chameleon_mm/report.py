@@ -1,4 +1,4 @@
-"""What a session did: text for people, a dict for programs, an HTML page, a trace for chrome://tracing and Perfetto.
+"""Report of what a session did: text for people, a dict for programs, an HTML page, a trace for chrome://tracing and Perfetto.
 
     report = session.report()
     print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
@@ -51,46 +51,47 @@ class SwapReport:
     steps: int
     """Steps that ended without an exception."""
     timed_steps: int
-    """Steps begun whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` speak of these."""
+    """Timed steps: steps begun whose copies and waits were timed. `stall_us`, `copy_us` and `hidden_fraction` are about
+    these."""
     detailed_steps: int
     """Steps recorded operator by operator."""
     plans: int
     """Plans made, those that were tried against one another and those for what turned out to be more memory included."""
     plan_cache_hits: int
-    """Steps that were, hook for hook, one that had a plan when they began."""
+    """Steps that agreed, hook for hook, with one that had a plan when they began."""
     steps_by_phase: dict[str, int]
-    """Steps that ended, by what each was: "recorded" in detail, "planned" from its first hook to its last, "partly
-    planned", "by rule" where no plan was followed, "failed" by an exception."""
+    """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly planned", "by rule" where
+    no plan was followed, "failed" by an exception."""
     planning_us: float
-    """Host time that making plans took, in all."""
+    """Host time spent on making plans."""
     planned_step_us: float | None
-    """What a step is to take under the plan for the step that was recorded last, by simulation; None: there is none."""
+    """Predicted time of a step under the plan for the step that was recorded last; None: there is none."""
     planned_peak_bytes: int | None
     """The most device memory of such a step, by the same simulation."""
     measured_step_us: float | None
-    """What the latest of such steps took, the median; None: none was timed."""
+    """Median time of the latest of such steps; None: none was timed."""
     bytes_swapped_out: int
     bytes_swapped_in: int
     bytes_reclaimed: int
-    """HBM given back after a swap-out while the tensor was still needed later."""
+    """HBM reclaimed after a swap-out while the tensor was still needed later."""
     swap_ins_on_demand: int
     """Swap-ins that nobody had started before the use."""
     prefetches: int
     """Swap-ins started before the use."""
     prefetches_timed: int | None
-    """Of those in timed steps: how many were used, each at its first use."""
+    """Prefetches in timed steps that were used, each counted at its first use."""
     prefetches_late: int | None
-    """Of these: how many compute had to wait for."""
+    """Prefetches among them that compute had to wait for."""
     late_us: float | None
-    """For how long, in all. A part of `stall_us`."""
+    """Time that compute waited for late prefetches. A part of `stall_us`."""
     uses_on_device: int
     """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     hidden_fraction: float | None
     """1 - stall / copy time: the share of the copies' time that compute did not wait for."""
     stall_us: float | None
-    """How long compute waited for copies."""
+    """Time that compute waited for copies."""
     copy_us: float | None
-    """How long copies ran, both directions added up."""
+    """Time that copies ran, both directions added up."""
     peak_hbm_bytes: int
     """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
     peak_hbm_at_most_bytes: int | None
@@ -98,11 +99,11 @@ class SwapReport:
     before, and nobody reset the device's peak meanwhile."""
     hbm_budget_bytes: int
     budget_misses: int
-    """Looks at memory that found the budget passed with nothing left to give back."""
+    """Checks of memory that found the budget passed with nothing left to reclaim."""
     peak_host_bytes: int
     """The most pinned memory that live blocks held."""
     host_reserved_bytes: int
-    """Pinned memory got from the device now."""
+    """Pinned memory that the pool has got from the device."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     fallbacks: int
@@ -110,19 +111,19 @@ class SwapReport:
     gathers: int
     """Small views that were kept without the rest of their storage."""
     packed_groups: int
-    """Packs of small storages that travelled together."""
+    """Packed groups of small storages: each crossed the link in one copy."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
     refused_by_codec: dict[str, int]
-    """Storages that a codec was tried on and that were not of its kind: they crossed as they are."""
+    """Storages that a codec was tried on and could not encode exactly: they crossed as they are."""
     pageable_swap_outs: int
     """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int
     """Swap-ins, and operators of recorded steps, that found no memory at first and were tried again."""
     steps_run_again: int
-    """Times that `run_step` ran a step again, each within a tighter budget than `hbm_budget_bytes`."""
+    """Runs of steps by `run_step` after the first, each within a tighter budget than `hbm_budget_bytes`."""
     lowered_budget_bytes: int | None
-    """The tighter budget that steps are within since; None: no step was run again."""
+    """The tighter budget within which steps run since then; None: no step was run again."""
     problems: tuple[str, ...]
     """Sentences that say what is wrong with how the session is used, each with what to do."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
@@ -142,7 +143,7 @@ class SwapReport:
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
     ) -> SwapReport:
-        """The figures that `metrics` and `pool` stand at now."""
+        """Report of the figures as they stand in `metrics` and `pool` now."""
         spans = metrics.resolve()
         totals = metrics.totals
         timed = totals.timed_steps > 0
@@ -194,7 +195,7 @@ class SwapReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every figure but the copy spans, ready for JSON."""
+        """Dictionary of every figure but the copy spans, ready for JSON."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
         copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
         return {**figures, **copies, "problems": list(self.problems)}
@@ -244,7 +245,7 @@ class SwapReport:
         ]  # fmt: skip
 
     def _peak(self) -> str:
-        """The peak as far as it is known, the budget, and whether that was held."""
+        """Text of the peak as far as it is known, the budget, and whether that was held."""
         budget = f"budget {format_size(self.hbm_budget_bytes)}"
         at_most = self.peak_hbm_at_most_bytes
         known = at_most == self.peak_hbm_bytes
@@ -273,7 +274,7 @@ class SwapReport:
         return f"{self.prefetches_late} of {self.prefetches_timed} in timed steps, {format_us(self.late_us)} in all"
 
     def _planned_rows(self, clock: str) -> list[tuple[str, str]]:
-        """What the latest plan predicted, and what came of it."""
+        """Rows of what the latest plan predicted, and what was measured."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
             return [("latest plan", "none")]
         measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
@@ -322,7 +323,7 @@ class SwapReport:
         Path(path).write_text(json.dumps(document), encoding="utf-8")
 
     def _timeline(self) -> str:
-        """The latest copies as bars, swap-outs above swap-ins."""
+        """SVG of the latest copies as bars, swap-outs above swap-ins."""
         spans = self.spans[-_BARS:]
         if not spans:
             return "<p>No copy was timed.</p>"
@@ -349,7 +350,7 @@ class SwapReport:
 
 
 def _by_codec(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Added up over dtypes."""
+    """Counts by codec, added up over dtypes."""
     summed: dict[str, int] = {}
     for (codec, _), count in sorted(counts.items()):
         summed[codec] = summed.get(codec, 0) + count

@@ -34,7 +34,7 @@ FREE_SHARE = 1 / 16
 
 
 class _Entered(threading.local):
-    """How often the calling thread is inside: hooks are each thread's own."""
+    """Number of entries that the calling thread is inside of: hooks are each thread's own."""
 
     times = 0
 

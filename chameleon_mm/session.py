@@ -1,4 +1,4 @@
-"""Swapping around a training loop: hooks for as long as the session is open, a boundary for every optimizer step.
+"""The session around a training loop: installs hooks for as long as it is open, and marks the bounds of every optimizer step.
 
     session = SwapSession(hbm_budget="20GiB")
     with session:                                  # NEW -> OPEN: budget checked, hooks installed on this thread
@@ -7,7 +7,7 @@
         session.run_step(fn)                       # the same, run again where memory runs out all the same
     print(session.report())                        # OPEN -> CLOSED at the end of the block
 
-This module only keeps order: what moves and when is `policy` and `executor`.
+This module only keeps order: what moves and when is decided in `policy` and `executor`.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from chameleon_mm.units import MIB, format_size, parse_size
 _log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_SHARE = 0.9
-"""Of the device's capacity, when no budget is given: the rest is for fragmentation and what lies outside the allocator."""
+"""Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
+allocator."""
 
 ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
-"""On a GPU timing a copy or a wait costs two timed events of 5 us on the host, so only some steps are timed."""
+"""Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
+events of 5 us on the host."""
 
 
 _R = TypeVar("_R")
 
 
 class Phase(enum.Enum):
-    """Where a session is in its life."""
+    """State of a session."""
 
     NEW = "new"
-    """From the constructor until `with session:`."""
+    """Made, not entered."""
     OPEN = "open"
     """Inside `with session:`, between steps."""
     IN_STEP = "in step"
@@ -204,7 +206,7 @@ class SwapSession:
 
     @contextmanager
     def step(self) -> Iterator[SwapSession]:
-        """One optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
+        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
         self._expect_open("step")
         self._to(Phase.IN_STEP)
         timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
@@ -219,7 +221,7 @@ class SwapSession:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R]) -> _R:
-        """One optimizer step, `fn()`, run again where it finds no memory. Returns what `fn` does.
+        """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
         states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
@@ -245,7 +247,8 @@ class SwapSession:
         return self._runner.run(self.step, fn)
 
     def report(self) -> SwapReport:
-        """What the session has done so far. After `with session:` it waits for the device, so that every copy is counted.
+        """Report of what the session has done so far. After `with session:` it waits for the device, so that every copy is
+        counted.
 
         Raises an error that came up where nobody could be told, in a finaliser, since the last hook or step.
         """
@@ -270,7 +273,7 @@ class SwapSession:
     # --- what it keeps in order
 
     def _end_step(self, *, completed: bool) -> None:
-        """Once for each step: at its own end, or at the session's where that comes first."""
+        """End the running step, once: at its own end, or at the session's where that comes first."""
         if self._phase is Phase.IN_STEP:
             self._steps += completed
             self._to(Phase.OPEN)

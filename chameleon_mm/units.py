@@ -23,7 +23,7 @@ GIB = 1 << 30
 TIB = 1 << 40
 
 ALLOCATION_UNIT_BYTES = 512
-"""The caching allocator rounds up to it, and the simulator as it does."""
+"""Unit to which the caching allocator rounds sizes up, and the simulator as it does."""
 
 _FACTORS = {
     "": 1, "B": 1,
@@ -57,7 +57,7 @@ def parse_size(size: int | str, *, what: str = "size") -> int:
 
 
 def whole_bytes(name: str, nbytes: int) -> int:
-    """`nbytes` as an int. `name` is the argument's. Raises `TypeError` for what is no whole number, NaN among it."""
+    """Return `nbytes` as an int. `name` is the argument's. Raises `TypeError` for what is no whole number, NaN among it."""
     try:
         return index(nbytes)
     except TypeError:
@@ -86,7 +86,7 @@ def format_size(nbytes: float) -> str:
 
 
 def format_size_up(nbytes: int) -> str:
-    """Text as `format_size` has it, its last digit rounded up: what somebody needs who is to say it back.
+    """Text as `format_size` has it, its last digit rounded up, so that what is printed may be given back as a budget.
 
     `parse_size` of it is `nbytes` or, by less than a hundredth, more. `nbytes` is 0 or more.
     """

@@ -1,4 +1,4 @@
-"""What every launch checks before anything is enqueued.
+"""Checks that every launch makes before anything is enqueued.
 
     check_flat("pack", "out", out)          (n,) uint8, contiguous
     check_aligned("pack", "out", out)       on a 16-byte boundary

@@ -22,7 +22,7 @@ from chameleon_mm.kernels.arguments import check_aligned, check_current, check_f
 NUM_WARPS = 8
 
 LENGTHS = ["count"]
-"""Arguments that are no part of the compiled kernel: tensors of every length share one."""
+"""Names of the arguments that are no part of the compiled kernel: tensors of every length share one."""
 
 
 class EncodeStatus(IntEnum):
@@ -50,29 +50,30 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """As it stands in reports."""
+        """Name in reports."""
 
     def applies_to(self, dtype: torch.dtype) -> bool:
         """Whether tensors of `dtype` may be of the kind that this codec holds."""
 
     def encoded_bytes(self, nbytes: int) -> int:
-        """How many bytes `nbytes` raw ones become. Raises `ValueError` for a part of an element."""
+        """Number of bytes that `nbytes` raw ones become. Raises `ValueError` for a part of an element."""
 
     def encode(self, src: Tensor, dst: Tensor, status: Tensor, *, num_programs: int) -> None:
-        """Enqueue writing `src`, (n,), as `dst`, (encoded_bytes(n),), and `status`. `dst` means nothing where that is not 0."""
+        """Enqueue a kernel that writes `src`, (n,), as `dst`, (encoded_bytes(n),), and `status`. `dst` means nothing where that
+        is not 0."""
 
     def decode(self, src: Tensor, dst: Tensor, *, num_programs: int) -> None:
         """Enqueue the inverse: `src`, (encoded_bytes(n),), to `dst`, (n,)."""
 
     def encode_reference(self, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        """What `encode` must do, by torch; where the status is 0, byte for byte."""
+        """Do what `encode` must do, by torch; where the status is 0, byte for byte."""
 
     def decode_reference(self, src: Tensor, dst: Tensor) -> None:
-        """What `decode` must do, by torch."""
+        """Do what `decode` must do, by torch."""
 
 
 def whole_elements(name: str, nbytes: int, element_bytes: int) -> int:
-    """How many elements `nbytes` are. Raises `ValueError` for a part of one."""
+    """Number of elements in `nbytes`. Raises `ValueError` for a part of one."""
     if nbytes < 0 or nbytes % element_bytes:
         raise ValueError(
             f"{name}: expected a multiple of {element_bytes} bytes, got {nbytes}; give the bytes of whole elements"
@@ -108,5 +109,5 @@ def check_coding(
 
 
 def launch_metadata(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """What a profiler that hooks Triton's launches is told: a name with the number of elements, or of blocks."""
+    """Metadata for a profiler that hooks Triton's launches: a name with the number of elements, or of blocks."""
     return {"name": f"{metadata.name}_{args['count']}"}

@@ -99,16 +99,16 @@ class NarrowCodec:
 
     name: str
     dtype: torch.dtype
-    """Of the tensors that it is for."""
+    """dtype of the tensors that it is for."""
     wide: torch.dtype
     """Integer type of a raw element."""
     narrow: torch.dtype
-    """... and of an encoded one."""
+    """Integer type of an encoded element."""
     reason: EncodeStatus
     code: Any
     """Triton function: wide words -> narrow words, and whether a word has none. 0 must have one: it stands for no element."""
     expand: Any
-    """Triton function, its inverse."""
+    """Triton function, the inverse of `code`."""
     code_reference: Callable[[Tensor], tuple[Tensor, Tensor]]
     expand_reference: Callable[[Tensor], Tensor]
     block_elements: int = BLOCK_ELEMENTS

@@ -49,7 +49,8 @@ BLOCKS_AT_ONCE = 4
 """Blocks that a program takes at a time: 16 numbers for each of 256 threads, in two 16-byte loads."""
 
 MAX_REGISTERS = 128
-"""Of a thread: two programs of 256 threads fit a multiprocessor. A bound, because some compilers take more without need."""
+"""Registers of a thread at most: two programs of 256 threads fit a multiprocessor. A bound, because some compilers take more
+without need."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton ships no types

@@ -24,7 +24,7 @@ NUM_WARPS = 8
 
 
 def _launch_metadata(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """What a profiler that hooks Triton's launches is told: a name with the size, and the bytes read plus written."""
+    """Metadata for a profiler that hooks Triton's launches: a name with the size, and the bytes read plus written."""
     nbytes = args["head"] + args["nbytes"]
     return {"name": f"{metadata.name}_{nbytes}B", "bytes": 2 * nbytes}
 
@@ -73,7 +73,7 @@ def copy_kernel(
 
 
 def copy_bytes_reference(dst: Tensor, src: Tensor) -> None:
-    """What `copy_bytes` must do, by torch: (n,) uint8 to (n,) uint8, bit for bit."""
+    """Do what `copy_bytes` must do, by torch: (n,) uint8 to (n,) uint8, bit for bit."""
     dst.copy_(src)
 
 

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     """Bytes from where the tensor is packed to where the piece is."""
     unit_bytes: int
     dims: tuple[Dim, ...]
-    """In units, innermost first; one at least."""
+    """Dimensions in units, innermost first; one at least."""
 
     @property
     def units(self) -> int:
@@ -45,16 +45,16 @@ class Piece(NamedTuple):
 
 
 class MemoryLayout(NamedTuple):
-    """Where the bytes of a tensor lie, relative to its first one."""
+    """Layout of a tensor's bytes in memory, relative to its first one."""
 
     nbytes: int
     """Packed bytes: as many as the tensor's own, but for dimensions of stride 0."""
     end_byte: int
-    """Where the last of them ends."""
+    """Offset at which the last of them ends."""
     overlaps: bool
     """Whether two elements may share bytes. False is certain; true can be mere interleaving, `starts` tells."""
     dims: tuple[Dim, ...]
-    """In bytes, innermost first; the first one is the run of adjacent bytes, its stride 1."""
+    """Dimensions in bytes, innermost first; the first one is the run of adjacent bytes, its stride 1."""
     pieces: tuple[Piece, ...]
 
     @classmethod

@@ -63,12 +63,12 @@ def pack(tensors: Sequence[Tensor], out: Tensor, *, num_programs: int, table: Pa
 
 
 def launch_pack(table: PackTable, out: Tensor, *, num_programs: int) -> None:
-    """`pack` for the tensors that `table` was built for or last refreshed with."""
+    """Launch `pack` for the tensors that `table` was built for or last refreshed with."""
     launch(pack_kernel, "pack", table, out, num_programs)
 
 
 def pack_reference(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """What `pack` must do, by torch: one copy per tensor. Runs anywhere."""
+    """Do what `pack` must do, by torch: one copy per tensor. Runs anywhere."""
     for t, offset in zip(tensors, packed_layout(tensors).offsets, strict=True):
         words = memory_words(t)
         packed = out[offset : offset + words.numel() * words.element_size()]

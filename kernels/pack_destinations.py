@@ -1,4 +1,4 @@
-"""Whether tensors that are written at once share a byte.
+"""Checks whether tensors that are written at once share a byte.
 
     are_apart(...)      none begins before the one below it ends: one sort of the addresses, for tensors without overlaps
     check_apart(...)    per cluster of tensors whose ranges of memory meet: every run of bytes against the next one
@@ -72,7 +72,7 @@ def _check_runs(what: str, indices: _Words, addresses: _Words, layouts: Sequence
 
 
 def _run_offsets(layout: MemoryLayout) -> _Words:
-    """Where each run of bytes begins in the tensor."""
+    """Offsets at which each run of bytes begins in the tensor."""
     offsets = np.zeros(1, dtype=np.int64)
     for size, stride in layout.dims[1:]:
         offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)

@@ -1,4 +1,4 @@
-"""Whether many tensors are laid out as others were, told by one call for all of them.
+"""Checks whether many tensors are laid out as others were, by one call for all of them.
 
     guard = LayoutGuard(tensors)
     guard.passes(others)      # True: each has the device, dtype, sizes and strides of its peer.   False: that is not known

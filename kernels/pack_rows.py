@@ -33,17 +33,17 @@ class TableRows(NamedTuple):
     words: Words
     """(rows, row words)."""
     items: Words
-    """Of each row: blocks of its bytes."""
+    """Number of blocks of bytes of each row."""
     tensor: Words
-    """Of each row: the index of its tensor."""
+    """Index of each row's tensor."""
     source_offset: Words
-    """Of each row: bytes from the tensor's address to its first."""
+    """Offset of each row's first byte from the tensor's address."""
     places: Words
-    """Of each tensor: bytes from the start of the staging buffer."""
+    """Offset of each tensor from the start of the staging buffer."""
 
     @classmethod
     def of(cls, layouts: Sequence[MemoryLayout], of_tensor: Words, block_bytes: int) -> TableRows:
-        """For tensors whose layouts are `layouts[of_tensor]`, in blocks of `block_bytes`."""
+        """Rows for tensors whose layouts are `layouts[of_tensor]`, in blocks of `block_bytes`."""
         nbytes = np.array([layout.nbytes for layout in layouts], dtype=np.int64)[of_tensor]
         spans = -(-nbytes // PLACE_BYTES) * PLACE_BYTES
         places = np.cumsum(spans) - spans

@@ -36,19 +36,16 @@ _Shape = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes of an element, si
 
 
 class PackedLayout(NamedTuple):
-    """Where tensors lie once they are packed."""
+    """Offsets of tensors once they are packed."""
 
     offsets: list[int]
     """Bytes from the start of the staging buffer to each tensor, multiples of 128."""
     total_bytes: int
-    """What the staging buffer must hold: the last offset and the bytes behind it."""
+    """Size of a staging buffer that holds all: the last offset and the bytes behind it."""
 
 
 def packed_layout(tensors: Sequence[Tensor]) -> PackedLayout:
-    """Where `pack` puts each of `tensors`, and how large a buffer it needs. Host arithmetic alone.
-
-    Raises `ValueError` for what `pack` would refuse.
-    """
+    """Offsets at which `pack` puts each of `tensors`, and the size of the buffer it needs. Host arithmetic alone."""
     table = PackTable(tensors)
     return PackedLayout(table.offsets.tolist(), table.total_bytes)
 
@@ -60,13 +57,13 @@ class PackTable:
     """
 
     device: torch.device
-    """Of the tensors."""
+    """Device of the tensors."""
     offsets: Words
-    """Of each tensor in the staging buffer, bytes."""
+    """Offset in bytes of each tensor in the staging buffer."""
     total_bytes: int
-    """What the staging buffer must hold."""
+    """Size of a staging buffer that holds all."""
     packed_bytes: int
-    """What one launch moves: `total_bytes` without the padding between tensors."""
+    """Bytes that one launch moves: `total_bytes` without the padding between tensors."""
     num_items: int
     num_rows: int
     row_words: int
@@ -113,7 +110,7 @@ class PackTable:
 
     @property
     def device_copy(self) -> Tensor | None:
-        """The table on the device; None until it was put there, and again after a `refresh` that changed it."""
+        """The table on the device; None until it was set, and again after a `refresh` that changed it."""
         return self._device_copy
 
     def set_device_copy(self, words: Tensor) -> None:
@@ -153,11 +150,8 @@ class PackTable:
         return self.move(_addresses_of(tensors))
 
     def move(self, addresses: list[int]) -> bool:
-        """`refresh` for tensors at `addresses` whose device and layouts are those of the table's: the caller saw to that, and
-        leaves the list as it is.
-
-        Raises `ValueError`, naming the tensor by its index, for one that has bytes and no memory; the table is unchanged then.
-        """
+        """Do what `refresh` does for tensors at `addresses` whose device and layouts are those of the table's: the caller saw
+        to that, and leaves the list as it is."""
         if addresses == self._addresses:
             return False
         words = np.fromiter(addresses, np.int64, len(addresses))
@@ -264,7 +258,7 @@ def _addresses_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _alignments(addresses: Words) -> bytes:
-    """What of addresses decides how wide accesses are; in a form that compares fast."""
+    """Alignment of addresses, which decides how wide accesses are; in a form that compares fast."""
     return (addresses & (UNIT_BYTES - 1)).tobytes()
 
 

@@ -21,11 +21,11 @@ from chameleon_mm.kernels.pack_table import PackTable
 NUM_WARPS = 8
 
 SIZES = ["work", "row_words", "items", "nbytes"]
-"""Arguments that are no part of the compiled kernel: batches of every size and layout share one."""
+"""Names of the arguments that are no part of the compiled kernel: batches of every size and layout share one."""
 
 
 def launch_metadata(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """What a profiler that hooks Triton's launches is told: a name with the size, and the bytes read plus written."""
+    """Metadata for a profiler that hooks Triton's launches: a name with the size, and the bytes read plus written."""
     return {"name": f"{metadata.name}_{args['nbytes']}B", "bytes": 2 * args["nbytes"]}
 
 
@@ -123,7 +123,7 @@ def _offsets(
     dims: tl.int64,
     unit: tl.tensor,  # int32, (STEP,)
 ) -> tl.tensor:
-    """Where units lie in the tensor: (STEP,) int64, in units."""
+    """Offsets of units in the tensor: (STEP,) int64, in units."""
     offset = tl.zeros_like(unit).to(tl.int64)
     rest = unit
     left = dims

@@ -49,13 +49,13 @@ def unpack(buffer: Tensor, tensors: Sequence[Tensor], *, num_programs: int, tabl
 
 
 def launch_unpack(buffer: Tensor, table: PackTable, *, num_programs: int) -> None:
-    """`unpack` for the tensors that `table` was built for or last refreshed with."""
+    """Launch `unpack` for the tensors that `table` was built for or last refreshed with."""
     table.check_destinations("unpack")
     launch(unpack_kernel, "unpack", table, buffer, num_programs)
 
 
 def unpack_reference(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
-    """What `unpack` must do, by torch: one copy per tensor. Runs anywhere."""
+    """Do what `unpack` must do, by torch: one copy per tensor. Runs anywhere."""
     for t, offset in zip(tensors, packed_layout(tensors).offsets, strict=True):
         words = memory_words(t)
         packed = buffer[offset : offset + words.numel() * words.element_size()]

@@ -179,14 +179,14 @@ class Counters:
     """A device of which somebody says what it counts."""
 
     def __init__(self) -> None:
-        self.allocated = self.odometer = 0
+        self.allocated = self.cumulative = 0
 
     def read_memory(self) -> MemoryReading:
-        return MemoryReading(self.allocated, self.odometer)
+        return MemoryReading(self.allocated, self.cumulative)
 
     def take(self, nbytes: int) -> None:
         self.allocated += nbytes
-        self.odometer += nbytes
+        self.cumulative += nbytes
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -222,7 +222,8 @@ class _Job:
         )
 
     def _check_host_budget(self, peak_bytes: int, hbm_budget: int) -> None:
-        """Whatever was live at the unswapped peak and is above the HBM budget must be on the host at that moment."""
+        """Check the host budget: whatever was live at the unswapped peak and is above the HBM budget must be on the host at
+        that moment."""
         host_budget, needed = self._budgets["host_budget"], peak_bytes - hbm_budget
         if host_budget is not None and host_budget < needed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether two runs are the same run, bit for bit, and where they part if they are not.
+"""Compares two runs bit for bit, and finds where they part if they are not the same.
 
 step by step: loss, gradient norm      # the earliest difference is the one that explains the rest
 then: final weights by name, random state

@@ -1,4 +1,4 @@
-"""What swapping made of each step of a run, read from the session's reports, and what that comes to by kind of step.
+"""Notes on each step of a swapped run, read from the session's reports, and figures by kind of step.
 
 notes(reports, kinds)                # reports: one after each step
 by_kind(unswapped, swapped, notes)   # planned against measured
@@ -23,17 +23,17 @@ class StepNote:
     phase: str
     """Kind of the step: "recorded", "planned" or another of the report's `steps_by_phase`."""
     recorded: bool
-    """Operator by operator, to its end."""
+    """Whether the step was recorded operator by operator, to its end."""
     plan_known: bool
     """Whether it was, hook for hook, a step that had a plan when it began."""
     planned_us: float | None
-    """What a step of its kind is to take, by the plan for it that was made last; None: there is none."""
+    """Predicted time of a step of its kind, by the plan for it that was made last; None: there is none."""
     planned_peak_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindFigures:
-    """All steps of one kind. Times are medians, peaks the largest; None where there is nothing to take them from."""
+    """Figures of all steps of one kind. Times are medians, peaks the largest; None where there is nothing to take them from."""
 
     kind: StepKind
     steps: int
@@ -41,15 +41,15 @@ class KindFigures:
     unswapped_us: float
     planned_us: float | None
     measured_us: float
-    """Of steps that went by a plan, where there were any."""
+    """Measured time of steps that followed a plan, where there were any."""
     unswapped_peak_bytes: int
     planned_peak_bytes: int | None
     measured_peak_bytes: int
-    """Of the same steps."""
+    """Measured peak of the same steps."""
 
 
 def notes(reports: Sequence[SwapReport], kinds: Sequence[StepKind]) -> tuple[StepNote, ...]:
-    """One for each step; `reports[i]` is the session's after step i."""
+    """Notes, one for each step; `reports[i]` is the session's after step i."""
     taken: list[StepNote] = []
     phases: dict[str, int] = {}
     recorded = known = 0

@@ -29,7 +29,7 @@ class Outcome:
     report: Mapping[str, Any]
     """`SwapReport.to_dict()` of the swapped run."""
     notes: tuple[StepNote, ...]
-    """What swapping made of each of its steps."""
+    """Notes on each of its steps."""
     hbm_budget_bytes: int
     difference: str | None
     """The first difference between the runs without swapping and with; None if there is none."""
@@ -40,7 +40,7 @@ class Outcome:
     plain_reproducible: bool | None
     """Whether a second run in plain PyTorch gave the first one's bits; None where nothing needed asking."""
     remarks: tuple[str, ...] = ()
-    """What the library warned of in the swapped run: for which steps there is no plan, and what budget one would take."""
+    """Warnings of the library in the swapped run: for which steps there is no plan, and what budget one would take."""
 
     @property
     def budget_held(self) -> bool:
@@ -55,7 +55,7 @@ class Outcome:
         return by_kind(self.unswapped, self.swapped, self.notes)
 
     def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything as plain data. `environment` comes first: device, simulated, commit, versions."""
+        """Dictionary of everything as plain data. `environment` comes first: device, simulated, commit, versions."""
         return {
             **environment,
             "schema": "chameleon_mm.demo/3",

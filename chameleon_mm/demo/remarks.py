@@ -1,4 +1,4 @@
-"""What the library has to say while it runs: its warnings, for the demo to print beside its figures instead of among them.
+"""Collects what the library warns of while it runs, for the demo to print beside its figures instead of among them.
 
 with remarks() as said:
     train(...)

@@ -1,4 +1,5 @@
-"""Which steps a run makes: the sequence changes in the middle, as it does where rows differ in length or a model is evaluated.
+"""The steps that a run makes: the sequence changes in the middle, as it does where rows differ in length or a model is
+evaluated.
 
 11 steps, rows of 8192 bytes:    5 of 8192 bytes    an evaluation    3 of 4096 bytes    2 of 8192 bytes
 """
@@ -15,7 +16,7 @@ class StepKind:
     length: int
     """Bytes per row."""
     training: bool = True
-    """Else an evaluation: forward alone, without a graph."""
+    """Whether it trains; else an evaluation: forward alone, without a graph."""
 
     @property
     def name(self) -> str:

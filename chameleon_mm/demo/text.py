@@ -17,7 +17,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.units import MIB
 
 TEXT_BYTES = 2 * MIB
-"""How much text is read: a few epochs' worth for a demo, and no wait for the disk."""
+"""Bytes of text that are read: a few epochs' worth for a demo, and no wait for the disk."""
 
 
 class NoTextFound(ChameleonError, ValueError):

@@ -27,7 +27,7 @@ from chameleon_mm.device.reproducible import reproducible
 
 
 class Session(Protocol):
-    """What a run needs of a `SwapSession`."""
+    """Interface of a `SwapSession` that a run needs."""
 
     def __enter__(self) -> Self: ...
 
@@ -61,11 +61,11 @@ class RunResult(Numbers):
     step_us: tuple[float, ...]
     """Time of each step on the compute stream, by device events (simulated time on the simulator)."""
     step_peak_bytes: tuple[int, ...]
-    """Most device memory allocated at once in each step, model and optimizer included."""
+    """Peak of device memory in each step, model and optimizer included."""
     model_bytes: int
-    """Parameters and buffers."""
+    """Bytes of parameters and buffers."""
     peak_bytes: int
-    """Most device memory allocated at once, in steps and before them."""
+    """Peak of device memory, in steps and before them."""
 
 
 def train(

@@ -1,4 +1,4 @@
-"""What every device asks of the ends of a copy and of the buffers of a pack before anything is enqueued.
+"""Checks of the ends of a copy and of the buffers of a pack, made by every device before anything is enqueued.
 
     check_ends("copy", dst, src)                            # two flat buffers of one size
     check_packed("pack", buffers, staging, offsets, on)     # flat buffers on that device, each within the staging buffer

@@ -29,7 +29,7 @@ _ROWS_PER_PARTIAL_SUM = 10
 
 
 def inner_bytes(call: OpCall) -> int:
-    """Bytes that a GPU's allocator counts for it at most while `call` runs, its inputs and results left out."""
+    """Bytes that a GPU's allocator counts at most while `call` runs, its inputs and results left out."""
     formula = _FORMULAS.get(call.facts.name)
     if formula is None or call.func.namespace != "aten":
         return 0
@@ -37,14 +37,14 @@ def inner_bytes(call: OpCall) -> int:
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:
-    """A bool for each element, whether it is -inf; a bool for each row, whether all are; the 0 that fills such rows. From
-    aten/src/ATen/native/transformers/attention.cpp; the CUDA build's allocator counts the same."""
+    """Bytes of a bool for each element, whether it is -inf; a bool for each row, whether all are; the 0 that fills such rows.
+    From aten/src/ATen/native/transformers/attention.cpp; the CUDA build's allocator counts the same."""
     size = x.size(dim) if x.dim() else 1
     return [x.numel(), x.numel() // size if size else 0, (x.dtype if dtype is None else dtype).itemsize]
 
 
 def _foreach_norm(tensors: list[Tensor], *_: object, **__: object) -> list[int]:
-    """A partial norm for each chunk of the longest tensor, and as many for every other. From
+    """Bytes of a partial norm for each chunk of the longest tensor, and as many for every other. From
     aten/src/ATen/native/cuda/ForeachReduceOp.cu."""
     chunks = max(-(-t.numel() // _FOREACH_CHUNK) for t in tensors)
     return [len(tensors) * chunks * _summing_dtype(tensors[0].dtype).itemsize]
@@ -53,8 +53,8 @@ def _foreach_norm(tensors: list[Tensor], *_: object, **__: object) -> list[int]:
 def _embedding_dense_backward(
     grad: Tensor, indices: Tensor, num_weights: int, _padding_idx: int, scale_grad_by_freq: bool, **_: object
 ) -> list[int]:
-    """The sorted indices and where they come from, with what sorting takes; their segments; and a row of the gradient, in the
-    dtype of sums, for each partial sum. From aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
+    """Bytes of the sorted indices and where they come from, with what sorting takes; their segments; and a row of the gradient,
+    in the dtype of sums, for each partial sum. From aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu."""
     n = indices.numel()
     if n <= _UNSORTED_INDICES and not scale_grad_by_freq:
         return []
@@ -68,9 +68,9 @@ def _embedding_dense_backward(
 def _flash_attention_backward(
     _grad: Tensor, query: Tensor, key: Tensor, *_: object, attn_mask: Tensor | None = None, **__: object
 ) -> list[int]:
-    """The query's gradient in float32 and a number for each row, the rows rounded up to 128 and their length to 32 or 64; where
-    keys have fewer heads, their gradients for every head. Only in half precision and without a mask: others run another kernel.
-    From `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+    """Bytes of the query's gradient in float32 and a number for each row, the rows rounded up to 128 and their length to 32 or
+    64; where keys have fewer heads, their gradients for every head. Only in half precision and without a mask: others run
+    another kernel. From `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
     if query.dtype not in (torch.float16, torch.bfloat16) or attn_mask is not None:
         return []
     batch, heads, rows, width = query.shape

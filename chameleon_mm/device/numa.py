@@ -24,7 +24,8 @@ from chameleon_mm.units import format_size
 _log = logging.getLogger(__name__)
 
 _MPOL_PREFERRED = 1
-"""Not MPOL_BIND: where the node is full, that ends a process out of memory while other nodes have some. This one is slower."""
+"""Policy by which a node is preferred. Not MPOL_BIND: where the node is full, that ends a process out of memory while other
+nodes have some. This one is slower."""
 
 _MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -100,7 +101,7 @@ def _usable_nodes(root: Path) -> set[int]:
 
 
 def _numbers(text: str) -> set[int]:
-    """ "0-2,8" -> {0, 1, 2, 8}; what is no such list is none."""
+    """Set of the numbers in a text such as "0-2,8"; what is no such list is none."""
     found: set[int] = set()
     for part in text.split(","):
         first, _, last = part.partition("-")

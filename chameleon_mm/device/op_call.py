@@ -54,14 +54,14 @@ class OpCall:
         return self.out
 
     def read(self) -> list[Tensor]:
-        """What the operator reads: not what it only overwrites."""
+        """Tensors that the operator reads: not those that it only overwrites."""
         if self.facts.overwrites:
             return [t for key, t in self.inputs.items() if key not in self.mutated]
         return list(self.inputs.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is written, which decides the rate of a product: half precision in, half precision out."""
+        """dtype of what is written, which decides the rate of a product: half precision in, half precision out."""
         for t in (*self.written.values(), *self.inputs.values()):
             return t.dtype
         return torch.float32
@@ -98,7 +98,7 @@ def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> 
 
 
 def _nbytes(t: Tensor) -> int:
-    """Of its elements, those that a stride of 0 repeats counted once, roughly: never more than its storage has."""
+    """Bytes of a tensor's elements, those that a stride of 0 repeats counted once, roughly: never more than its storage has."""
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 

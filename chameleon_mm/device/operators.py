@@ -1,4 +1,4 @@
-"""What an operator does to a GPU, from its schema, read once per operator: for dispatch modes.
+"""Facts about what an operator does to a GPU, from its schema, read once per operator: for dispatch modes.
 
 view, empty            -> no kernel: host time only
 composite              -> taken apart first, as autograd does outside of inference mode: runs_in_parts, run_in_parts
@@ -64,7 +64,7 @@ FlopFormula = Callable[..., int]
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """One operator overload."""
+    """Facts about one operator overload."""
 
     name: str
     composite: bool = False

@@ -1,4 +1,4 @@
-"""Many buffers in one staging buffer: where each lies there, and the kernels that bring them there and back.
+"""Packs many buffers into one staging buffer: where each lies there, and the kernels that bring them there and back.
 
 offsets, nbytes = packed_offsets([t.numel() for t in sources])
 staging = compute.alloc(nbytes); compute.pack(staging, sources, offsets)
@@ -28,15 +28,17 @@ from chameleon_mm.units import round_up
 _log = logging.getLogger(__name__)
 
 PACK_ALIGN_BYTES = 128
-"""Every packed buffer begins at a multiple of it, a cache line, which no two share: 16-byte accesses are aligned."""
+"""Alignment of packed buffers, a cache line, which no two share: 16-byte accesses are aligned."""
 
 PACK_PROGRAMS = 16
-"""Programs of a pack kernel, so at most as many SMs: of an H200's 132 a share that compute can spare. Not measured."""
+"""Number of programs of a pack kernel, so at most as many SMs: of an H200's 132 a share that compute can spare. Not
+measured."""
 
 _COPIES_PER_LAUNCH = 3  # what a launch costs the host, published as 9-11 us, in copies of about 3 us
 
 _MAX_PLANS = 32
-"""Kept for each stream: a step packs a few kinds of batches over and over. One is some KiB, on the host and on the device."""
+"""Number of plans kept for each stream: a step packs a few kinds of batches over and over. One is some KiB, on the host and on
+the device."""
 
 
 class PackedOffsets(NamedTuple):
@@ -45,7 +47,7 @@ class PackedOffsets(NamedTuple):
     offsets: list[int]
     """Bytes from the start of the staging buffer to each."""
     total_bytes: int
-    """What the staging buffer must hold: up to the end of the last."""
+    """Size of a staging buffer that holds all of them: up to the end of the last."""
 
 
 def packed_offsets(sizes: Sequence[int]) -> PackedOffsets:
@@ -64,7 +66,7 @@ class _Run(NamedTuple):
     """Indices of the first buffer and behind the last."""
     first: int
     last: int
-    """Bytes of the staging buffer: from where, and up to where."""
+    """Bytes of the staging buffer that the run takes: from where, and up to where."""
 
 
 def _runs(sizes: Sequence[int], offsets: Sequence[int]) -> list[_Run]:
@@ -93,15 +95,12 @@ class PackKernels(NamedTuple):
 
 
 class PackPlan:
-    """What was found out about a batch once: that it can be packed, in which runs, and the tables of their launches.
-
-    Holds none of the buffers. `offsets` is kept.
-    """
+    """Plan for a kind of batch: that it can be packed, in which runs, and the tables of their launches."""
 
     __slots__ = ("_device", "_guard", "_offsets", "_phase", "_room_bytes", "_runs", "_sizes", "_tables", "what")
 
     def __init__(self, what: str, buffers: Sequence[Tensor], offsets: list[int], device: torch.device) -> None:
-        """Of a batch that `check_packed` let pass, with a buffer at least."""
+        """Make the plan of a batch that `check_packed` let pass, with a buffer at least."""
         self.what = what
         self._device = device
         self._offsets = offsets
@@ -190,12 +189,13 @@ class Packer:
         self._lock = threading.Lock()  # a table is changed and launched from as one step
 
     def pack(self, plans: PackPlans, staging: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-        """`Stream.pack` on torch's current stream, whose `plans` these are, checks included. Returns whether it was done: not
-        where there is no kernel or no memory for its table, nor for offsets that are not mostly those of `packed_offsets`."""
+        """Pack as `Stream.pack` does on torch's current stream, whose `plans` these are, checks included. Returns whether it
+        was done: not where there is no kernel or no memory for its table, nor for offsets that are not mostly those of
+        `packed_offsets`."""
         return self._launch("pack", plans, staging, sources, offsets)
 
     def unpack(self, plans: PackPlans, destinations: Sequence[Tensor], staging: Tensor, offsets: Sequence[int]) -> bool:
-        """`Stream.unpack`, as `pack`."""
+        """Unpack as `Stream.unpack` does, otherwise as `pack`."""
         return self._launch("unpack", plans, staging, destinations, offsets)
 
     def _launch(self, what: str, plans: PackPlans, staging: Tensor, buffers: Sequence[Tensor], offsets: Sequence[int]) -> bool:

@@ -39,10 +39,11 @@ from chameleon_mm.units import GIB, MIB, format_size
 _log = logging.getLogger(__name__)
 
 REGISTRATION_LIMIT_BYTES = 512 * GIB
-"""One registration of this size or more fails in the driver."""
+"""Size from which on one registration fails in the driver."""
 
 MAX_REGISTRATIONS = 65_000
-"""The driver takes about 65,536 in one process. Those beyond ours are left to others in it, such as CuPy and NCCL."""
+"""Number of registrations that we make in one process. The driver takes about 65,536; the rest is for others, such as CuPy and
+NCCL."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -54,14 +55,15 @@ Madvise = Callable[[int, int, int], int]
 """`(address, nbytes, advice) -> errno`, 0 for done. Must let go of the GIL."""
 
 PreferPages = Callable[[int, int], None]
-"""`(address, nbytes)` of pages that nobody has touched: says which memory they should come from. Advice: never raises."""
+"""Called with `(address, nbytes)` of pages that nobody has touched: says which memory they should come from. Advice: never
+raises."""
 
 _Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinningCalls:
-    """What pinning asks of a CUDA runtime. Each raises `RuntimeError` in the runtime's own words when it is refused."""
+    """Calls of a CUDA runtime that pinning needs. Each raises `RuntimeError` in the runtime's own words when it is refused."""
 
     register: Callable[[int, int], None] | None
     """Page-lock `(address, nbytes)`; None where registered memory is unsupported or has another address on the device."""
@@ -74,7 +76,7 @@ class PinningCalls:
     host_free: Callable[[Tensor], None]
 
     clear_error: Callable[[], None]
-    """Take back the error that a refused call leaves for whoever launches the next kernel. Never raises."""
+    """Clear the error that a refused call leaves for whoever launches the next kernel. Never raises."""
 
 
 class PageLocker:
@@ -147,11 +149,7 @@ class PageLocker:
         )
 
     def unpin(self, memory: Tensor) -> None:
-        """Give back what `pin` returned, whole. Device work on it must be complete: nothing here waits.
-
-        Raises `ValueError` for anything else, a part of it or a second time. In a forked child it does nothing: the memory is
-        the parent's, and no call of the driver works there.
-        """
+        """Free what `pin` returned, whole. Device work on it must be complete: nothing here waits."""
         if os.getpid() != self._pid:  # asked first: another thread may have held the lock when the process forked
             return
         with self._lock:
@@ -258,7 +256,7 @@ def _mapped(nbytes: int, held: Container[int]) -> Tensor:
 
 
 def _unmap(munmap: Callable[[int, int], int], address: int, nbytes: int, held: Container[int], pid: int) -> None:
-    """The last tensor over the pages is gone. See Note [Mapped while registered]."""
+    """Unmap the pages, as the last tensor over them is gone. See Note [Mapped while registered]."""
     if os.getpid() == pid and address not in held:
         munmap(address, nbytes)
 
@@ -285,7 +283,8 @@ def _libc_madvise() -> Madvise:
 
 
 def _available_text() -> str:
-    """What the kernel says is available; "unknown" where it does not say: an error message must not raise its own error."""
+    """Text of the bytes that the kernel says are available; "unknown" where it does not say: an error message must not raise
+    its own error."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""Where GPU and simulator meet: three small protocols.
+"""The three small protocols that a GPU and the simulator share.
 
     ready = compute.record()              # an event: everything enqueued on `compute` so far
     d2h.wait(ready)                       # orders d2h after it, on the device; the host does not wait
@@ -52,7 +52,7 @@ class Stream(Protocol):
         """
 
     def free(self, buffer: Tensor) -> None:
-        """Say that this stream hands `buffer` back: call it right before dropping the last reference.
+        """Note that this stream hands `buffer` back: call it right before dropping the last reference.
 
         Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
         complete by the host). On CUDA this costs nothing; the simulator checks it.
@@ -97,7 +97,8 @@ class Stream(Protocol):
         """
 
     def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as there."""
+        """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as for
+        `encode`."""
 
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""
@@ -107,12 +108,12 @@ class Stream(Protocol):
 
 
 class MemoryReading(NamedTuple):
-    """Device memory at one moment."""
+    """Reading of the device's memory counters at one moment."""
 
     allocated_bytes: int
-    """In live tensors (not what the caching allocator reserves)."""
+    """Bytes in live tensors (not what the caching allocator reserves)."""
     cumulative_bytes: int
-    """Ever allocated, never decreasing: its growth between two readings bounds the peak between them."""
+    """Bytes ever allocated, never decreasing: their growth between two readings bounds the peak between them."""
 
 
 @runtime_checkable
@@ -121,14 +122,14 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """For people: "NVIDIA H200" or "simulated H200"."""
+        """Name for people: "NVIDIA H200" or "simulated H200"."""
 
     @property
     def simulated(self) -> bool: ...
 
     @property
     def driver(self) -> str:
-        """What carries the work out, by its versions: figures measured under one driver say nothing of another."""
+        """Versions of what carries the work out: figures measured under one driver say nothing of another."""
 
     @property
     def host_us(self) -> float:
@@ -136,7 +137,7 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where models and batches for this device are put: `cuda:N`, or `cpu` for the simulator."""
+        """Device of torch on which models and batches are put: `cuda:N`, or `cpu` for the simulator."""
 
     @property
     def capacity(self) -> int:
@@ -167,7 +168,7 @@ class Device(Protocol):
         """
 
     def free_pinned(self, memory: Tensor) -> None:
-        """Give back what `alloc_pinned` returned, whole. All device work on it must be complete."""
+        """Free what `alloc_pinned` returned, whole. All device work on it must be complete."""
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
         """A flat uint8 tensor of `nbytes` of ordinary host memory, for where no more can be pinned: slower, never wrong.
@@ -180,7 +181,7 @@ class Device(Protocol):
         """Bytes of device memory in live tensors now (not what the caching allocator reserves)."""
 
     def read_memory(self) -> MemoryReading:
-        """Allocated bytes and the odometer, in one call into the allocator: cheap enough for a hook."""
+        """Allocated bytes now and in all, in one call into the allocator: cheap enough for a hook."""
 
     def peak_allocated_bytes(self) -> int:
         """The most `allocated_bytes` has been since the process or the last reset by the user."""

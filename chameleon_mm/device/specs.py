@@ -1,4 +1,4 @@
-"""What a GPU can do, as data with its source: capacity, arithmetic, memory and link.
+"""Data sheets of GPUs with their sources: capacity, arithmetic, memory and link.
 
     spec = spec_by_name("h200")
     gemm_us = flops / (spec.bf16_tflops * 1e6)
@@ -39,13 +39,13 @@ class GpuSpec:
     """Pinned host to device, nothing the other way."""
 
     d2h_gbps: float
-    """Device to pinned host, nothing the other way."""
+    """Rate from device to pinned host, nothing the other way."""
 
     duplex_gbps: float
     """Both directions at once, added up: above either alone, below their sum."""
 
     source: str
-    """Where the figures come from, and which of them are derived."""
+    """Origin of the figures, and which of them are derived."""
 
     def __post_init__(self) -> None:
         for figure in fields(self):

@@ -1,4 +1,4 @@
-"""What this machine offers: each part is looked at on its own, and one that is missing is a row, never a crash.
+"""Describes what this machine offers: each part is probed on its own, and one that is missing is a row, never a crash.
 
     report = collect()          # software, gpu, host, device, transfer; data
     run(json_path, console)     # the same, shown, and written as JSON where a path is given
@@ -67,7 +67,7 @@ def run(json_path: Path | None, console: Console) -> int:
 
 
 def run_program(command: Sequence[str]) -> str:
-    """What a program printed. Raises `Unavailable` when it is not there, fails or takes longer than 20 s."""
+    """Run a program and return what it printed. Raises `Unavailable` when it is not there, fails or takes longer than 20 s."""
     name, *arguments = command
     path = shutil.which(name)
     if path is None:

@@ -86,7 +86,7 @@ def _of_smi(row: list[str]) -> _Gpu:
 
 
 def _as_sysfs_names_it(bus_id: str) -> str | None:
-    """ "00000000:06:00.0" is "0000:06:00.0" in sysfs."""
+    """PCI address as sysfs has it: "00000000:06:00.0" becomes "0000:06:00.0"."""
     match = re.fullmatch(r"([0-9a-f]{4,8}):([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", bus_id.lower())
     return f"{int(match[1], 16):04x}:{match[2]}" if match else None
 

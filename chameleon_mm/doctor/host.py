@@ -48,7 +48,7 @@ def _numa_nodes(machine: Machine) -> tuple[str, Any]:
 
 
 def _parse_cpus(text: str) -> set[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}."""
+    """Numbers in a text such as "0-3,8"."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""What the doctor found, as data, and how it is shown.
+"""The doctor's findings as data, and how they are shown.
 
     finding = look("host", "memory", probe)      # the probe's text and value, or "unavailable: why": never an exception
     report = DoctorReport(findings=(...))
@@ -20,7 +20,7 @@ from rich.text import Text
 SCHEMA = "chameleon_mm.doctor/1"
 
 Probe = Callable[[], tuple[str, Any]]
-"""Looks at one thing: a text for people and a value for programs (what JSON can hold)."""
+"""Probes one thing: returns a text for people and a value for programs (what JSON can hold)."""
 
 
 class Unavailable(Exception):  # an answer among the doctor's findings, not an error
@@ -29,7 +29,7 @@ class Unavailable(Exception):  # an answer among the doctor's findings, not an e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where probes look: `root` holds `proc` and `sys`; `run` starts a program and returns what it printed."""
+    """The machine that probes look at: `root` holds `proc` and `sys`; `run` starts a program and returns what it printed."""
 
     root: Path
     run: Callable[[Sequence[str]], str]

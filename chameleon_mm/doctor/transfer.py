@@ -1,4 +1,4 @@
-"""What the link carries, and which way a tensor of a given size goes: the calibration, measured now.
+"""Findings about the link: what it carries, and which way a tensor of a given size goes, by a calibration made now.
 
 link rates       each way alone, and both at once
 transfer paths   the sizes at which one path ends and the next begins

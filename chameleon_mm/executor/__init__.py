@@ -1,4 +1,4 @@
-"""Carries swapping out: the life of each saved storage, in stream order."""
+"""Saved tensors on their way between device and host: decides per hook, orders the streams, keeps the budget."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""From steps that were seen to steps that are planned: when to record, when to plan, which plan to follow, which is the better.
+"""Decides for each step whether to record it, plan it or follow a plan, and which of several plans to keep.
 
-    PROFILE   nothing is known of the step that is expected: it is recorded, and swapped by the default rule
+    PROFILE   the step that is expected has no plan: it is recorded, and swapped by the default rule
        | the recorded step ends
-    PLAN      its trace is turned into a plan, which is kept by the step's fingerprint
+    PLAN      its trace becomes a plan, which the step cache keeps under the step's fingerprint
        | at once
     STEADY    the step that is expected has a plan, and follows it
-       ^------ a step that nobody knows: PROFILE; a known one comes back: STEADY at once
+       ^------ a step that is not in the cache: PROFILE; a cached one: STEADY at once
 
-Every step is fingerprinted, in every phase. What was expected and is not what comes costs time, never a number.
+Every step is fingerprinted, in every phase. A wrong expectation costs time, never a number.
 """
 
 from __future__ import annotations
@@ -35,48 +35,50 @@ from chameleon_mm.trace.recurring import there_before
 _log = logging.getLogger(__name__)
 
 CACHED_STEPS = 32
-"""Steps that are kept, with trace and plans: some MiB each for ten thousand hooks."""
+"""Steps that the cache keeps, with trace and plans: some MiB each for ten thousand hooks."""
 
 TRIAL_PLANS = 2
-"""Plans that are tried for a step, where their simulated times are close."""
+"""Plans that are tried for one step, where their simulated times are close."""
 
 RECORDINGS = 3
-"""Of one step, where none could be made into a plan: after them the default rule has it, without a recorder's cost."""
+"""Recordings of one step that may fail to give a plan. After them the step runs by the default rule, without a recorder's
+cost."""
 
 DRAFTS = 1000
-"""That the planner tries for a step with few candidates: a fifth of a second between two steps, once."""
+"""Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
 
 SPARE_PART = 256
-"""Of the budget a plan leaves this part, where it can: a step of the same fingerprint may differ in what the hooks do not see,
-such as a scalar that the loop keeps."""
+"""A plan leaves one part in this many of the budget free, where it can: a step of the same fingerprint may differ in what the
+hooks do not see, such as a scalar that the loop keeps."""
 
 SLACK_BLOCKS = 4
-"""At a step's peak so many blocks may be larger than what was asked for, each by the device's `block_slack_bytes`. A plan
-leaves room for them as well."""
+"""Number of blocks, at a step's peak, that may be larger than what was asked for, each by the device's `block_slack_bytes`. A
+plan leaves room for them as well."""
 
 SLACK_PART = 32
-"""A plan leaves no more than this part of the budget for the slack of blocks."""
+"""A plan leaves at most one part in this many of the budget free for the slack of blocks."""
 
 TIMES_OFF = 0.05
-"""Share by which operators may take longer or shorter than the trace has it before they are planned for again. A recorded step
-is slower than others: kernels are loaded in it, and the host has more to do for each operator."""
+"""Relative error of the trace's operator times above which the step is planned again with corrected ones. A recorded step is
+slower than others: kernels are loaded in it, and the host has more to do for each operator."""
 
 CORRECTIONS = 2
-"""Of a step's times, at the most."""
+"""Corrections of one step's operator times, at most."""
 
 WASTED_SHARE = 1 / 64
-"""Of all hooks: so many may be seen by recorders of steps that turn out to have a plan, where others have none."""
+"""Share of all hooks that recorders may see in steps that turn out to have a plan already, while other steps still need a
+trace."""
 
 
 class PlanPhase(enum.Enum):
-    """What is known of the steps that come."""
+    """Phases of a session: whether the step that is expected has a plan."""
 
     PROFILE = "profile"
-    """Begins with the first step, and with each that is expected to be one without a plan; ends when it has one."""
+    """The expected step has no plan. Begins with the first step; ends when that step has a plan."""
     PLAN = "plan"
-    """Begins when a recorded step ends; ends when its plan is made, before the next step begins."""
+    """A recorded step has ended. Ends when its plan is made, before the next step begins."""
     STEADY = "steady"
-    """Begins with a step that is expected to be one with a plan; ends before one without."""
+    """The expected step has a plan. Begins with that step; ends before one without a plan."""
 
 
 _NEXT = {
@@ -100,20 +102,20 @@ class FollowedStep(NamedTuple):
     whole: bool
     """Whether a recorder saw all of it."""
     recorded_hooks: int
-    """Hooks that a recorder saw, from the first one on."""
+    """Number of hooks that a recorder saw, from the first one on."""
     extra: ExtraMemory
-    """Memory that it took beyond what the trace of the step that it was has, as far as it was that one."""
+    """Memory that it took beyond its trace's, as far as it agreed with a cached step."""
     unused: dict[tuple[int, int], int]
-    """Bytes that the cached step allocated between two hooks and this one did not, by the hooks."""
+    """Bytes that the recorded step allocated between two hooks and this one did not, by the two hooks."""
     exceeded_plan: bool
-    """Whether it took so much more that its plan was no longer followed blindly."""
+    """Whether it took so much more memory that its plan was no longer trusted."""
     had_plan: bool
-    """Whether some hook of it was one of a plan's; `followed_plan`: all were, of one plan, to the end."""
+    """Whether some hook of it belonged to a plan; `followed_plan`: all did, to one plan that was trusted to the end."""
     followed_plan: bool
 
 
 class Adaptation:
-    """Not thread-safe: the executor holds its lock.
+    """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
     is known of the link; `host_budget` how much pinned memory there may be.
@@ -131,12 +133,12 @@ class Adaptation:
     ) -> None:
         self.phase = PlanPhase.PROFILE
         self.detailed_steps = 0
-        """Steps recorded to their end."""
+        """Number of steps recorded to their end."""
         self.plans = 0
         self.plan_cache_hits = 0
-        """Steps that were, hook for hook, one that had a plan when they began."""
+        """Number of steps that agreed, hook for hook, with one that had a plan when they began."""
         self.planning_us = 0.0
-        """Host time that making plans took, in all."""
+        """Host time spent on making plans, in microseconds."""
         self.latest: PlannedStep | None = None
         """The step that was planned last."""
         self._metrics = metrics
@@ -147,33 +149,34 @@ class Adaptation:
         self._link_cost = link_cost
         self.steps: Steps = StepCache(CACHED_STEPS)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
-        """Fingerprints of the latest steps whose recording was of no use."""
+        """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
-        """Of all steps so far; of these, seen by a recorder that nothing came of."""
+        """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
         self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
-        """Steps whose last event was not complete when they ended."""
+        """Steps that have ended on the host and whose last event is not complete on the device."""
 
     @property
     def latest_plan(self) -> SwapPlan | None:
-        """That of the step that was planned last; None: there is none within the budget."""
+        """Plan of the step that was planned last; None: there is none within the budget."""
         current = None if self.latest is None else self.latest.current
         return None if current is None else current.schedule.plan
 
     @property
     def _spare_bytes(self) -> int:
-        """Bytes of the budget that a plan leaves, where it can."""
+        """Bytes of the budget that a plan leaves free, where it can."""
         budget = self._hbm_budget_bytes
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Another budget from the next step on: plans for the old one are forgotten, so that it is recorded. Between steps."""
+        """Set another budget from the next step on, and forget the plans for the old one. Called between steps."""
         self._hbm_budget_bytes = hbm_budget_bytes
         self.steps = StepCache(CACHED_STEPS)
         self._measuring.clear()
         self.latest = None
 
     def begin_step(self, compute: Stream) -> Recorder | None:
-        """What records the step that begins; None: nothing needs to. Asks for the step to be timed where a plan is on trial."""
+        """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
+        trial."""
         self._learn_times()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
@@ -185,8 +188,8 @@ class Adaptation:
         return recorder
 
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
-        """Whether the step that begins may be one that wants a trace: by what is expected, or, rarely enough, by what else it
-        may be. A sequence that nobody ever expects, such as an evaluation now and then, is only recorded so."""
+        """Whether the step that begins may need a trace: because of what is expected, or, rarely enough, because some other
+        cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
         if expected is None or self.wants_trace(expected):
             return True
         wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
@@ -196,7 +199,7 @@ class Adaptation:
         return entry.plan is None and self._flawed.count(entry.fingerprint) < RECORDINGS
 
     def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
-        """`step` is over. What it taught is kept if it `completed`. Returns what the step was."""
+        """End `step` and return its kind. It is learned from if it `completed`."""
         timing, self._metrics.timing = self._metrics.timing, None
         record = step.record
         if not completed:
@@ -240,7 +243,7 @@ class Adaptation:
     # --- plans
 
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
-        """Give it plans for what is known of it now."""
+        """Make plans for the step from what is known of it now."""
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []
@@ -267,7 +270,8 @@ class Adaptation:
     # --- what steps teach
 
     def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
-        """At the first hook of a step there are that many bytes more on the device than its trace has."""
+        """Whether the step's plans have to be made again, as its first hook finds that many bytes more on the device than its
+        trace has."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
         plan = None if planned.current is None else planned.current.schedule.plan
         if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
@@ -286,7 +290,7 @@ class Adaptation:
             self._add_plans(planned)
 
     def _learn_times(self) -> None:
-        """Of the steps that are complete by now: how long they took, and what they waited for."""
+        """Read the times of the steps that are complete by now, and correct operator times and copy times by them."""
         while self._measuring:
             planned, trial, timing = self._measuring[0]
             time = timing.result()

@@ -1,14 +1,14 @@
-"""Keeps the device within its budget by giving up what the host already has, or soon will.
+"""Keeps the device's allocated memory within its budget by reclaiming what the host already has, or soon will.
 
     check_memory()         # before the model goes on: allocated + what it will allocate until the next check <= budget ?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what was swapped in and is used last               (its host copy is still good)
               3. pack the small ones that wait for more of their kind
-              4. swap out what stayed, or was taken back for a use: to ordinary memory where no more can be pinned
+              4. swap out what stayed, or whose swap-out was cancelled by a use: to ordinary memory where no more can be pinned
     room_for(nbytes)       # may a prefetch take this much now?
-    note_allocated(nbytes) # a swap-in was allocated: ours, not the model's growth
+    note_allocated(nbytes) # the swap-in was allocated: ours, not the model's growth
 
-A check reads the allocator once, unless something is given up: a reading costs more than all else in a hook.
+One reading of the allocator per check, unless something is reclaimed: a reading costs more than all else in a hook.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
 
 PREFETCH_HORIZON = 8
-"""Checks ahead whose growth a prefetch leaves free: it stays on the device at least until the next uses."""
+"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
 
 UNKNOWN_SHARE = 0.5
-"""Of the budget: what may be allocated while nothing was learned before saved tensors go to pageable memory, which is slow.
+"""Share of the budget that may be allocated before saved tensors go to pageable memory, which is slow, while no step is known.
 
 The other half is for the climb until the next check: an operator's result and its temporaries.
 """
@@ -44,7 +44,7 @@ _NO_BOUND = 1 << 62
 
 
 class Budget:
-    """One device's budget, and the means to stay within it."""
+    """Keeps one device's memory within its budget: checks it, reclaims, and says how much prefetches may take."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Budget:
         swap_outs: Callable[[], PendingSwapOuts | None],
         small: SmallTensors | None = None,
     ) -> None:
-        """`sender` leads to what sends storages out, as long as it is there. `kept`: small ones that stay, and leave where
-        memory is short all the same."""
+        """`swap_outs` returns what swaps storages out, or None once that is gone. `small`: small tensors that are kept on the
+        device, and swapped out where memory is short all the same."""
         self.reclaim = ReclaimQueue()
-        """Of copies by the default rule: given back once they are complete."""
+        """Swap-outs by the default rule: reclaimed once their copies are complete."""
         self.planned = ReclaimQueue()
-        """Of copies by a plan: given back when it says so, or under pressure."""
+        """Swap-outs by a plan: reclaimed when it says so, or under pressure."""
         self.headroom = Headroom()
         self.learned_forecast = LearnedForecast(self.headroom)
         self.forecast: Forecast = self.learned_forecast
@@ -82,29 +82,29 @@ class Budget:
                 device, limits.free_share, reclaim=self.reclaim, order=order, small=small, swap_outs=swap_outs
             )
         self._cumulative: int | None = None
-        """Of the last check of this step."""
+        """Cumulative bytes at the last check of this step."""
         self._cumulative_at_begin: int | None = None
         self._allocated = 0
         self._taken = 0
 
     @property
     def hbm_budget_bytes(self) -> int:
-        """More than any device has where there is none."""
+        """The budget in bytes; more than any device has where there is none."""
         return _NO_BOUND if self._limits.hbm_budget_bytes is None else self._limits.hbm_budget_bytes
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Another budget, from the next look on."""
+        """Set another budget, from the next check on."""
         self._limits = replace(self._limits, hbm_budget_bytes=hbm_budget_bytes)
 
     def begin_step(self) -> None:
-        """From here on what the step allocates is counted."""
+        """Begin to count what the step allocates."""
         if self._limits.hbm_budget_bytes is not None:
             self._cumulative_at_begin = self._device.read_memory().cumulative_bytes
             self._taken = 0
 
     def check_memory(self) -> int:
-        """Note how far allocation climbed since the last check; make room for the next climb. Returns the bytes that the model
-        allocated since then, freed ones too; 0 without a budget."""
+        """Record how far allocation grew since the last check, and make room for the growth until the next. Returns the bytes
+        that the model allocated since then, freed ones included; 0 without a budget."""
         allowed = self._limits.leaving_bytes
         if allowed is not None:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
@@ -120,16 +120,16 @@ class Budget:
         return growth
 
     def allocated_bytes(self) -> int:
-        """Of the device, now."""
+        """Bytes allocated on the device now."""
         self._allocated = self._device.allocated_bytes()
         return self._allocated
 
     def peak_allocated_bytes(self) -> int:
-        """Of the device, as far back as it knows."""
+        """The most bytes allocated on the device, as far back as it knows."""
         return self._device.peak_allocated_bytes()
 
     def spare_bytes(self) -> int:
-        """What may be taken for a moment, beside what the model will."""
+        """Bytes that may be allocated for a moment, beside what the model will allocate."""
         if self.memory_limit is not None:
             return self.memory_limit.spare_bytes()
         budget = self._limits.hbm_budget_bytes
@@ -138,7 +138,7 @@ class Budget:
         return max(0, budget - self._allocated - (self.forecast.growth() or 0))
 
     def spare_until_used_bytes(self) -> int:
-        """What may be taken now and kept for a while, as far as it is known what the model will take meanwhile."""
+        """Bytes that may be allocated now and held for a while, as far as the model's growth meanwhile is known."""
         if self.memory_limit is not None:
             return self.memory_limit.spare_bytes()
         budget, need = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
@@ -147,7 +147,7 @@ class Budget:
         return 0 if need is None else max(0, budget - self._allocated - need)
 
     def note_allocated(self, nbytes: int) -> None:
-        """A swap-in was allocated."""
+        """Note that a swap-in was allocated."""
         rounded = allocated_size(nbytes)
         self._taken += rounded
         self._allocated += rounded
@@ -155,7 +155,7 @@ class Budget:
             self.memory_limit.note_allocated(rounded)
 
     def make_room(self, nbytes: int, *, exclude: SavedStorage | None) -> None:
-        """Give back until `nbytes` and the next climb fit, or nothing is left to give; never gives back `keep`.
+        """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
         """
@@ -164,7 +164,7 @@ class Budget:
         self._make_room(nbytes, self.forecast.growth(), exclude)
 
     def _make_room(self, nbytes: int, need: int | None, exclude: SavedStorage | None) -> None:
-        """`need`: of the next climb; None: not known."""
+        """`growth_bytes`: growth of the model until the next check; None: not known."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
@@ -190,34 +190,34 @@ class Budget:
                 )
 
     def note_on_device(self, saved: SavedStorage) -> None:
-        """`saved`, which could be on the host, is on the device all the same."""
+        """Note that `saved`, which could be on the host, stays on the device."""
         if self.memory_limit is not None:
             self.memory_limit.note_on_device(saved)
 
     @property
     def wants_check(self) -> bool:
-        """Whether memory is to be checked though nothing that moves is saved or used."""
+        """Whether memory has to be checked though nothing that moves is saved or used."""
         return self.memory_limit is not None and self.memory_limit.wants_check
 
     @property
     def growth_is_unknown(self) -> bool:
-        """Whether there is a budget, and no knowing how far allocation will climb until the next check."""
+        """Whether there is a budget, and no forecast of the growth until the next check."""
         return self._limits.hbm_budget_bytes is not None and self.forecast.growth() is None
 
     @property
     def must_use_pageable(self) -> bool:
-        """Whether what could not be pinned must not stay: much is allocated, and how far it will climb is not known yet."""
+        """Whether what could not be pinned must not stay: much is allocated, and its growth is not known yet."""
         return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
     def reclaim_all(self, exclude: SavedStorage | None) -> None:
-        """After a failed allocation: everything that can be given back."""
+        """Reclaim everything that can be reclaimed, after a failed allocation."""
         if self.memory_limit is not None:
             self.memory_limit.reclaim_all(exclude)
         self._reclaim_until(lambda: False, exclude)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """After a failed allocation of about `nbytes`: what is on its way out, else one more storage. Returns whether anything
-        went; never what lies in the storages `busy`."""
+        """Reclaim what is on its way out, else one more storage, after a failed allocation of about `nbytes`. Returns whether
+        anything was reclaimed; never what lies in the storages `busy`."""
         if len(self.reclaim) or len(self.planned):
             self.reclaim_pending()
             return True
@@ -236,18 +236,18 @@ class Budget:
         return False
 
     def _restored(self) -> list[SavedStorage]:
-        """What the host has a copy of and the device, too: the one that is used last first."""
+        """Storages that both host and device hold, the one that is used last first."""
         both = [saved for saved in self._registry() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
-        """What is on the device alone, and may be copied."""
+        """Storages that are on the device alone, and may be copied."""
         return [
             saved for saved in self._registry() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
         ]
 
     def room_for(self, nbytes: int) -> bool:
-        """Whether a prefetch of `nbytes` leaves the model what it needs."""
+        """Whether a prefetch of `nbytes` leaves room for the model's growth."""
         if self._limits.ahead_bytes is not None:
             ahead = sum(saved.nbytes for saved in self._registry() if saved.state is State.SWAPPING_IN)
             if ahead + nbytes > self._limits.ahead_bytes:
@@ -255,7 +255,7 @@ class Budget:
         return nbytes <= self.spare_until_used_bytes()
 
     def end_step(self, *, completed: bool) -> int:
-        """The step is over; `completed` says whether there is something to learn from it. Returns as `check_memory` does."""
+        """End the step; learn from it if it `completed`. Returns as `check_memory` does."""
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
         if completed:
@@ -276,12 +276,12 @@ class Budget:
         return growth
 
     def reclaim_pending(self) -> None:
-        """Give back all that is on its way out."""
+        """Reclaim all that is on its way out."""
         self.reclaim.reclaim_until(lambda: False)
         self.planned.reclaim_until(lambda: False)
 
     def _reclaim_until(self, enough: Callable[[], bool], exclude: SavedStorage | None) -> str | None:
-        """Returns why the host took no more, if that is what ended it."""
+        """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it."""
         self.reclaim.reclaim_until(enough)
         self.planned.reclaim_until(enough)
         if enough():

@@ -1,8 +1,8 @@
-"""A model's buffers as they are when a step begins, to be put back: what they hold, and which tensors they are.
+"""Snapshot of a model's buffers when a step begins: what they hold, and which tensors they are.
 
-kept = BufferCopies(model)              # once
-kept.keep()                            # before every step
-kept.restore()
+snapshot = BufferCopies(model)   # once
+snapshot.take()                     # before every step
+snapshot.restore()
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class BufferCopies:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._tables: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """Of each module, its table of buffers as it is, and as it was."""
+        """Tables of buffers, one of each module: as it is, and as it was."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id of the buffer: itself and its copy."""
+        """Buffers by id: each with its copy."""
 
     def take(self) -> None:
         """Copy what the buffers hold now. Raises `torch.OutOfMemoryError`."""

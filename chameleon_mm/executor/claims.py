@@ -1,6 +1,6 @@
-"""Claims on saved storages: one copy of the same bytes, whatever number of views. Note [Identity].
+"""Claims on saved storages: one record and one copy of the same bytes, whatever number of views. Note [Identity].
 
-    claim, part = claims.find(t, saved, ...)      # a live claim that a copy of its bytes comes with, or what to claim for it
+    found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or which part to claim anew
     claims.add(claim); claims.forget(saved)
 
 Keyed by the storage object's id, compared by a weak reference: ids are recycled.
@@ -24,7 +24,7 @@ from chameleon_mm.policy import DefaultRule, SaveFacts
 
 
 class Claim:
-    """What the handles of one saved storage share: its end is the end of the storage's life. Note [Life].
+    """The object that all handles of one saved storage share: its end is the end of the storage's life. Note [Life].
 
     It has no `__del__` itself: while one runs, a weak reference still leads to the object and brings it back, and a thread that
     saves the same storage at that moment would share a claim that is being retired. So a part of it has one, which ends when
@@ -57,29 +57,30 @@ class _End:
 
 
 class Found(NamedTuple):
-    """Claim, or part of a storage, that a saved tensor is to be a view of."""
+    """Result of `Claims.find`: the claim that a saved tensor shares, or what a new claim is to cover."""
 
     claim: Claim | None
     """The live claim that it shares; None: a new one is to be made."""
     part: Part | None
-    """Part of the storage that the claim is on; None: all of it."""
+    """Part of the storage that the claim covers; None: all of it."""
     extends_copy: bool = False
-    """Whether the claim's copy, not begun yet, has more to wait for: the operator that saves these bytes."""
+    """Whether the copy has not begun yet and now also waits for the operator that saves these bytes."""
     before: Claim | None = None
-    """A claim on all of the storage, whose copy began too early, where a new one is to be made."""
+    """A claim on all of the storage whose copy began too early; set where a new claim is to be made."""
 
 
 class Claims:
-    """Not thread-safe: the executor holds its lock."""
+    """The live claims, by storage and part. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
         self._claims: dict[Hashable, weakref.ref[Claim]] = {}
         self._parts: dict[int, list[Part]] = {}
-        """By the storage's id: the parts of it that are claimed alone. An id that recurs costs a gather, nothing else."""
+        """Parts of each storage that are claimed on their own, by the storage's id. An id that recurs costs a gather, nothing
+        else."""
         self._last_saves: dict[int, LastSave] = {}
 
     def find(self, t: Tensor, saved: SavedBytes, facts: SaveFacts, rule: DefaultRule, compute: Stream, *, whole: bool) -> Found:
-        """The claim that `t`, saved now as `saved`, shares, or which part of its storage a new one is to be on.
+        """Find the claim that `t`, saved now as `saved`, shares, or the part of its storage that a new one is to cover.
 
         A part where `t` covers little of a storage that was not saved whole, and where a copy of all of it began too early to
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
@@ -104,7 +105,7 @@ class Claims:
         return Found(None, part, before=on_all)
 
     def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
-        """Does what `find` does, among claims on all of the storage alone."""
+        """Find as `find` does, among claims on whole storages alone."""
         on_all = self._on(t.untyped_storage(), None)
         if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
             return shared
@@ -117,7 +118,7 @@ class Claims:
         return claim if claim is not None and claim.saved.is_record_of(storage) else None
 
     def add(self, claim: Claim) -> None:
-        """`claim` is new. When its storage was saved last, it has in common with the others on that storage."""
+        """Add a new claim. It shares the record of the latest save with the other claims on its storage."""
         saved = claim.saved
         last = self._last_saves.get(saved.storage_id)
         if last is not None and last.storage() is saved.first():
@@ -130,7 +131,7 @@ class Claims:
             self._parts.setdefault(saved.storage_id, []).append(saved.part)
 
     def forget(self, saved: SavedStorage) -> None:
-        """Its last handle is gone."""
+        """Remove a claim whose last handle is gone."""
         key = _key(saved.storage_id, saved.part)
         claim = self._claims.get(key)
         if claim is not None and claim() is None:
@@ -147,7 +148,7 @@ class Claims:
 
 
 def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Found | None:
-    """The claim, for `t` too, if its copy has these bytes or will; views of one part cover the same ones."""
+    """Result with this claim if its copy has the bytes of `t`, or will have them; else None."""
     record = claim.saved
     if record.includes(saved, same_bytes=record.part is not None):
         return Found(claim, record.part)
@@ -155,5 +156,5 @@ def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Foun
 
 
 def _key(storage_id: int, part: Part | None) -> Hashable:
-    """Of the claim on all of a storage, or on a part of it."""
+    """Key of the claim on all of a storage, or on a part of it."""
     return storage_id if part is None else (storage_id, part)

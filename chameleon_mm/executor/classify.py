@@ -1,4 +1,4 @@
-"""Which saved tensors nobody may move, and why.
+"""Tells which saved tensors must not move, and why.
 
     facts_of(t) -> SaveFacts(nbytes, covered_bytes, kind)     kind: "" for a plain activation, else the reason to keep it
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProtectedStorages:
-    """Storages that live on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
+    """Storages that stay on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -48,7 +48,7 @@ class ProtectedStorages:
 
 
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
-    """What the rule needs to know of `t`; a kind it must not move for whatever cannot be rebuilt exactly."""
+    """Facts about `t` for the default rule. Whatever cannot be rebuilt exactly gets a kind that the rule never moves."""
     if isinstance(t, Parameter) or isinstance(t._base, Parameter):
         return SaveFacts(nbytes=0, kind="parameter")
     if type(t) is not Tensor:
@@ -72,7 +72,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
 
 
 def covered_bytes(t: Tensor) -> int:
-    """Bytes of elements, those that a dimension of stride 0 repeats counted once. Elements that overlap count each."""
+    """Bytes of the elements of `t`; what a dimension of stride 0 repeats counts once, elements that overlap count each."""
     elements = t.numel()
     if elements > 1 and 0 in (strides := t.stride()):
         elements = prod(size for size, stride in zip(t.shape, strides, strict=True) if stride)
@@ -80,7 +80,7 @@ def covered_bytes(t: Tensor) -> int:
 
 
 def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
-    """What a wrapper subclass wraps, and what it needs to wrap it again; None if it cannot be taken apart.
+    """Inner tensors of a wrapper subclass, and the context to wrap them again; None if it cannot be unwrapped.
 
     Most of it are tensors; a DTensor also names its mesh.
     """

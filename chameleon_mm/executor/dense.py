@@ -1,4 +1,4 @@
-"""The bytes of a tensor that is nothing but its bytes: each element in a place of its own, without gaps.
+"""Tensors that are nothing but their bytes: each element once, without gaps.
 
 flat = dense_bytes(t)                      # (n,) uint8 over the same memory; None: there is more to `t`, or less
 """
@@ -28,7 +28,7 @@ def dense_bytes(t: Tensor) -> Tensor | None:
 
 
 def _is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether each element has its own place, without gaps."""
+    """Whether each element has memory of its own, without gaps."""
     expected = 1
     for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length != 1):
         if stride != expected:

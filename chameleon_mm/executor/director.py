@@ -46,7 +46,7 @@ class Director:
 
     @property
     def follows_plan(self) -> bool:
-        """Whether the step is, hook for hook, the one that was planned."""
+        """Whether the step agrees, hook for hook, with the one that was planned: then the plan has room for what comes."""
         return False
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
@@ -61,7 +61,7 @@ class Director:
         return NO_HOOK
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
-        """Autograd uses what was saved in that epoch at that hook, of the storage `saved`, or of one that stayed (None)."""
+        """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
         """What is due at this hook, `finished` included."""
@@ -72,11 +72,11 @@ class Director:
         return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        """The model allocated so much since memory was last checked, freed bytes too. `at_hook`: at this check and at the last
-        such one every step that has these hooks checks it, whatever its plan."""
+        """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that
+        has these hooks checks memory here and at the last such check, whatever its plan."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
-        """`storage` holds the bytes of `saved`, whose use this is."""
+        """Note that `storage` holds the bytes of `saved`, which is used now."""
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         """The step is over; it teaches something if it `completed`. `growth_bytes` as `note_growth` has them."""

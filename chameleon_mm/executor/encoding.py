@@ -1,4 +1,4 @@
-"""A storage's bytes in a codec's shorter form, with the word that says whether they stand for it.
+"""A storage's bytes in a codec's shorter form, and the status word that says whether they stand for the storage.
 
     | encoded bytes | up to 15 unused | status, 4 bytes | 12 unused |          on the device as on the host
 
@@ -30,7 +30,7 @@ _STATUS_BYTES = 4
 
 
 class Encoding:
-    """How one storage of `raw_bytes` crosses, by `codec`."""
+    """The encoded form of one storage of `raw_bytes`, by `codec`: its size, its layout and its kernels."""
 
     __slots__ = ("_encoded_bytes", "_status_at", "codec", "dtype", "nbytes")
 
@@ -40,7 +40,7 @@ class Encoding:
         self._encoded_bytes = codec.encoded_bytes(raw_bytes)
         self._status_at = round_up(self._encoded_bytes, UNIT_BYTES)
         self.nbytes = self._status_at + UNIT_BYTES
-        """What crosses, and lies on the host."""
+        """Bytes that cross the link, and lie on the host."""
 
     def encode(self, raw: torch.UntypedStorage, buffer: Tensor, compute: Stream) -> None:
         """Fill `buffer`, (nbytes,) uint8, on `compute`, the current stream."""

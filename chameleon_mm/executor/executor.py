@@ -1,8 +1,8 @@
-"""Carries the rule out: swap out after the saving op is over, reclaim under pressure, prefetch in order, restore on demand.
+"""Runs autograd's two hooks: swaps out after the saving op is over, reclaims under pressure, prefetches, restores at a use.
 
     save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
     use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones; rebuild the view
-    advance(): queue copies of saves whose op is over; hand over pieces; drop what is copied; keep within the budget
+    advance(): queue copies of saves whose op is over; hand over pieces; reclaim what is copied; keep within the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.
 Note [No plan, no harm]. All that runs under the one lock begins here, in one file: who enters, and what is retired when.
@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
 
 LONGEST_UNNAMED_STEP = 16_384
-"""Storages saved outside of any step before it is cut: a graph that is kept for ever must not make one step of all the rest."""
+"""Storages that may be saved outside of any step before a new one begins: a graph that is kept for ever must not make one step
+of all the rest."""
 
 
 class Executor:
@@ -117,7 +118,7 @@ class Executor:
     # --- autograd's two hooks
 
     def save(self, t: Tensor) -> Handle:
-        """on_save: what autograd holds instead of `t`. A tensor that is not understood stays as it is."""
+        """on_save: returns the handle that autograd holds instead of `t`. A tensor that is not understood stays as it is."""
         self.hook_counts.saved()
         with self._recording.paused():
             handle = self._save(t, is_hook=True)
@@ -125,7 +126,7 @@ class Executor:
         return handle
 
     def use(self, handle: Handle) -> Tensor:
-        """on_use: the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
+        """on_use: returns the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
         self.hook_counts.used()
         with self._recording.paused():
             t = self._use(handle, is_hook=True)
@@ -133,7 +134,7 @@ class Executor:
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
-        """`is_hook`: a hook of autograd's own; else a part of what one saves."""
+        """`is_hook`: called by autograd itself; False: for a part of what a hook saves."""
         if self._forked:
             return KeptTensor(t, by_reference=False)
         if self.device.capturing():
@@ -206,7 +207,7 @@ class Executor:
             return handle.rebuild(storage)
 
     def _use_unmoved(self, handle: Handle) -> None:
-        """A use of what never left: what else is due at its hook."""
+        """Do what else is due at the hook of a use whose tensor never moved."""
         if not self.director.plans or self._forked or self.device.capturing() or tracer_is_on():
             return
         with self._entered():
@@ -220,12 +221,12 @@ class Executor:
         return KeptTensor(t, by_reference=reason == "parameter")
 
     def _keep_without_device(self, t: Tensor, reason: str) -> KeptTensor:
-        """Without entering: nothing may be asked of the device now."""
+        """Keep `t` on the device without asking the device for anything."""
         with self._lock:
             return self._keep(t, reason)
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
-        """An operator found no memory: give back what is on its way out, else a storage of about `nbytes` that is not `busy`.
+        """Reclaim what is on its way out, else a storage of about `nbytes` that is not `busy`, as an operator found no memory.
 
         Returns whether anything went. Not to be called inside of a hook.
         """
@@ -235,13 +236,13 @@ class Executor:
     # --- steps
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Another budget from the next step on. Not to be called in a step."""
+        """Set another budget from the next step on. Not to be called in a step."""
         with self._entered():
             self._budget.change_budget(hbm_budget_bytes)
             self.director.change_budget(hbm_budget_bytes)
 
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
-        """A new step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
+        """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
 
         `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
         """
@@ -262,7 +263,7 @@ class Executor:
         self._recording.begin(recorder)
 
     def end_step(self, *, completed: bool) -> None:
-        """Give back what is still on its way out; learn from the step if it `completed`."""
+        """End a step: reclaim what is still on its way out, and learn from the step if it `completed`."""
         recorder = self._recording.end()
         self.hook_counts.end_step(completed=completed)
         if recorder is not None:
@@ -280,7 +281,7 @@ class Executor:
             self.metrics.end_step(kind)
 
     def leave_recorders(self) -> None:
-        """Leave what autograd has put back of recorders that were left within a backward."""
+        """Leave the recorders that autograd has put back after they were left within a backward."""
         self._recording.leave_restored()
 
     @property
@@ -295,7 +296,7 @@ class Executor:
 
     @property
     def live_storages(self) -> int:
-        """Saved storages that some handle still claims."""
+        """Number of saved storages that some handle still claims."""
         with self._entered():
             return len(self._registry)
 
@@ -303,7 +304,8 @@ class Executor:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        """One thread at a time. What was dropped meanwhile is retired before, after, and once the lock is free again.
+        """Let one thread in at a time. Storages whose claims ended meanwhile are retired before, after, and once the lock is
+        free again.
 
         Raises what came up in a finaliser since, last of all: whatever was entered for is done by then.
         """
@@ -317,11 +319,12 @@ class Executor:
         self._late_errors.raise_oldest()
 
     def raise_late_error(self) -> None:
-        """Raise what came up in a finaliser, where nobody could be told, and was not raised since."""
+        """Raise an error that came up in a finaliser, where nobody could be told, and was not raised since."""
         self._late_errors.raise_oldest()
 
     def _on_claim_end(self, saved: SavedStorage) -> None:
-        """Runs wherever the last handle dies: another thread, the collector, the middle of a hook of ours. Raises nothing."""
+        """Queue a storage whose last handle died: on another thread, in the collector, in the middle of a hook of ours. Raises
+        nothing."""
         if self._forked:  # the parent's blocks and its device: neither is the child's to give back
             return
         self._to_retire.append(saved)
@@ -372,12 +375,13 @@ class Executor:
             self._late_errors.raise_first(errors)
 
     def _end_unnamed_step(self) -> None:
-        """Outside of `begin_step` and `end_step`, a step is over when nothing that was saved in it is claimed any more."""
+        """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
+        is claimed."""
         self._registry.begin_epoch()
         self._learn(completed=self._used_any)
 
     def _learn(self, *, completed: bool) -> int:
-        """Returns the bytes that the model allocated since memory was last checked."""
+        """Learn from the step if it `completed`. Returns the bytes that the model allocated since memory was last checked."""
         self._saved_any = self._used_any = False
         growth_bytes = self._budget.end_step(completed=completed)
         if completed:
@@ -389,7 +393,8 @@ class Executor:
     # --- what happens at every hook
 
     def _advance(self, finished: Sequence[SavedStorage], *, check_memory: bool, at_hook: bool = False) -> None:
-        """`finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own."""
+        """Do what is due at every hook. `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's
+        own."""
         due = self.director.due(finished)
         for saved, nbytes in due.reclaims:  # first: what was given back before is room for what the plan has next
             if saved.state is State.ON_DEVICE:
@@ -414,7 +419,7 @@ class Executor:
             self._outs.swap_out_planned(saved, min(last_bytes, saved.nbytes))
 
     def _prefetch_due(self, compute: Stream) -> None:
-        """Queue the copies back that are due by plan."""
+        """Queue the copies back that are due."""
         for saved in self.director.take_prefetches():
             if saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
                 continue
@@ -424,7 +429,7 @@ class Executor:
                 self._ins.prefetch(saved, compute)
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
-        """The claim on `t`'s storage, or on the part of it that `t` covers. Note [Identity]."""
+        """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         # A step that is written down has one tensor for each storage: what is saved of it later is no part of its own.
         found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.is_on)
@@ -465,7 +470,7 @@ class Executor:
 
 
 def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
-    """The first claim on `saved`. It keeps the executor, as each claim does."""
+    """A first claim on `saved`. It keeps the executor alive, as each claim does."""
     it = executor()
     assert it is not None  # its lock is held
     return Claim(saved, it._on_claim_end)

@@ -1,8 +1,8 @@
-"""Device memory that a step takes beyond what its trace has: what no hook tells of.
+"""Device memory that a step takes beyond its trace: what no hook tells of.
 
-need = ExtraMemory(extra_bytes=..., spikes={tick: ...})     # all the time, for a moment
-need | other                                         # enough for both
-trace = need.added_to(trace)                         # a step that takes that much more
+extra = ExtraMemory(extra_bytes=..., spikes={tick: ...})     # all the time, for a moment
+extra | other                                        # enough for both
+trace = extra.added_to(trace)                        # a step that takes that much more
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_ext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraMemory:
-    """Bytes. Those of `spikes` are allocated and freed again between two looks at memory, the worst tick of which is known."""
+    """Bytes beyond a trace's. Those of `spikes` are allocated and freed again between two checks of memory, at a tick that is
+    known."""
 
     extra_bytes: int = 0
     spikes: Mapping[int, int] = field(default_factory=dict)
@@ -27,7 +28,7 @@ class ExtraMemory:
         return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """Whether it is more than `other`, all the time or at some tick, by more than that."""
+        """Whether it is more than `other`, all the time or at some tick, by more than `by_bytes`."""
         if self.extra_bytes - other.extra_bytes > by_bytes:
             return True
         return any(nbytes - other.spikes.get(tick, 0) > by_bytes for tick, nbytes in self.spikes.items())

@@ -1,4 +1,4 @@
-"""A small view of a large storage, without the rest of it.
+"""A small view of a large storage, kept without the rest of it.
 
     part = Part.of(t)                        # which bytes of its storage the view covers; None where they overlap
     packed = part.pack(storage)              # those bytes alone, side by side: what is kept and moved instead of the storage
@@ -28,13 +28,13 @@ class Part(NamedTuple):
 
     word_bytes: int
     offset: int
-    """In words, as the sizes and strides are."""
+    """Offset of the first word, in words, as the sizes and strides are."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def of(cls, t: Tensor) -> Part | None:
-        """What `t` covers of its storage; None for no element, elements that overlap, and elements of an odd size."""
+        """The part of its storage that `t` covers; None for no element, elements that overlap, and elements of an odd size."""
         word_bytes = min(t.element_size(), 8)
         per_element = t.element_size() // word_bytes
         if word_bytes not in _WORDS or t.numel() == 0:
@@ -55,7 +55,7 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it covers."""
+        """Bytes that the part covers."""
         words = 1
         for size in self.sizes:
             words *= size
@@ -63,12 +63,13 @@ class Part(NamedTuple):
 
     @property
     def end_byte(self) -> int:
-        """Where in the storage the last of its bytes ends."""
+        """Offset in the storage at which the last of its bytes ends."""
         last = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
         return (self.offset + last + 1) * self.word_bytes
 
     def pack(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The covered bytes alone. Allocates `nbytes` and copies on the current stream; may raise `torch.OutOfMemoryError`."""
+        """Copy the covered bytes to a new storage, on the current stream. Allocates `nbytes`; may raise
+        `torch.OutOfMemoryError`."""
         packed = torch.empty(self.sizes, dtype=_WORDS[self.word_bytes], device=storage.device)
         return packed.copy_(self._over(storage)).untyped_storage()
 

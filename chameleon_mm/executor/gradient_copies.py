@@ -1,9 +1,9 @@
-"""A gradient as it is now, to be put back later, bit for bit.
+"""Snapshot of one gradient, to be restored later, bit for bit.
 
-    kept = copy_of(parameter.grad, device, pool)       # None where there is none
+    snapshot = snapshot_of(parameter.grad, device, pool)    # None where there is no gradient
     ... a step adds to it, zeroes it, drops it ...
-    kept.restore(parameter)                            # as often as it takes
-    kept.release()
+    snapshot.restore(parameter)                             # as often as it takes
+    snapshot.release()
 
 On the host, for device memory is what is short. By a copy: one set aside and added again later would be another sum, for
 (g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must find what it would have found.
@@ -22,7 +22,7 @@ from chameleon_mm.pinned import PinnedBlock, PinnedPool
 
 
 class GradientOnHost:
-    """A gradient's bytes, on the host. The gradient itself is not held: a step that drops it has its memory."""
+    """A gradient's bytes on the host. The gradient itself is not held: a step that drops it has its memory."""
 
     __slots__ = ("_block", "_device", "_last", "_like", "_of")
 
@@ -40,7 +40,8 @@ class GradientOnHost:
         self._last: Event = compute.record()
 
     def restore(self, parameter: nn.Parameter) -> None:
-        """Into the tensor that it was, which a bucket may be made of; where nobody holds that any more, into one like it."""
+        """Copy back into the tensor that the gradient was, which a bucket may be made of; where nobody holds it, into one like
+        it."""
         grad = self._of()
         if grad is None or _form(grad) != self._like:
             grad = parameter.grad = None  # what the step made of it makes room
@@ -73,14 +74,15 @@ class GradientOnDevice:
         parameter.grad = self._copy.clone()  # the step may write to it, and fail again
 
     def release(self) -> None:
-        """Nothing to give back: its memory goes with it."""
+        """Does nothing: device memory goes with the last reference."""
 
 
 GradientCopy = GradientOnHost | GradientOnDevice
 
 
 def snapshot_of(grad: Tensor | None, device: Device, pool: PinnedPool) -> GradientCopy | None:
-    """Of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the device."""
+    """Snapshot of a gradient; None of none. Raises `HostMemoryExhausted`; `torch.OutOfMemoryError` for one that stays on the
+    device."""
     if grad is None:
         return None
     source = dense_bytes(grad)

@@ -1,8 +1,8 @@
-"""What autograd holds instead of a saved tensor, and how the tensor is rebuilt from it.
+"""The handles that autograd holds instead of saved tensors, and how a tensor is rebuilt from one.
 
-    handle = KeptTensor(t) | SwappedView(claim, t, probe) | WrapperHandle(t, handles of what it wraps)      # on_save: Note [Life]
-    handle.check_version()                                    # on_use: eager's "modified by an inplace operation"
-    SwappedView.rebuild(storage)                              # same strides, offset, dtype, conj and neg bits, version counter
+    handle = KeptTensor(t) | SwappedView(claim, t, probe) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
+    handle.check_version()                          # on_use: eager's "modified by an inplace operation"
+    SwappedView.rebuild(storage)                    # same strides, offset, dtype, conj and neg bits, version counter
 
 Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias whose
 data was replaced by nothing keeps sharing the version counter of `t` and of all its views, and holds none of its memory.
@@ -55,11 +55,12 @@ class VersionProbe:
 
 
 NO_HOOK = -1
-"""Of a handle that is a part of another one, or that no follower saw."""
+"""Hook number of a handle that is a part of another one, or that was saved outside of steps."""
 
 
 class KeptTensor:
-    """A saved tensor that stays where it is. Leaves by reference; others detached, for their node must not keep itself."""
+    """A saved tensor that stays on the device. Leaves are held by reference; others detached, as their node must not keep
+    itself."""
 
     __slots__ = ("__weakref__", "_expected", "_origin", "moved", "saved_at", "tensor")
 
@@ -68,17 +69,17 @@ class KeptTensor:
         """The step, and the number of the hook in it."""
         self.tensor: Tensor | None = t if by_reference or t.is_leaf else t.detach()
         self.moved: SwappedView | None = None
-        """Handle that stands for it since memory was short; `tensor` is then None."""
+        """Handle that replaced it when memory was short; `tensor` is then None."""
         self._expected = t._version
         self._origin = Origin(t)
 
     @property
     def is_as_saved(self) -> bool:
-        """Whether it stays, and nobody wrote to it since it was saved."""
+        """Whether it is still on the device, and nobody wrote to it since it was saved."""
         return self.tensor is not None and self.tensor._version == self._expected
 
     def move(self, to: SwappedView) -> None:
-        """From here on `to` stands for it. In this order: another thread may be using it."""
+        """Let `to` replace it from now on. In this order: another thread may be using it."""
         to.saved_at = self.saved_at
         self.moved, self.tensor = to, None
 
@@ -107,7 +108,7 @@ class SwappedView:
         self._neg = t.is_neg()
         self.probe = probe
         self.swap_in_number = -1
-        """The storage's `round` in which this view was last used; the storage counts down who is still to come."""
+        """The storage's swap-in number at which this view was last used; the storage counts down the uses that are left."""
 
     def check_version(self) -> None:
         self.probe.check()
@@ -122,7 +123,7 @@ class SwappedView:
 
 
 class WrapperHandle:
-    """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap again.
+    """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap them again.
 
     PyTorch's own protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner tensors,
     whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper.
@@ -155,7 +156,7 @@ class WrapperHandle:
 
 
 Handle = KeptTensor | SwappedView | WrapperHandle
-"""What autograd holds for one saved tensor."""
+"""Everything that autograd may hold for one saved tensor."""
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -20,21 +20,21 @@ class HookCounts:
 
     def __init__(self) -> None:
         self.steps = 0
-        """Completed ones, as all that follow."""
+        """Completed steps; the counts below are of these."""
         self.steps_without_saves = 0
         """Steps in which autograd saved nothing."""
         self.steps_without_uses = 0
         """Steps in which it saved something, and used none of it until they ended."""
         self.steps_without_gradients = 0
-        """Steps that began with gradients off; of those without saves."""
+        """Steps without saves that began with gradients off."""
         self.steps_under_others = 0
-        """Steps that began with other hooks on top of the session's; of those without saves."""
+        """Steps without saves that began with other hooks on top of the session's."""
         self.saves_between = 0
-        """Outside of steps."""
+        """Saves outside of steps."""
         self.uses_between = 0
         self._saves = self._uses = 0
         self._in_step: tuple[bool, bool] | None = None
-        """Whether, in the step that runs, gradients are on and the session's hooks on top."""
+        """Whether gradients are on, and the session's hooks on top, in the step that runs; None outside of steps."""
 
     def saved(self) -> None:
         self._saves += 1
@@ -63,7 +63,7 @@ class HookCounts:
         self._in_step = None
 
     def count_between_steps(self) -> None:
-        """Count what came since the last step; in a step there is nothing to."""
+        """Add hooks since the last step to the counts between steps; in a step there is nothing to add."""
         if self._in_step is None:
             self.saves_between += self._saves
             self.uses_between += self._uses
@@ -107,7 +107,7 @@ def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | No
 
 
 def _without_saves(counts: HookCounts, *, thread: str) -> str:
-    """Why none of the steps saved anything, as far as it is known."""
+    """Reason why none of the steps saved anything, as far as it is known."""
     said = f"no hook of this session ran in any of its {counts.steps} steps, so nothing could be swapped: "
     if counts.saves_between:
         return f"{said}the forward ran between the steps; put forward and backward of each optimizer step inside {_STEP}"

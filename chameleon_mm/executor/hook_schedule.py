@@ -1,10 +1,10 @@
-"""A plan, arranged by hooks: what becomes of the storage that a hook saves, and what is due at each hook.
+"""A plan arranged by hook, for a running step: the action of the storage that a hook saves, and the actions that are due there.
 
 schedule = HookSchedule.of(trace, plan)
-schedule.storage_action(hook)      # what the plan does with the storage that is first saved there; None: nothing is known of it
-schedule.climb(hook)               # how much more is allocated at most until the next check of memory
+schedule.storage_action(hook)           # action of the storage that is first saved there; None: nothing is known of it
+schedule.growth(hook)              # how much more is allocated at most until the next check of memory
 cursor = schedule.begin_step()
-cursor.advance_to(hook)            # reclaims, swap-outs and swap-ins of all hooks since the last one that was reached
+cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from chameleon_mm.trace.trace import Int64s
 
 
 class StorageAction(NamedTuple):
-    """What the plan has for one storage."""
+    """What the plan does with one storage."""
 
     tensor: int
-    """Its number in the trace."""
+    """Number of the storage in the trace."""
     action: Action | None
-    """None: it stays on the device."""
+    """Its action; None: it stays on the device."""
 
 
 class DueActions(NamedTuple):
-    """What is to be done now, each in the plan's order."""
+    """Actions that are due now, each kind in the plan's order."""
 
     reclaims: Sequence[Action]
-    """Whole storages first."""
+    """Storages to reclaim: whole ones first."""
     outs: Sequence[Action]
     ins: Sequence[Action]
 
 
 class HookSchedule:
-    """Of one plan, for any number of steps. Not changed by them."""
+    """One plan by hook, for any number of steps. Not changed by them."""
 
     def __init__(
         self,
@@ -54,17 +54,14 @@ class HookSchedule:
         """`due`: all that the plan has. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
         self.allocated_bytes = allocated_bytes
-        """(ticks,) at most during each."""
+        """(ticks,) most bytes allocated during each tick."""
         self._growth = growth
         self._storage_actions = storage_actions
         self.reclaims, self.outs, self.ins = due
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> HookSchedule:
-        """`plan` was made for `trace`. Raises `ValueError` where it was not.
-
-        Its hooks may be any: a wrong plan costs time, never a number, so it is followed. Only `simulate` refuses those.
-        """
+        """Arrange `plan`, which was made for `trace`. Raises `ValueError` where it was not."""
         plan.check_made_for(trace)
         unknown = [action.tensor for action in plan.actions if not 0 <= action.tensor < len(trace.tensor_bytes)]
         if unknown:
@@ -92,11 +89,12 @@ class HookSchedule:
         return cls(plan, storage_actions, DueActions(reclaims, outs, ins), growth, allocated)
 
     def storage_action(self, hook: int) -> StorageAction | None:
-        """Of the storage that is saved for the first time at hook number `hook`."""
+        """Action of the storage that is saved for the first time at hook number `hook`; None: nothing is known of it."""
         return self._storage_actions.get(hook)
 
     def growth(self, hook: int) -> int:
-        """How much more is allocated at most from when the reclaims of hook number `hook` are done until the next check."""
+        """The most by which allocation grows from when the reclaims of hook number `hook` are done until the next check of
+        memory."""
         return self._growth[hook]
 
     def begin_step(self) -> ScheduleCursor:
@@ -104,7 +102,7 @@ class HookSchedule:
 
 
 class ScheduleCursor:
-    """How far a step is in its schedule. Only ever goes forward."""
+    """Position of a step in its schedule. Only ever goes forward."""
 
     __slots__ = ("_next_hook", "_queues")
 
@@ -115,10 +113,10 @@ class ScheduleCursor:
             _Queue(schedule.ins, attrgetter("in_at")),
         )
         self._next_hook = min(queue.next_hook for queue in self._queues)
-        """The first hook at which anything is due."""
+        """First hook at which anything is due."""
 
     def advance_to(self, hook: int) -> DueActions | None:
-        """What is due up to hook number `hook`, as far as it was not given before; None: nothing."""
+        """Actions due up to hook number `hook` that were not returned before; None: there are none."""
         if hook < self._next_hook:
             return None
         due = DueActions(*(queue.until(hook) for queue in self._queues))
@@ -127,7 +125,7 @@ class ScheduleCursor:
 
 
 class _Queue:
-    """Actions by one of their hooks."""
+    """Actions ordered by one of their hooks."""
 
     __slots__ = ("_actions", "_at", "_hook_of", "next_hook")
 
@@ -138,7 +136,7 @@ class _Queue:
         self.next_hook = self._hook()
 
     def until(self, hook: int) -> Sequence[Action]:
-        """Those that come up to `hook`, taken out."""
+        """Take out and return the actions due up to `hook`."""
         begin = self._at
         while self.next_hook <= hook:
             self._at += 1

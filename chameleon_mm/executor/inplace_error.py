@@ -57,7 +57,8 @@ def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, 
 
 
 def _eagers_own() -> str:
-    """What torch says about a write over exp's saved result. On a thread of its own: hooks and modes are per thread."""
+    """torch's own message for a write over exp's saved result. Raised on a thread of its own: hooks and modes are per
+    thread."""
     said: list[str] = []
 
     def provoke() -> None:

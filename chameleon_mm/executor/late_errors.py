@@ -1,9 +1,9 @@
-"""Errors that come up in finalisers, where there is nobody to raise them to: kept, and raised by whoever comes next.
+"""Errors that come up in finalisers, where they cannot be raised: stored, and raised at the next call that can.
 
-errors.keep(error)         # in `__del__`: no lock, no device, nothing printed
+errors.add(error)          # in `__del__`: no lock, no device, nothing printed
 errors.raise_oldest()      # at the next hook, step end or report: each is raised once, the oldest first
 
-An error that nobody comes for any more is reported by the interpreter as "Exception ignored in", when the keeper itself goes.
+An error that nobody comes for any more is reported by the interpreter as "Exception ignored in", when the store itself goes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOTE = "Raised late: it came up in a finaliser, as a saved tensor that autograd
 
 
 class LateErrors:
-    """Thread-safe: appending to a deque and taking from it are atomic."""
+    """Errors in the order in which they came up. Thread-safe: appending to a deque and taking from it are atomic."""
 
     __slots__ = ("_errors",)
 
@@ -26,7 +26,7 @@ class LateErrors:
         self._errors: deque[BaseException] = deque()
 
     def add(self, error: BaseException) -> None:
-        """Its traceback goes on as a note: frames would keep tensors, blocks and the executor itself alive."""
+        """Store `error`, its traceback as a note: frames would keep tensors, blocks and the executor itself alive."""
         frames = traceback.walk_tb(error.__traceback__)
         lines = (f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}' for frame, line in frames)
         error.add_note("\n".join((_NOTE, *lines)))
@@ -34,7 +34,7 @@ class LateErrors:
         self._errors.append(error)
 
     def raise_oldest(self) -> None:
-        """Raise what was kept first, if there is anything."""
+        """Raise the error that was stored first, if there is any."""
         if self._errors:
             oldest: list[BaseException] = []
             with suppress(IndexError):  # another thread took it
@@ -43,7 +43,7 @@ class LateErrors:
                 _raise(oldest)
 
     def raise_first(self, errors: list[BaseException]) -> NoReturn:
-        """Raise the first of `errors` and keep the others. Empties the list."""
+        """Raise the first of `errors` and store the others. Empties the list."""
         first = [errors.pop(0)]
         while errors:
             self.add(errors.pop(0))

@@ -1,4 +1,4 @@
-"""What the link carries, from the copies that this process has timed.
+"""Rates of the link, from the copies that this process has timed.
 
 rates_of(spans, otherwise)      # LinkCost: each figure measured where there are copies for it, else that of `otherwise`
 
@@ -22,23 +22,23 @@ from chameleon_mm.trace.trace import Float64s
 from chameleon_mm.transfer import CalibrationCache
 
 UNMEASURED_LINK = LinkCost(d2h_gbps=54.9, h2d_gbps=55.4, duplex_gbps=83.0)
-"""As published for an H200 on PCIe 5: until copies were timed, which the first steps do."""
+"""Rates published for an H200 on PCIe 5: used until copies were timed, which the first steps do."""
 
 _LEAST_PIECES = 4
-"""Fewer say too little."""
+"""Copies below which there is no measured rate."""
 
 _LEAST_SHARED_US = 50.0
-"""Of time in which both directions were busy."""
+"""Time in which both directions must have been busy, for a measured duplex rate."""
 
 _LATEST, _LATEST_US = 4_000, 300e6
 """Copies that count: so many each way, of the last five minutes. A link is what it is now, whatever used it an hour ago."""
 
 _FEW = 9
-"""Of the copies timed last: when their middle one began is what time it is, even were one or two of them timed wrong."""
+"""Number of latest copies whose median start is taken for the present, even if one or two of them were timed wrong."""
 
 
 def link_cost_for(device: Device) -> LinkCost:
-    """The link as it was measured on this machine and kept; else as a datasheet has it, until copies of ours were timed."""
+    """Link as it was measured on this machine and cached; else as a datasheet has it, until copies of ours were timed."""
     cached = CalibrationCache().load(device)
     if cached is None or not (_is_rate(cached.d2h_gbps) and _is_rate(cached.h2d_gbps)):
         return UNMEASURED_LINK
@@ -46,7 +46,7 @@ def link_cost_for(device: Device) -> LinkCost:
 
 
 def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
-    """The link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few.
+    """Link as `spans`, copies on one clock, show it. `otherwise`: the figures for which there are too few.
 
     The latest copies count. One that took no time, or no finite one, is left out: no timing is too bad to go on with.
     """
@@ -65,7 +65,7 @@ def rates_of(spans: Sequence[CopySpan], otherwise: LinkCost) -> LinkCost:
 
 
 def _link(otherwise: LinkCost, d2h_gbps: float, h2d_gbps: float, duplex_gbps: float) -> LinkCost:
-    """Of measured rates; of `duplex_gbps`, which noise may put anywhere, what a link can have."""
+    """Link of measured rates; `duplex_gbps`, which noise may put anywhere, is limited to what a link can have."""
     if not _is_rate(duplex_gbps):
         duplex_gbps = 0.0
     duplex_gbps = min(max(duplex_gbps, d2h_gbps, h2d_gbps), d2h_gbps + h2d_gbps)
@@ -77,7 +77,7 @@ def _is_rate(gbps: float) -> bool:
 
 
 def _rows(spans: Sequence[CopySpan]) -> Float64s:
-    """(n, 3): start, end, bytes, by start."""
+    """(n, 3) array of start, end and bytes, ordered by start."""
     rows = sorted((span.start_us, span.end_us, float(span.nbytes)) for span in spans)
     return np.array(rows, np.float64).reshape(-1, 3)
 

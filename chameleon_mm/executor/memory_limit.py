@@ -1,16 +1,16 @@
-"""Device memory that swapping holds and hooks that copy at save and back at use do not: kept within what is free.
+"""Limits the device memory that swapping holds, and hooks that copy at save and back at use do not, to a share of what is free.
 
-    surplus = leaving + back before its use, or after it + waiting to be sent + small ones that stay
-    check_memory()               # surplus <= a share of what the rest leaves free?
+    held = leaving + back before its use, or after it + waiting to be swapped out + small ones that stay
+    check_memory()       # held <= a share of what the rest leaves free?
         no -> 1. wait for copies on their way out, oldest first          (no new bytes cross)
               2. drop what is back and is used last                      (its host copy is still good)
-              3. send what waits for more of its kind, and the small ones that stay, oldest first
-              4. send what had to stay, or was taken back for a use: to ordinary memory where no more can be pinned
+              3. swap out what waits for more of its kind, and the small ones that stay, oldest first
+              4. swap out what had to stay, or was not copied for a use: to ordinary memory where no more can be pinned
     room_for(nbytes)     # may a prefetch take this much now?
 
 The model's own operators allocate where no hook of ours runs. So the rule asks nothing of them: whatever they take, as long as
 the rest alone fits, the rest and this share of what it left free fit a device that is larger by that share. More than the share
-is held only where steps so far have shown how far allocation climbs at most until the next check, and this one saves no more.
+is held only where steps so far have shown how far allocation grows at most until the next check, and this one saves no more.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.units import allocated_size
 
 FORECAST_SHARE = 0.9
-"""Share of the device's capacity that may be allocated where the climb to come is known. The rest is for fragmentation."""
+"""Share of the device's capacity that may be allocated where the growth to come is known. The rest is for fragmentation."""
 
 UNREAD_SHARE = 1 / 256
 """Share of the device's capacity up to which memory is not read: on a GPU a reading costs a hook most."""
 
 CAPACITY_EVERY = 64
-"""Checks between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
+"""Checks of memory between two readings of the capacity: other processes change it, and on a GPU asking calls the driver."""
 
 
 class PendingSwapOuts(Protocol):
-    """Sends saved storages out."""
+    """Interface of what swaps saved storages out."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of those that wait for more of their kind."""
+        """Bytes of the small storages that wait for more of their kind."""
         ...
 
     @property
     def fresh_bytes(self) -> int:
-        """Bytes of what was saved by operators that are not known to be over."""
+        """Bytes saved by operators that are not known to be over."""
         ...
 
     def pack_small(self) -> None:
-        """Sends out those that wait."""
+        """Swaps out the small storages that wait."""
         ...
 
 
 def swap_out_now(saved: SavedStorage) -> None:
-    """To pinned memory, else to ordinary, and its device memory goes at once. Raises `TransferFailed`, and
-    `HostMemoryExhausted` where the host has neither."""
+    """Swap a storage out to pinned memory, else to ordinary, and reclaim its device memory at once. Raises `TransferFailed`,
+    and `HostMemoryExhausted` where the host has neither."""
     with suppress(HostMemoryExhausted):
         saved.swap_out()
     if saved.state is State.ON_DEVICE:
@@ -68,7 +68,7 @@ def swap_out_now(saved: SavedStorage) -> None:
 
 
 class SwapMemoryLimit:
-    """Not thread-safe: the executor holds its lock."""
+    """Keeps what swapping holds of the device within a share of what is free. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class SwapMemoryLimit:
         small: SmallTensors,
         swap_outs: Callable[[], PendingSwapOuts | None],
     ) -> None:
-        """`reclaim` holds what is leaving; `sender` leads to who sends it, as long as that is there."""
+        """`reclaim` holds what is being swapped out; `swap_outs` returns what swaps storages out, or None once that is gone."""
         self._tight = False
         """Whether memory is to be checked at every hook."""
         self._small_limit = -1
-        """Bytes of small ones that stay, from which on it is to be looked at again."""
+        """Bytes of small tensors kept on the device above which memory is to be checked again."""
         self._device = device
         self._share = share
         self._reclaim = reclaim
@@ -93,33 +93,33 @@ class SwapMemoryLimit:
         self._swap_outs = swap_outs
         self._largest_growth = LargestGrowth()
         self._resident: dict[int, SavedStorage] = {}
-        """Storages that are on the device and could be on the host, by id; some may have gone another way since."""
+        """Storages that are on the device and could be on the host, by id; the state of some may have changed since."""
         self._rest_bytes = 0
-        """Allocated beside the surplus, as of the last check, and for uses since then."""
+        """Bytes allocated beside what swapping holds, as of the last check, with what uses took since then."""
         self._cumulative: int | None = None
-        """At the last check of this step."""
+        """Cumulative bytes at the last check of this step."""
         self._taken_bytes = 0
-        """Allocated by ourselves since then."""
+        """Bytes that we allocated ourselves since then."""
         self._capacity = 0
         self._checks = 0
 
     # --- what is told
 
     def note_saved(self, nbytes: int) -> None:
-        """A storage of so many bytes was saved that was not saved before."""
+        """Note the save of a storage of so many bytes that was not saved before."""
         self._largest_growth.saved(nbytes)
 
     def note_on_device(self, saved: SavedStorage) -> None:
-        """`saved` stays on the device, or came back: it could be on the host."""
+        """Note that `saved` stays on the device, or came back: it could be on the host."""
         self._resident[id(saved)] = saved
 
     def note_prefetched(self, saved: SavedStorage) -> None:
-        """`saved` comes back before its use; `note_allocated` was told of it."""
+        """Note that `saved` comes back before its use; its allocation was noted already."""
         self.note_on_device(saved)
         self._rest_bytes -= allocated_size(saved.nbytes)
 
     def note_allocated(self, rounded_bytes: int) -> None:
-        """So much was allocated by ourselves, for a use."""
+        """Note that so much was allocated by ourselves, for a use."""
         self._taken_bytes += rounded_bytes
         self._rest_bytes += rounded_bytes
 
@@ -131,7 +131,7 @@ class SwapMemoryLimit:
         return self._tight or self._small.nbytes > self._small_limit
 
     def check_memory(self) -> None:
-        """Read memory; give back what is more than the rest leaves room for. Where little is held nothing is read."""
+        """Read memory; reclaim what exceeds the limit. Where little is held nothing is read."""
         swap_outs = self._swap_outs()
         fresh = 0 if swap_outs is None else swap_outs.fresh_bytes
         if self._checks % CAPACITY_EVERY == 0:
@@ -160,21 +160,21 @@ class SwapMemoryLimit:
         self._small_limit = self._small.nbytes + spare
 
     def make_room(self, nbytes: int, exclude: SavedStorage | None) -> None:
-        """Give back what is more than there is room for once a use has taken `nbytes`; never `keep`."""
+        """Reclaim what exceeds the limit once a use has taken `nbytes`; never `exclude`."""
         allowed = self._allowed_bytes(nbytes)
         if self._held_bytes() > allowed:
             self._reclaim_until(allowed, exclude)
 
     def spare_bytes(self) -> int:
-        """Bytes that may be taken beside what is held."""
+        """Bytes that may be allocated beside what is held."""
         return max(0, self._allowed_bytes() - self._held_bytes())
 
     def reclaim_all(self, exclude: SavedStorage | None) -> None:
-        """After a failed allocation: everything that can be given back."""
+        """Reclaim everything that can be reclaimed, after a failed allocation."""
         self._reclaim_until(0, exclude)
 
     def end_step(self, *, completed: bool) -> None:
-        """The step is over; `completed` says whether there is something to learn from it."""
+        """End the step; learn from it if it `completed`."""
         if self._cumulative is not None:
             self._largest_growth.record(
                 max(0, self._device.read_memory().cumulative_bytes - self._cumulative - self._taken_bytes)
@@ -187,7 +187,7 @@ class SwapMemoryLimit:
     # --- arithmetic
 
     def _allowed_bytes(self, more: int = 0) -> int:
-        """How much may be held, once the rest has taken `more`."""
+        """Bytes that may be held, once the rest has taken `more`."""
         rest = self._rest_bytes + allocated_size(more)
         allowed = int((self._capacity - rest) * self._share)
         growth = self._largest_growth.nbytes

@@ -1,4 +1,4 @@
-"""Counts and times of what the executor did.
+"""Counters and timings of what the executor did.
 
     metrics.wait(compute, event, "in")      # a wait of compute on a copy: how long it really waited is the stall
     metrics.moved(move, "out", nbytes)      # a copy's own time, piece by piece
@@ -19,22 +19,22 @@ from chameleon_mm.executor.step_timing import EVENT_GAP_US, Direction, StepTimin
 from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000
-"""Copies kept for `save_trace`: the latest."""
+"""Number of latest copies that are kept for `save_trace`."""
 
 
 class StepKind(enum.Enum):
     """Kind of a step, known at its end: each step is of one."""
 
     RECORDED = "recorded"
-    """Written down operator by operator, to its end, for a plan to be made of it."""
+    """Recorded operator by operator, to its end, for a plan to be made of it."""
     PLANNED = "planned"
-    """It followed a plan from its first hook to its last."""
+    """Followed a plan from its first hook to its last."""
     PARTLY_PLANNED = "partly planned"
-    """It followed a plan for a part of it: it left it, being another step or taking more memory, or was recognised late."""
+    """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
     BY_RULE = "by rule"
-    """It followed no plan, and moved what the default rule moves."""
+    """Followed no plan: the default rule moved its tensors."""
     FAILED = "failed"
-    """An exception ended it."""
+    """Ended by an exception."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class Totals:
     uses_on_device: int = 0
     """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     budget_misses: int = 0
-    """Checks of memory that found it above the budget with nothing left to give back."""
+    """Checks of memory that found it above the budget with nothing left to reclaim."""
     fallbacks: int = 0
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
     packed_groups: int = 0
-    """Packs of small storages that travelled together."""
+    """Packed groups of small storages."""
     pageable_swap_outs: int = 0
     """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
     oom_retries: int = 0
@@ -78,14 +78,15 @@ class Totals:
     copy_us: float = 0.0
     timed_steps: int = 0
     prefetches_timed: int = 0
-    """Swap-ins begun before their use, in timed steps, by the time of that use."""
+    """Swap-ins in timed steps that were begun before their use and have been used."""
     prefetches_late: int = 0
-    """Of these: compute had to wait."""
+    """Prefetches among them that compute had to wait for."""
     late_us: float = 0.0
-    """For how long, in all."""
+    """Time that compute waited for late prefetches, in all."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     encoded: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By codec and dtype: storages that crossed in its form; `refused_by_codec`: those that it found not to be of its kind."""
+    """Storages that crossed in a codec's form, by codec and dtype; `refused_by_codec`: those that it could not encode
+    exactly."""
     refused_by_codec: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @property
@@ -95,17 +96,17 @@ class Totals:
 
 
 class Metrics:
-    """Resolves pairs of timed events into `Totals` once they are complete."""
+    """Counts and times what the executor does; resolves pairs of timed events into `Totals` once they are complete."""
 
     def __init__(self) -> None:
         self.totals = Totals()
         self.timed = False
         self.timing: StepTiming | None = None
-        """Of the step that runs, where somebody wants to know."""
+        """Times of the running step, where a plan is on trial."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._origin_us = 0.0
-        """On the clock of the spans, whose zero is the first origin."""
+        """Time of the current origin on the clock of the spans, whose zero is the first origin."""
         self._next_origin: Event | None = None
         self._waits: deque[tuple[Event, Event, bool]] = deque()
         self._moves: deque[tuple[Move, str]] = deque()
@@ -123,7 +124,7 @@ class Metrics:
             self._next_origin = origin
 
     def end_step(self, kind: StepKind) -> None:
-        """A step of `kind` is over. What comes until the next one is not timed: nobody would add it up."""
+        """End a step of `kind`. What comes until the next step is not timed: nobody would add it up."""
         self.totals.steps_by_kind[kind] += 1
         self.timed = False
         self.resolve()
@@ -146,11 +147,11 @@ class Metrics:
             self.timing.waited(before, after, direction, tensor)
 
     def on_time(self) -> None:
-        """A prefetch was there at its use, even by the host's clock, which is ahead of the device's."""
+        """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
         self.totals.prefetches_timed += self.timed
 
     def encoded(self, codec: str, dtype: str, *, exact: bool) -> None:
-        """A codec's status came back with its bytes."""
+        """Count a codec's status, which came back with its bytes."""
         (self.totals.encoded if exact else self.totals.refused_by_codec)[codec, dtype] += 1
 
     def moved(self, move: Move, direction: str, nbytes: int) -> None:
@@ -184,14 +185,14 @@ class Metrics:
                 self.totals.late_us += stall_us
 
     def _move_origin(self, origin: Event) -> None:
-        """To the beginning of the latest timed step, once the device is there."""
+        """Move the origin to the beginning of the latest timed step, once the device is there."""
         following = self._next_origin
         if following is not None and following is not origin and following.query():
             self._origin_us += following.elapsed_us(origin)
             self._origin = following
 
     def _add_up(self, move: Move, direction: str) -> bool:
-        """Take the complete pieces of `move`; returns whether there will be no more."""
+        """Add the complete pieces of `move`; returns whether there will be no more."""
         ended = move.ended  # asked first: another thread may be handing the last piece over
         while move.pieces and move.pieces[0].end.query():
             self._add_piece(move.pieces.popleft(), direction)

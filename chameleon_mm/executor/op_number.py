@@ -1,8 +1,8 @@
-"""The operator that autograd is in the middle of, told by its sequence number. Note [Swap-out].
+"""Tells by autograd's sequence number which operator is running. Note [Swap-out].
 
-now = current_operator()          # in a save hook: equal for all saves of one operator, and for no two operators of a thread
-call_site()                       # where the Python code stands that runs it
-made_before(t, now)               # whether an earlier operator made `t`, so that this one was given it
+now = current_operator()     # in a save hook: equal for all saves of one operator, and for no two operators of a thread
+call_site()                  # the Python frame that runs it
+made_before(t, now)          # whether an earlier operator made `t`, so that this one was given it
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 sequence_nr = torch._C._autograd._get_sequence_nr
-"""The number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note [Swap-out]."""
+"""Returns the number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note
+[Swap-out]."""
 
 _OF_HOOKS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
 """Files whose code runs between the operator and here: this package's, and what keeps dynamo from compiling the hooks."""
@@ -26,7 +27,7 @@ CallSite = tuple[int, int]
 """A Python frame that runs, and its latest instruction."""
 
 OperatorNumber = tuple[int, int]
-"""A thread, and the number of its next differentiable operator while it is in the one that is meant."""
+"""A thread, and the number of its next differentiable operator while the operator that is meant runs."""
 
 
 class _Numbered(threading.local):

@@ -1,9 +1,9 @@
-"""Small saved storages that travel together: one kernel packs them side by side, one block and one copy each way carry them.
+"""Small saved storages that are swapped together: one kernel packs them, one block and one copy each way move them.
 
-    group = PackedGroup(members, compute, context, epoch=...)    # packed on compute; the members' own memory goes at once
-    group.swap_out() ...                                   # a saved storage like any other
-    group.unpack(waiting, packed, compute)         # all members that are still wanted, by one kernel
-    member retires -> group.leave(member)                  # its last member takes it along
+    group = PackedGroup(members, compute, resources, epoch=...)    # packed on compute; the members' own memory goes at once
+    group.swap_out() ...                                     # a saved storage like any other
+    group.unpack(members, packed, compute)                   # all members that are still wanted, by one kernel
+    member retires -> group.remove(member)                   # the group retires with its last member
 
 A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packed, they cost the host a launch for all of them, and the
 members' memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other,
@@ -25,7 +25,7 @@ from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 
 class PackedGroup(SavedStorage):
-    """The packed bytes of several small storages. Its life ends with its last member's."""
+    """The packed bytes of several small storages. It retires with its last member."""
 
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
@@ -52,20 +52,20 @@ class PackedGroup(SavedStorage):
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
-        """Members that still need it."""
+        """Number of members that still need the group."""
         for member, source in zip(members, sources, strict=True):
             member.pack_into(self, source)
             self.members_left += 1
 
     def remove(self, member: SavedStorage) -> None:
-        """`member` is gone for good."""
+        """Take out `member`, which has retired."""
         member.group = None
         self.members_left -= 1
 
     def unpack(
         self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
     ) -> list[torch.UntypedStorage]:
-        """A storage of its own for each of `members`, filled by one kernel on `compute`, the current stream.
+        """Allocate a storage for each of `members`, filled by one kernel on `compute`, the current stream.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
@@ -76,6 +76,6 @@ class PackedGroup(SavedStorage):
         return [buffer.untyped_storage() for buffer in buffers]
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
-        """The members whose bytes are here alone, and where."""
+        """Members whose bytes are in the group alone, each with its offset."""
         members = [(ref(), place) for ref, place in self._members]
         return [(m, place) for m, place in members if m is not None and m.group is self and m.state is State.ON_HOST]

@@ -20,11 +20,12 @@ class Peak(NamedTuple):
 
     at_least_bytes: int
     at_most_bytes: int | None
-    """None: not known."""
+    """Upper bound; None: not known."""
 
 
 class PeakWatch:
-    """A reset is seen where the device tells less than at the last `note`: note often, and right before it is likely."""
+    """Watches a device's peak over a stretch of time. A reset is seen where the device tells less than at the last `note`: note
+    often."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

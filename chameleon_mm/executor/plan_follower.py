@@ -1,9 +1,17 @@
-"""Finds where a running step is among the steps that are cached, and what the plan of the one that it is has due.
+"""Follows a running step along the cached step that it agrees with, and collects what that one's plan has due at each hook.
 
-A step follows the cached one that it agrees with so far. Once it agrees with none it has diverged: its hooks are matched by
-features with those of the last one that it agreed with. A hook that is found there follows that plan, the others fall to the
-default rule, and memory is watched as if there were no plan. Note [No plan, no harm]. What the methods mean, and in which
-order they come: `executor/director.py`.
+    follower.begin_step(known, recorder, ...)      # the step that is expected, if any
+    hook = follower.on_save(t, saved, finished)    # every save: which hook of the planned step it is, and its storage's action
+    follower.on_use(saved_at, saved, finished)     # every use
+    follower.reclaim_due(); follower.swap_out_due(finished)     # at this hook, in the order that policy/plan.py sets down
+    follower.note_growth(nbytes)                   # at a check of memory: what the model allocated since the one before
+    follower.note_restored(saved, storage)         # ... the use's own swap-in ...
+    follower.prefetch_due(compute)
+    outcome = follower.end_step()
+
+A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: its hooks are matched by
+features with those of the last one that it agreed with. What is found there goes by that plan, what is not falls to the default
+rule, and memory is checked as if there were no plan. Note [No plan, no harm].
 """
 
 from __future__ import annotations
@@ -56,7 +64,7 @@ class PlanFollower(Director):
         self._epoch = -1
         self._budget: Budget | None = None
         self._steps: Steps | None = None
-        """None: outside of steps."""
+        """The step cache; None outside of steps."""
         self._recorder: Recorder | None = None
         self._forget_step()
 
@@ -96,17 +104,17 @@ class PlanFollower(Director):
         self._entry: StepEntry | None = None
         """The cached step that this one agrees with, or did last."""
         self._recorded_hooks = 0
-        """Hooks that a recorder saw that was stopped since."""
+        """Number of hooks that a recorder saw before it was stopped."""
         self._diverged = False
-        """Whether there is no cached step any more that this one agrees with."""
+        """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
-        """By hook of this step: the number of the cached one's."""
+        """Number of the planned step's hook, by hook of this step."""
         self._reached = _NONE
-        """The furthest of the cached step's hooks so far."""
+        """The furthest of the planned step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
-        """By hook of this step. Their device memory is theirs to drop: a retired one holds none."""
+        """First saves by hook of this step. Their device memory is theirs to drop: a retired one holds none."""
         self._storages: dict[int, SavedStorage] = {}
-        """By the plan's number of the storage."""
+        """Saved storages by the plan's number of the storage."""
         self.followed: PlanTrial | None = None
         """The plan that this step follows, or did."""
         self._schedule: HookSchedule | None = None
@@ -114,14 +122,14 @@ class PlanFollower(Director):
         self._cursor: ScheduleCursor | None = None
         self._due = _NOTHING_DUE
         self._first_bytes = 0
-        """Allocated at the first hook."""
+        """Bytes allocated at the first hook."""
         self._extra_bytes = 0
-        """Bytes of these that the cached step does not have there."""
+        """Bytes allocated at the first hook beyond the planned step's."""
         self._checked_at = _NONE
-        """The hook of the last check of memory that every step like this one makes; `_growth_bytes` since then."""
+        """Hook of the last check of memory that every step like this one makes; `_growth_bytes`: the growth since then."""
         self._growth_bytes = 0
         self._spikes: dict[int, int] = {}
-        """By tick of the cached step's trace: bytes beyond what it has, as far as plans know or should know of them."""
+        """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
         self._unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self._exceeded_plan = self._had_plan = False
@@ -131,7 +139,7 @@ class PlanFollower(Director):
 
     @property
     def follows_plan(self) -> bool:
-        """Whether the step is, hook for hook, the one that was planned."""
+        """Whether the step agrees, hook for hook, with the one that was planned."""
         return self._budget is not None and self._budget.forecast.follows_plan
 
     # --- the hooks
@@ -217,7 +225,8 @@ class PlanFollower(Director):
                 self._matcher.begin_step(hook)
 
     def _compare_memory(self, budget: Budget) -> None:
-        """A plan that counts on less than is allocated at the first hook would exceed its budget."""
+        """Have the plan made again if it counts on less memory than is allocated at the first hook: it would pass its
+        budget."""
         if self._entry is None or self._entry.plan is None:
             return
         extra_bytes = max(0, self._first_bytes - self._entry.plan.first_hook_bytes)
@@ -233,7 +242,7 @@ class PlanFollower(Director):
             self._checked_at, self._growth_bytes = hook, 0
 
     def _compare_growth(self, growth_bytes: int, since: int, hook: int) -> None:
-        """Between two hooks the cached step allocated less: all that is more may have come at the worst moment."""
+        """Compare growth between two hooks with the planned step's: all that is more may have come at the worst moment."""
         planned = None if self._entry is None or self._diverged else self._entry.plan
         if planned is None or self._budget is None or hook <= since:
             return
@@ -273,7 +282,7 @@ class PlanFollower(Director):
         return _NONE if found is None else found
 
     def _follow(self, entry: StepEntry | None, budget: Budget) -> None:
-        """From here on the step is expected to be `entry`, with which its hooks so far agree."""
+        """Follow `entry` from now on, with which the hooks of the step agree so far."""
         self._entry = entry
         if entry is not None:
             self.light.follow(entry.record)

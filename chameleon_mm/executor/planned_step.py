@@ -1,13 +1,13 @@
-"""A step that has a trace: its plans, how long steps took under each of them, and which one is followed.
+"""A step that has a trace, with its plans: how long steps under each plan took, and which plan is followed.
 
 planned = PlannedStep(record, trace)
-planned.offer(plans, link)            # close in simulated time: each is tried, the one that measures best is kept
-planned.current                       # the plan that a step follows now; None: there is none within the budget
-planned.measured(trial, time)         # after a step that followed it, hook for hook
-planned.slowdown                      # time of its operators over what the trace says; 1 where that is right, or not known
-planned.learn_stalls()                # the kept plan stalls more than simulated: how much earlier copies are to begin
-planned.plan_for(extra)               # a step like it took more memory, or recent ones took less
-planned.learn_inner_memory(unused, 1 << 20)    # recent ones held less inside operators than the recorded one
+planned.add_plans(plans, link)       # close in simulated time: each is tried, the one that measures best is kept
+planned.current                      # the plan that a step follows now; None: there is none within the budget
+planned.add_time(trial, time)        # after a step that followed it, hook for hook
+planned.slowdown                     # operators' measured time by the trace's: 1 where that is right, or not known
+planned.learn_stalls()               # the kept plan stalls more than predicted: how much earlier copies are to begin
+planned.reset_for(need)      # a step like it took more memory, or the latest took less
+planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less inside operators than the recorded one
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ SAMPLES = 2
 """Steps under a plan before it is judged."""
 
 MOST_PLANS = 6
-"""For one step, in all: after that the best of them stays."""
+"""Plans for one step, in all: after that the best of them stays."""
 
 WORTH_A_PLAN = 0.01
-"""Share of the step that it must have stalled beyond what was foreseen."""
+"""Share of the step that it must have stalled beyond the prediction before another plan is made."""
 
 RECENT_STEPS = 16
 """Steps that must do with less memory before plans count on less: one in so many may well take more again."""
 
 
 class PlanTrial:
-    """One plan, and the steps that went by it. `predicted_out_us`, `predicted_in_us`: its stalls as simulated, by storage."""
+    """One plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
+    storage."""
 
     __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "schedule", "time", "times_us")
 
@@ -55,58 +56,58 @@ class PlanTrial:
         self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []
         self.busy_us: list[float] = []
-        """Of these: what compute was not waiting for copies."""
+        """Time of each of these steps in which compute was not waiting for copies."""
         self.time: StepTime | None = None
-        """Of the last one."""
+        """Times of the latest step."""
 
     @property
     def step_us(self) -> float:
-        """Measured; before that, foreseen."""
+        """Median of the measured step times; before there are any, the plan's prediction."""
         return median(self.times_us) if self.times_us else self.schedule.plan.step_us
 
     @property
     def excess_out_us(self) -> dict[int, float]:
-        """By storage: stalls at reclaims beyond what the plan has, in the last step."""
+        """Stalls at reclaims beyond the plan's prediction in the latest step, by storage."""
         return {} if self.time is None else _beyond(self.time.out_stalls_us, self.predicted_out_us)
 
     @property
     def excess_in_us(self) -> dict[int, float]:
-        """The same of stalls for copies back."""
+        """Stalls for copies back beyond the plan's prediction in the latest step, by storage."""
         return {} if self.time is None else _beyond(self.time.in_stalls_us, self.predicted_in_us)
 
 
 class PlannedStep:
-    """Not thread-safe."""
+    """A step that has a trace, its plans and their trials. Not thread-safe."""
 
     def __init__(self, record: StepRecord, trace: Trace) -> None:
         self.record = record
         self.matcher = Matcher(record)
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
-        """The tick of each, and the end."""
+        """Tick of each hook, and of the step's end."""
         self._allocated_until = self._cumulative()
-        """By hook, and at the end: bytes that the step allocated until then, freed ones too."""
+        """Bytes that the step had allocated by each hook and by its end, freed ones included."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
-        """Allocated at the step's first hook, as it was recorded."""
+        """Bytes allocated at the step's first hook, as it was recorded."""
         self.times_corrected = 0
-        """How often the trace's times were."""
+        """Number of corrections of the trace's operator times."""
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self.reset_for(ExtraMemory())
 
     def reset_for(self, extra: ExtraMemory) -> None:
-        """From here on plans are for a step that takes so much more than was recorded. Those that there were are forgotten."""
+        """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
-        """By storage: how much earlier than foreseen its copy back is to be done."""
+        """How much earlier than predicted each storage's copy back is to be done, by storage."""
         self.lag_us: dict[int, float] = {}
-        """By storage: how much later than foreseen its copy out is."""
+        """How much later than predicted each storage's copy out is done, by storage."""
         self._nothing_better = False
 
     def correct_times(self) -> None:
-        """From here on operators take as long as was measured. Plans that there were are forgotten."""
+        """Scale the trace's operator times to what was measured. Forgets the plans made before."""
         self.times_corrected += 1
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
@@ -115,8 +116,8 @@ class PlannedStep:
 
     @property
     def current(self) -> PlanTrial | None:
-        """The plan to follow: the first that was not tried enough, else the fastest. None: there is none within the budget, and
-        the default rule does what it can."""
+        """The plan to follow: the first that was not tried enough, else the fastest. None: no plan is within the budget, and
+        the default rule applies."""
         on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
         if on_trial and len(self.trials) > 1:
             return on_trial[0]
@@ -128,7 +129,7 @@ class PlannedStep:
         return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
-        """Other plans for `trace`, best first, made for `link`. Those that there were are kept."""
+        """Add plans for `trace`, best first, made for `link`, to those that there are."""
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
@@ -136,7 +137,7 @@ class PlannedStep:
             self.trials.append(PlanTrial(HookSchedule.of(self.trace, plan), *_stalls(self.trace, plan, link)))
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
-        """A step went by `trial`, one of these, hook for hook, and took that long on the device."""
+        """Add the time of a step that followed `trial`, one of these, hook for hook."""
         for times, us in ((trial.times_us, time.step_us), (trial.busy_us, time.busy_us)):
             times.append(us)
             del times[:-SAMPLES]
@@ -144,7 +145,7 @@ class PlannedStep:
 
     @property
     def slowdown(self) -> float:
-        """Time that operators took, by the time that they were to take. 1 until a plan is kept and was measured enough."""
+        """Measured time of the operators by the trace's time of them; 1 until the kept plan was measured enough."""
         current = self._measured
         if current is None:
             return 1.0
@@ -154,8 +155,8 @@ class PlannedStep:
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
     def learn_stalls(self) -> bool:
-        """Whether the plan that was kept stalls more than it was to, and another one may be tried: then `lead_us` and `lag_us`
-        say what it is to be made with, this time's and those of before together."""
+        """Whether the kept plan stalls more than predicted, and another one may be tried. Then `lead_us` and `lag_us` say what
+        it is to be made with, the latest stalls added to the earlier ones."""
         current = self._measured
         if current is None or self._nothing_better or len(self.trials) >= MOST_PLANS:
             return False
@@ -169,25 +170,26 @@ class PlannedStep:
 
     @property
     def _measured(self) -> PlanTrial | None:
-        """The plan that was kept, once it was measured enough."""
+        """The kept plan, once it was measured enough; else None."""
         current = self.current
         return current if current is not None and self.is_decided and len(current.times_us) >= SAMPLES else None
 
     # --- memory that no hook tells of
 
     def allocated_between(self, hook: int, later: int) -> int:
-        """Bytes that the step allocates between two hooks, freed ones too. -1: its beginning; behind the last one: its end."""
+        """Bytes that the step allocates between two hooks, freed ones included. -1: its beginning; one past the last hook: its
+        end."""
         until = self._allocated_until
         return until[later] - (until[hook] if hook >= 0 else 0)
 
     def ticks_between(self, hook: int, later: int) -> slice:
-        """Those of the operators between two hooks, as above; where there are none, the first hook's own."""
+        """Ticks of the operators between two hooks, as above; where there are none, the first hook's own."""
         begin, end = self._by_hook[hook] + 1 if hook >= 0 else 0, self._by_hook[later]
         return slice(begin, end) if begin < end else slice(max(0, end - 1), max(1, end))
 
     def note_extra(self, extra: ExtraMemory, spare_bytes: int) -> ExtraMemory | None:
-        """A step like it took so much more than was recorded. Returns what to plan for, where that is less than now by more
-        than `spare_bytes`: the most that the steps of late took."""
+        """Note the extra memory of a step like this one. Returns what to plan for, the most that the latest steps took, where
+        that is less than now by more than `spare_bytes`."""
         self._recent.append(extra)
         if len(self._recent) < RECENT_STEPS:
             return None
@@ -197,9 +199,10 @@ class PlannedStep:
         return most if self.extra.exceeds(most, spare_bytes) else None
 
     def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:
-        """A step like it allocated so much less between two hooks than was recorded. An operator holds no more inside itself
-        than the most that steps of late allocated there: more was the recorded step's alone, as when kernels were tried out.
-        Returns whether that is more than `spare_bytes`; then it is forgotten, and plans that there were are, too."""
+        """Note how much less a step like this one allocated between two hooks than was recorded. An operator holds no more
+        inside itself than the most that the latest steps allocated there: more was the recorded step's alone, as when kernels
+        were tried out. Returns whether the difference exceeds `spare_bytes`; then the trace is corrected and its plans are
+        forgotten."""
         self._unused.append(unused)
         if len(self._unused) < RECENT_STEPS:
             return False
@@ -228,7 +231,7 @@ class PlannedStep:
 
 
 def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, float], Mapping[int, float]]:
-    """By storage, at reclaims and for copies back, as simulated."""
+    """Simulated stalls of the plan by storage, at reclaims and for copies back."""
     try:
         timeline = simulate(trace, plan, link)
     except ValueError:  # a wrong plan costs time, never a step: what nobody can carry out is not foreseen either

@@ -1,9 +1,9 @@
-"""The recorder of the step that runs, if one does: entered with the step, left with it or before.
+"""The recorder of the running step, if there is one: entered with the step, left with it or before.
 
-recording.begin(recorder)            # None: nobody writes this step down
-with recording.quiet(): ...          # what swapping does itself
-recording.leave_if_needed()              # at the end of a hook: where a backward would round otherwise under any dispatch mode
-recorder = recording.end()
+    recording.begin(recorder)            # None: this step is not recorded
+    with recording.paused(): ...         # what swapping does itself
+    recording.leave_if_needed()          # at the end of a hook: where a backward would round otherwise under any dispatch mode
+    recorder = recording.end()
 
 Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
 backward is over: a recorder that is left within a backward comes back with the next node and after the last. It is left again.
@@ -20,7 +20,8 @@ from chameleon_mm.profiler.storages import TracedStorage
 
 
 class Recording:
-    """Not thread-safe but for `quiet` and `retired`, which any thread of the step may call."""
+    """Enters and leaves the step's recorder. Not thread-safe but for `paused` and `retired`, which any thread of the step may
+    call."""
 
     def __init__(self) -> None:
         self._recorder: Recorder | None = None
@@ -36,11 +37,11 @@ class Recording:
 
     @property
     def is_on(self) -> bool:
-        """Whether a recorder writes the step down, or did until it was stopped."""
+        """Whether a recorder records the step, or did until it was stopped."""
         return self._recorder is not None
 
     def paused(self) -> AbstractContextManager[None]:
-        """What happens inside is no part of the step that is recorded, nor is the time that compute takes for it."""
+        """A context whose work is no part of the recorded step, nor is the time that compute takes for it."""
         return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
 
     def leave_if_needed(self) -> None:
@@ -57,12 +58,12 @@ class Recording:
             self._left_within.clear()
 
     def retired(self, traced: TracedStorage | None) -> None:
-        """The claim on it is no more."""
+        """Note that the claim on a traced storage has ended."""
         if self._recorder is not None:
             self._recorder.retired(traced)
 
     def end(self) -> Recorder | None:
-        """Leave it. Returns it, for what it has."""
+        """Leave the recorder and return it, for what it has recorded."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None and self._entered:
             self._leave(recorder)

@@ -1,7 +1,7 @@
-"""The saved storages that some handle still claims, numbered within the step that saved them.
+"""Registry of the saved storages that some handle still claims, numbered within the step that saved them.
 
-live.add(saved); live.get(index); live.remove(saved)
-live.begin_epoch()                # a new step: saves are numbered from 0 again
+registry.add(saved); registry.get(index); registry.remove(saved)
+registry.begin_epoch()            # a new step: saves are numbered from 0 again
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from chameleon_mm.executor.packed_group import PackedGroup
 
 NO_STEP = -1
-"""The epoch of storages that are of no step."""
+"""Epoch of storages that belong to no step."""
 
 
 class StorageRegistry:
-    """Not thread-safe: the executor holds its lock."""
+    """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
         self.epoch = 0
-        """The number of the step: of what is saved from now on."""
+        """Number of the current step: that of what is saved from now on."""
         self.next_index = 0
-        """Of the next save in this step."""
+        """Number of the next save in this step."""
         self.of_epoch = 0
-        """How many storages of this step are live."""
+        """Number of claimed storages that this step saved."""
         self.packed_groups: set[PackedGroup] = set()
         self._storages: dict[tuple[int, int], SavedStorage] = {}
         self._num_outside = 0
@@ -36,20 +36,20 @@ class StorageRegistry:
         return len(self._storages)
 
     def add(self, saved: SavedStorage) -> None:
-        """`saved` was made for this step's next index."""
+        """Add `saved`, which was made with this step's next index."""
         self._storages[saved.epoch, saved.index] = saved
         self.next_index += 1
         self.of_epoch += 1
 
     def add_outside_steps(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
-        """Record that `make` makes with an epoch and an index of no step: for a save that had none at first."""
+        """Add a storage that `make` makes with an epoch and an index outside of steps: for a save that had none at first."""
         self._num_outside += 1
         saved = make(NO_STEP, self._num_outside)
         self._storages[saved.epoch, saved.index] = saved
         return saved
 
     def get(self, index: int) -> SavedStorage | None:
-        """The storage of that number in this step."""
+        """The storage of that number in this step; None if it is gone."""
         return self._storages.get((self.epoch, index))
 
     def remove(self, saved: SavedStorage) -> None:
@@ -57,7 +57,7 @@ class StorageRegistry:
         self.of_epoch -= saved.epoch == self.epoch
 
     def all(self) -> list[SavedStorage]:
-        """Carriers too: what holds device memory."""
+        """All claimed storages, and the packed groups: whatever holds device memory."""
         return [*self._storages.values(), *self.packed_groups]
 
     def begin_epoch(self) -> None:

@@ -1,8 +1,8 @@
-"""What stays on the device of a storage that moves in part: its first bytes, in a buffer of their own.
+"""The first bytes of a storage that moves in part: they stay on the device, in a buffer of their own.
 
     remainder = Remainder(head_bytes)
-    remainder.keep(storage, home)              # a copy in device memory, on home; then the storage may be dropped
-    remainder.copy_back(whole, compute)         # into the storage's next copy, on compute; the buffer goes
+    remainder.copy_out(storage, alloc_stream)  # a copy in device memory, on that stream; then the storage may be dropped
+    remainder.copy_back(whole, compute)        # into the storage's next copy, on compute; the buffer goes
 
 Moving in part fills a budget exactly: the rest of the last storage that has to move stays where it is.
 """
@@ -29,13 +29,13 @@ class Remainder:
         self._alloc_stream: Stream | None = None
 
     def copy_out(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
-        """Copy them out of `storage`, on `home`, whose work on it is queued. Raises `torch.OutOfMemoryError`."""
+        """Copy them out of `storage`, on `alloc_stream`, whose work on it is queued. Raises `torch.OutOfMemoryError`."""
         if self.nbytes and self._buffer is None:
             self._buffer, self._alloc_stream = alloc_stream.alloc(self.nbytes), alloc_stream
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.nbytes])
 
     def copy_back(self, whole: Tensor, compute: Stream) -> None:
-        """Copy them to where they were, on `compute`, and give their buffer back."""
+        """Copy them back to where they were, on `compute`, and free their buffer."""
         if self._buffer is None or self._alloc_stream is None:
             return
         if self._alloc_stream is not compute:
@@ -49,7 +49,7 @@ class Remainder:
         self._buffer = self._alloc_stream = None
 
     def drop(self) -> None:
-        """Nobody wants them any more."""
+        """Free the buffer: nobody needs the bytes any more."""
         if self._buffer is not None and self._alloc_stream is not None:
             self._alloc_stream.free(self._buffer)
         self._buffer = self._alloc_stream = None

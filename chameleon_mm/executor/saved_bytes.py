@@ -1,7 +1,7 @@
-"""Bytes of a storage that one saved tensor covers, and the version counter that says whether they were written to.
+"""The bytes of a storage that one saved tensor covers, and the version counter that tells of writes to them.
 
     saved = SavedBytes(t)                       # at save
-    earlier.copy_includes(saved)                  # at a later save of the same storage: a copy of the earlier bytes has these
+    earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
 
 Version numbers of different counters say nothing about each other: outputs of `unsafe_chunk` and `unsafe_split`, `.data`,
 `set_` and memory that a kernel fills behind autograd's back share a storage and no counter. So a copy that began before a

@@ -1,4 +1,4 @@
-"""A saved storage of which a view alone was saved: once its operator is over, the rest of it goes.
+"""A saved storage of which only a view was saved: once its operator is over, the rest of the storage goes.
 
 ON_DEVICE --gather--> ON_DEVICE, its bytes side by side --swap_out--> ... --> back as they are --unpack--> in place, for a use
 """
@@ -18,7 +18,8 @@ from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 
 class SavedPart(SavedStorage):
-    """The bytes of `part`. Until they are gathered all of the storage is held, and would move."""
+    """A saved storage that holds the bytes of `part` alone. Until they are gathered it holds, and would move, all of the
+    storage."""
 
     part: Part
 
@@ -32,7 +33,7 @@ class SavedPart(SavedStorage):
         self._unpacked_on: Stream | None = None
 
     def gather(self, current: Stream) -> None:
-        """From here on hold the bytes of `part` alone: a kernel on `current`, which is the current stream.
+        """Hold the bytes of `part` alone from now on, packed by a kernel on `current`, which is the current stream.
 
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
@@ -49,7 +50,8 @@ class SavedPart(SavedStorage):
         self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
 
     def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
-        """Of a gathered one: a storage with its bytes in place that somebody holds and `compute` may use without a wait.
+        """Returns, for a gathered part, a storage with its bytes in place that somebody holds and `compute` may use without a
+        wait.
 
         That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
         """
@@ -59,7 +61,7 @@ class SavedPart(SavedStorage):
         return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
 
     def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:
-        """Of a gathered one: a storage with its bytes in place, made on `compute`, the current stream.
+        """Allocate, for a gathered part, a storage with its bytes in place, on `compute`, the current stream.
 
         Raises `torch.OutOfMemoryError`.
         """

@@ -1,10 +1,10 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back.
 
-    ON_DEVICE [--gather] --swap_out--> SWAPPING_OUT --reclaim--> ON_HOST --swap_in--> SWAPPING_IN --use--> RESTORED --drop--> ON_HOST
-        ^____take_back____________________|                              any of them --retire (last handle gone)--> RETIRED
+    ON_DEVICE --swap_out--> SWAPPING_OUT --reclaim--> ON_HOST --swap_in--> SWAPPING_IN --use--> RESTORED --drop--> ON_HOST
+        ^__ cancel_swap_out _____|                         any of them --retire (last handle gone)--> RETIRED
 
 Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business. The life is
-told in one file, long as it is: each way out of a place is to be read beside the ways into it.
+told in one file, long as it is: each way out of a state is to be read beside the ways into it.
 """
 
 from __future__ import annotations
@@ -42,36 +42,37 @@ _log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where the bytes of a saved storage are."""
+    """State of a saved storage: where its bytes are."""
 
     ON_DEVICE = "resident"
-    """Begins when it is saved; ends when its copy out is queued."""
+    """On the device alone. Begins when it is saved; ends when its copy out is queued."""
     SWAPPING_OUT = "leaving"
-    """Begins when its copy out is queued; ends when compute is ordered after that copy and the HBM is dropped."""
+    """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
-    """Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its group, wherever that is."""
+    """On the host. Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its group, wherever
+    that is."""
     SWAPPING_IN = "arriving"
-    """Begins when its copy back is queued; ends at the first use, which orders compute after it."""
+    """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
     RESTORED = "restored"
-    """Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
+    """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
     RETIRED = "retired"
-    """The last handle is gone: nothing is held any more."""
+    """Nowhere: the last handle is gone, and nothing is held any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapContext:
-    """What a storage needs to move: one set per executor."""
+    """Everything that a storage needs to be swapped: one set per executor."""
 
     pool: PinnedPool
     transfer: Transfer
     metrics: Metrics
     streams: ComputeStreams
     checksums: Checksums | None = None
-    """Checksums of what goes out, against what comes back; None: nobody looks."""
+    """Checksums of what goes out, compared with what comes back; None: not checked."""
 
 
 class LastSave:
-    """The step in which a storage was saved last, and the hook, whichever of its records was made or shared for that."""
+    """The step and hook in which a storage was saved last, shared by all records of the storage."""
 
     __slots__ = ("claims", "epoch", "hook", "storage")
 
@@ -79,19 +80,19 @@ class LastSave:
         self.storage = storage
         self.epoch, self.hook = -1, 0
         self.claims = 0
-        """Live ones on the storage."""
+        """Number of live claims on the storage."""
 
 
 class SavedStorage:
     """The buffers of one saved storage, and the copies between them.
 
-    A group is one that stands for several small ones, a `SavedPart` one of which a view alone was saved.
+    A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
     """
 
     part: Part | None = None
-    """Which bytes of the storage were saved; None: all of them."""
+    """Bytes of the storage that were saved; None: all of them."""
     gathered = False
-    """Whether the bytes of `part` alone are held, side by side: on the device as on the host."""
+    """Whether only the bytes of `part` are held, side by side: on the device as on the host."""
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
@@ -107,18 +108,18 @@ class SavedStorage:
         self.latest = self.first
         """The device copy, whoever holds it: the saved storage itself, later what a swap-in made."""
         self._saved_bytes = [saved]
-        """Saved before the copy out began, and not yet known to be among one another's: what that copy has."""
+        """Saves from before the copy out began, none known to be included in another: what that copy has."""
         self._began_in: tuple[OperatorNumber, CallSite | None] | None = None
         """The operator at one of whose hooks the copy out was begun."""
         self.copies = 1
-        """Number of copies of all of the storage, this one's included: so many records of it followed one another."""
+        """Number of copies of all of the storage so far, each by a record of its own, this one's included."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
         self.epoch = epoch
         """The step in which it was saved, and the `index` of the save within it."""
         self.index = index
         self.views = 0
-        """Handles made for it; `uses_left` of them have not been used in this `round` (a round begins with a swap-in)."""
+        """Handles made for it; `uses_left` of them were not used since the latest swap-in, which is number `swap_in_number`."""
         self.uses_left = 0
         self.swap_in_number = 0
         self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
@@ -129,27 +130,27 @@ class SavedStorage:
         self._out: Move | None = None
         self._in: Move | None = None
         self._read: Event | None = None
-        """After the latest copy back that was handed over: until then the block is being read."""
+        """Event after the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
-        """Of all its elements, where the first view of it covers it; else None."""
+        """dtype of all its elements, where the first view of it covers it; else None."""
         self._encoding: Encoding | None = None
-        """The shorter form in which its bytes cross; None: as they are."""
+        """The shorter form in which its bytes cross; None: they cross as they are."""
         self._encoded: Tensor | None = None
-        """Its bytes in that form, on the device, on their way out or back; `_encoded_stream` allocated it."""
+        """Its encoded bytes on the device, on their way out or back; `_encoded_stream` allocated them."""
         self._encoded_stream = alloc_stream
         self.group: PackedGroup | None = None
-        """What it travels in, if it is one of several small ones: then a copy of it is there whenever `place` is ON_HOST."""
+        """The group that it is packed in, if it is a small one: then the group has its bytes whenever `state` is ON_HOST."""
         self.traced: TracedStorage | None = None
-        """Its record, where the step that saved it is written down."""
+        """Its record in the trace, where the step that saved it is recorded."""
         self.planned: StorageAction | None = None
-        """What the plan has for it; None: no plan knows it."""
+        """Its action in the plan; None: no plan knows it."""
         self.last_save = LastSave(self.first)
-        """Shared with other records of the storage."""
+        """The latest save of the storage, shared with its other records."""
         self._noted_in = -1
-        """The last step in which `note_save` was told of it."""
+        """The last step in which the profiler saw a save of it."""
         self._remainder = Remainder(0, context.streams)
-        """What stays on the device of it while the rest is on the host."""
+        """The part of it that stays on the device while the rest is on the host."""
 
     def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
         """It is saved at that hook of a step. Returns whether that is the first time in the step for this record, and how many
@@ -164,7 +165,8 @@ class SavedStorage:
 
     @property
     def is_copyable(self) -> bool:
-        """Whether some of it is as it was saved. Written to, its use can only raise; resized, it is somebody's to refill."""
+        """Whether some of it is as it was saved. If it was written to, its use can only raise; if it was resized, somebody
+        refills it."""
         if self.device is None or self.device.nbytes() != self.nbytes:
             return False
         return not all(saved.probe.moved for saved in self._saved_bytes)
@@ -172,7 +174,8 @@ class SavedStorage:
     def swap_out(self, *, pageable: bool = False, last_bytes: int | None = None) -> None:
         """Queue the copy out. Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
 
-        `pageable`: to ordinary memory, beyond the pool's limit. `last_bytes`: of its end alone; the rest stays on the device.
+        `pageable`: to ordinary memory, beyond the pool's limit. `last_bytes`: only the last bytes; the rest stays on the
+        device.
         """
         assert self.state is State.ON_DEVICE and self.device is not None
         stays = 0 if last_bytes is None else self.nbytes - last_bytes
@@ -182,7 +185,8 @@ class SavedStorage:
         self._context.metrics.totals.pageable_swap_outs += pageable
 
     def swap_out_encoded(self, encoding: Encoding, current: Stream) -> None:
-        """As `swap_out`, in a shorter form: a kernel on `current`, which is the current stream, then the copy of its result.
+        """Queue the copy out in a shorter form: a kernel on `current`, which is the current stream, then the copy of its
+        result.
 
         Raises `torch.OutOfMemoryError` too.
         """
@@ -209,7 +213,7 @@ class SavedStorage:
 
     @property
     def transfer_bytes(self) -> int:
-        """What crosses the link."""
+        """Bytes that cross the link."""
         return self.nbytes - self._remainder.nbytes if self._encoding is None else self._encoding.nbytes
 
     @property
@@ -249,7 +253,8 @@ class SavedStorage:
         return self._alloc_stream
 
     def pack_into(self, group: PackedGroup, packed: Tensor) -> None:
-        """Its bytes, all in `packed`, went into `group`, on a stream that home has met since: drop the device copy."""
+        """Drop the device copy: its bytes, all in `packed`, went into `group`, on a stream that the allocating stream has
+        joined since."""
         assert self.state is State.ON_DEVICE and self.device is not None
         if self._checksum is not None:
             self._checksum.close(packed)
@@ -258,7 +263,7 @@ class SavedStorage:
         self.device, self.group, self.state = None, group, State.ON_HOST
 
     def unpacked_into(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Its bytes were unpacked into `storage`, on `compute`, the current stream."""
+        """Note that its bytes were unpacked into `storage`, on `compute`, the current stream."""
         assert self.state is State.ON_HOST and self.group is not None
         if self._checksum is not None:
             self._checksum.check(flat_bytes(storage))
@@ -289,7 +294,7 @@ class SavedStorage:
         return True
 
     def _encoding_was_exact(self) -> bool:
-        """Whether what is on the host now stands for the storage; else its bytes go out as they are, if they still can.
+        """Whether what is on the host now stands for the storage; if not, its bytes go out as they are, if they still can.
 
         The copy must be complete: the status word came with it, and the host reads it.
         """
@@ -308,7 +313,8 @@ class SavedStorage:
         return False
 
     def reclaim(self, *, in_plan_order: bool = False) -> None:
-        """Order compute after the copy out and drop the device copy. `in_plan_order`: the link keeps the order of the plan."""
+        """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
+        plan."""
         assert self._out is not None
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
@@ -332,7 +338,7 @@ class SavedStorage:
             self._drop_device()
 
     def _copy_remainder(self) -> bool:
-        """Whether there was memory for what is to stay; else all of it stays."""
+        """Copy what is to stay on the device. Returns whether there was memory for it; else all of the storage stays."""
         assert self.device is not None
         if self._block is None:  # nobody wants it any more
             return True
@@ -344,7 +350,7 @@ class SavedStorage:
         return True
 
     def cancel_swap_out(self) -> bool:
-        """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was."""
+        """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
         assert self._out is not None
         if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
             return False
@@ -407,7 +413,8 @@ class SavedStorage:
         return self.device
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
-        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: it began before this use."""
+        """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
+        use."""
         assert self.device is not None
         if self.group is not None:
             return self.device  # unpacked on the stream that is its home
@@ -430,7 +437,7 @@ class SavedStorage:
         return self.device
 
     def drop_restored(self) -> None:
-        """Give back a device copy that the host still has: no copy is needed.
+        """Drop a device copy that the host still has: nothing has to be copied.
 
         Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
         """
@@ -449,9 +456,9 @@ class SavedStorage:
         return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
 
     def drop_if_held_elsewhere(self) -> None:
-        """All views were used: hold the device copy no longer; whoever still uses it does.
+        """Drop our reference to the device copy, as all views were used; whoever still uses it holds it.
 
-        One that moves in part is held on: its first bytes are nowhere else.
+        One that moves in part is still held: its first bytes are nowhere else.
         """
         assert self.state is State.RESTORED
         if self._remainder.nbytes:
@@ -460,7 +467,7 @@ class SavedStorage:
         self.state = State.ON_HOST
 
     def is_record_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is the one that was saved, and has its size still."""
+        """Whether `storage` is the one that was saved, and still has its size."""
         return self.first() is storage and self._saved_nbytes == storage.nbytes()
 
     def includes(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
@@ -471,7 +478,7 @@ class SavedStorage:
         return any(earlier.copy_includes(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
 
     def supersedes(self, before: SavedStorage) -> None:
-        """`before` is a record of the same storage, whose copy came too early for what is saved now; this one's comes later.
+        """Note that this record replaces `before`, one of the same storage whose copy came too early for what is saved now.
 
         It waits for the stream that saves now: what was written on another one it has only by luck.
         """
@@ -480,7 +487,7 @@ class SavedStorage:
             self._saved_bytes += [earlier for earlier in before._saved_bytes if not earlier.probe.moved]
 
     def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
-        """Whether its copy out has these bytes, written on `compute`, because it begins later than now. Then it notes them.
+        """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
 
         A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
         """
@@ -532,9 +539,9 @@ class SavedStorage:
     # --- the end
 
     def retire(self) -> None:
-        """Give everything back, once the last handle is gone.
+        """Release the block and drop the device copy, once the last handle is gone.
 
-        A copy out that still reads the device buffer keeps it: `place` stays SWAPPING_OUT and the reclaim queue ends it.
+        A copy out that still reads the device buffer keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
         if self.state is State.RETIRED:
             return

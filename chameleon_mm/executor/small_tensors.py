@@ -1,9 +1,9 @@
-"""Small saved tensors that stay on the device as long as there is room: who they are, and how they leave all the same.
+"""Small saved tensors that are kept on the device as long as there is room, and swapped out when there is not.
 
-    kept.add(handle, nbytes)             # at save: nothing is made for it but an entry here
-    kept.spill(at_most, swap_out)        # memory is short: the oldest go to the host, until `at_most` bytes stay
+    small.add(handle, nbytes)                    # at save: nothing is made for it but an entry here
+    small.swap_out_oldest(at_most, swap_out)     # memory is short: the oldest go to the host, until `at_most` bytes stay
 
-Moving one is dear for what it frees, so none is prepared for it: only a handle that is spilled gets a record and a host copy.
+Moving one is dear for what it frees, so none is prepared for it: only one that is swapped out gets a record and a host copy.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from chameleon_mm.executor.saved_bytes import SavedBytes
 from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 
 _PRUNE_FROM = 1024
-"""Entries that are not worth going through."""
+"""Number of entries below which dead ones are not looked for."""
 
 
 class _Entry(NamedTuple):
     handle: weakref.ref[KeptTensor]
     nbytes: int
     operator: OperatorNumber
-    """The one that saved it: Note [Swap-out]."""
+    """The operator that saved it: Note [Swap-out]."""
     stream: Stream
 
 
 class SmallTensors:
-    """Not thread-safe: the executor holds its lock."""
+    """Small tensors that are kept on the device, oldest first. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self, context: SwapContext, registry: StorageRegistry, claims: Claims, new_claim: Callable[[SavedStorage], Claim]
     ) -> None:
         self.nbytes = 0
-        """Bytes of the storages of all that were added and not seen to be gone: at least what they hold."""
+        """Bytes of the storages of all entries that are not known to be dead: at least what they hold."""
         self._context = context
         self._registry = registry
         self._claims = claims
         self._new_claim = new_claim
         self._entries: deque[_Entry] = deque()
         self._prune_at = _PRUNE_FROM
-        """Entries at which those that are gone are forgotten: a loop of small steps alone never runs out of memory."""
+        """Number of entries at which dead ones are forgotten: a loop of small steps alone never runs out of memory."""
 
     def add(self, handle: KeptTensor, nbytes: int) -> None:
-        """The calling thread saves it now, in an operator that has not ended; its storage has `nbytes`."""
+        """Add a tensor that the calling thread saves now, in an operator that has not ended; its storage has `nbytes`."""
         if len(self._entries) >= self._prune_at:
             self.forget_dead()
             self._prune_at = 2 * len(self._entries) + _PRUNE_FROM
@@ -59,7 +59,7 @@ class SmallTensors:
         self.nbytes += nbytes
 
     def swap_out_oldest(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:
-        """Send them out, oldest first, until no more than `at_most` bytes stay. Raises what `swap_out` does."""
+        """Swap out the oldest, until no more than `at_most` bytes stay. Raises what `swap_out` does."""
         self.forget_dead()
         thread, now = current_operator()
         stay: list[_Entry] = []
@@ -78,7 +78,7 @@ class SmallTensors:
             self._entries.extendleft(reversed(stay))
 
     def forget_dead(self) -> None:
-        """Count anew what is still there."""
+        """Forget the entries whose handles are gone, and count the bytes of the others anew."""
         self._entries = deque(entry for entry in self._entries if entry.handle() is not None)
         self.nbytes = sum(entry.nbytes for entry in self._entries)
 

@@ -1,7 +1,7 @@
-"""The device memory in which small storages are packed, on their way out and on their way back: bounded.
+"""Bounds the device memory that packed groups take, on their way out and on their way back.
 
-    for together in staging.loads(members): ...     # as many as fit one group, in their order
-    staging.make_room(nbytes)                       # compute waits for the oldest group's copy, and its memory goes
+    for batch in staging.batches(members): ...     # as many as fit one group, in their order
+    staging.make_room(nbytes)                      # compute waits for the oldest group's copy, and its memory goes
 
 A ring of fixed buffers would hold its memory for ever. These are the caching allocator's blocks: counted in the budget while
 they are there, anybody's afterwards. What a ring bounds is bounded the same: before another group is packed, compute is
@@ -20,7 +20,7 @@ from chameleon_mm.units import round_up
 
 
 class Staging:
-    """Carriers that are on the device, at most `limit_bytes` of them together. Not thread-safe."""
+    """Packed groups that are on the device, at most `limit_bytes` of them together. Not thread-safe."""
 
     def __init__(self, registry: StorageRegistry, *, limit_bytes: int) -> None:
         self._registry = registry
@@ -31,7 +31,7 @@ class Staging:
         return sum(group.nbytes for group in self._registry.packed_groups if group.device is not None)
 
     def batches(self, members: Sequence[SavedStorage], *, at_most: int) -> Iterator[list[SavedStorage]]:
-        """`members` in their order, divided so that each load, packed, takes at most `at_most` bytes and the limit."""
+        """Divide `members`, in their order, so that each batch, packed, takes at most `at_most` bytes and the limit."""
         most = min(at_most, self._limit_bytes)
         load: list[SavedStorage] = []
         end = 0
@@ -45,7 +45,7 @@ class Staging:
             yield load
 
     def make_room(self, nbytes: int, *, exclude: PackedGroup | None = None) -> bool:
-        """Give back groups, oldest first and never `keep`, until `nbytes` more fit. Returns whether they do: not where the
+        """Reclaim groups, oldest first and never `exclude`, until `nbytes` more fit. Returns whether they do: not where the
         device refused copies that were to free some."""
         if self.fits(nbytes):
             return True

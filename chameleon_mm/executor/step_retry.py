@@ -1,9 +1,9 @@
-"""A step that ran out of memory where nothing could be done about it, run again from its beginning within a tighter budget.
+"""Runs a step again that ran out of memory, from its beginning and within a tighter budget.
 
-    start = what the step begins with                  # random states, buffers, gradients that exist
+    snapshot = what the step begins with               # random states, buffers, gradients that exist
     run it -> OutOfMemoryError -> out of the except block, every frame of the step gone
         an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again
-        start.restore(); a tighter budget, no plan; run it again
+        snapshot.restore(); a tighter budget, no plan; run it again
     MAX_RETRIES times, then raise, and say what was tried
 
 Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
@@ -32,39 +32,39 @@ from chameleon_mm.units import format_size
 _log = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
-"""Of one step, after its first run."""
+"""Times that one step is run again after its first run."""
 
 LEAST_CUT = 0.05
-"""Of the budget: by how much it is lowered at least."""
+"""Share of the budget by which it is lowered at least."""
 
 _R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True)
 class _Result(Generic[_R]):
-    """What a step returned."""
+    """Return value of a step."""
 
     value: _R
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A run that found no memory, told without the exception: its frames hold tensors."""
+    """A run that found no memory, without the exception itself: its frames hold tensors."""
 
     message: str
     asked_bytes: int
     allocated_bytes: int
-    """When it failed."""
+    """Device memory allocated when it failed."""
     where: str
     """The traceback, as text."""
 
 
 class StepRunner:
-    """Runs the steps of one session over `model`. Not thread-safe: steps come one by one."""
+    """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
 
     def __init__(self, executor: Executor, pool: PinnedPool, model: nn.Module, *, hbm_budget_bytes: int) -> None:
         self.hbm_budget_bytes = hbm_budget_bytes
-        """The budget now: what steps that did not fit have left of it."""
+        """The budget now: lowered by each step that had to run again."""
         self._executor = executor
         self._device = executor.device
         self._pool = pool
@@ -73,11 +73,11 @@ class StepRunner:
 
     @property
     def lowered_budget_bytes(self) -> int | None:
-        """The budget now, where steps had to run again; else None."""
+        """The budget now, where a step had to run again; else None."""
         return self.hbm_budget_bytes if self._executor.metrics.totals.steps_run_again else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
-        """`fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""
+        """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""
         obstacle = self._obstacle()
         if obstacle is not None:
             try:
@@ -107,7 +107,7 @@ class StepRunner:
     def _attempt(
         self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]
     ) -> _Result[_R] | _Failure:
-        """Run it. Returns a failure that can be made good; raises one that cannot."""
+        """Run the step once. Returns its result, or a failure after which it may run again; raises any other."""
         allocated_bytes = 0
         try:
             with start.watching(), step():
@@ -123,7 +123,7 @@ class StepRunner:
             return _Failure(str(error), tried_bytes(error), allocated_bytes, traceback.format_exc())
 
     def _obstacle(self) -> str | None:
-        """Why no step may be run again here; None: nothing speaks against it."""
+        """Reason why no step may run again here; None: there is none."""
         if self._device.capturing():
             return "a graph was captured"
         if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
@@ -150,7 +150,7 @@ class StepRunner:
 
 
 def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
-    """The budget after a step that failed within `budget`, all in bytes.
+    """Budget after a step that failed within `budget`, all in bytes.
 
     `asked` was refused while `allocated` was allocated, so no more than both together can be had, whatever the budget says:
     from there, room is made for another such request, `LEAST_CUT` at least. Half of what lies above `resting`, which is

@@ -1,10 +1,10 @@
-"""What a step begins with, so that it can begin again; and whether its parameters are still as they were.
+"""Snapshot of what a step begins with, so that it can begin again; tells whether its parameters are still as they were.
 
-start = StepSnapshot(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
-with start.watching(): ...                         # the step, which fails
-start.obstacle() -> why it may not begin again     # an optimizer stepped; a parameter was written or replaced
-start.restore()                                    # as often as it takes
-start.drop()
+snapshot = StepSnapshot(model, device, pool, buffers)    # before the step: random states, buffers, gradients that exist
+with snapshot.watching(): ...                            # the step, which fails
+snapshot.obstacle() -> why it may not begin again        # an optimizer stepped; a parameter was written or replaced
+snapshot.restore()                                       # as often as it takes
+snapshot.release()
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from chameleon_mm.profiler.random_state import RandomState
 
 
 class StepSnapshot:
-    """Of the step that begins now, on the calling thread.
+    """Snapshot of the step that begins now, on the calling thread.
 
     Raises `HostMemoryExhausted` or `torch.OutOfMemoryError` where there is no memory for the copies, with nothing changed.
     """
@@ -62,7 +62,7 @@ class StepSnapshot:
             hook.remove()
 
     def obstacle(self) -> str | None:
-        """Why the step may not begin again; None: nothing speaks against it."""
+        """Reason why the step may not begin again; None: there is none."""
         if self._stepped:
             return "its optimizer had begun to step, and a second step would add to the first"
         now = list(self._model.parameters())
@@ -74,7 +74,7 @@ class StepSnapshot:
         return None
 
     def restore(self) -> None:
-        """Random states, buffers and gradients as they were. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
+        """Restore random states, buffers and gradients. Raises `torch.OutOfMemoryError` where a gradient finds no room."""
         for parameter, snapshot in self._gradients:
             if snapshot is None:  # first: what the step made of them makes room for the others
                 parameter.grad = None
@@ -85,7 +85,7 @@ class StepSnapshot:
         self._random.restore()
 
     def release(self) -> None:
-        """It will not begin again: give the copies of gradients back."""
+        """Release the copies of gradients: the step will not begin again."""
         for _, snapshot in self._gradients:
             if snapshot is not None:
                 snapshot.release()
@@ -93,7 +93,8 @@ class StepSnapshot:
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
-    """Differs once the parameter was written to, or its data replaced. Not where `.data` was written to: nothing tells that."""
+    """A value that differs once the parameter was written to, or its data replaced; a write through `.data` changes nothing
+    that tells."""
     plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
     version = -1 if parameter.is_inference() else parameter._version
     return version, parameter.data_ptr() if plain else 0

@@ -1,4 +1,4 @@
-"""How long one step took on the device, and where compute waited for copies: known once its last event is complete.
+"""Times one step on the device, and where compute waited for copies: known once the step's last event is complete.
 
 timing = StepTiming(compute)          # the step begins
 timing.waited(before, after, "in", tensor)    # compute was made to wait for a copy, of this storage of the plan
@@ -17,19 +17,19 @@ from chameleon_mm.device import Event, Stream
 Direction = Literal["out", "in"]
 
 EVENT_GAP_US = 10.0
-"""Between two timed events that follow each other a GPU takes some time, whatever it waits for: less than this is no stall."""
+"""Time between two timed events that follow each other on a GPU, whatever it waits for: less than this is no stall."""
 
 
 class StepTime(NamedTuple):
-    """What a step took, in microseconds of the device's clock."""
+    """Times of one step, in microseconds of the device's clock."""
 
     step_us: float
     in_stalls_us: dict[int, float]
-    """By the plan's number of the storage: how long compute waited for its copy back, 0 included."""
+    """Time that compute waited for each storage's copy back, 0 included, by the plan's number of the storage."""
     out_stalls_us: dict[int, float]
-    """The same of copies out."""
+    """Time that compute waited for each storage's copy out, by the same numbers."""
     busy_us: float
-    """Of `step_us`: what is left without any of the waits for copies, of either direction."""
+    """Time of the step without the waits for copies of either direction."""
 
 
 class StepTiming:
@@ -43,14 +43,14 @@ class StepTiming:
         self._waits: list[tuple[Event, Event, Direction, int | None]] = []
 
     def waited(self, before: Event, after: Event, direction: Direction, tensor: int | None) -> None:
-        """Between the two events compute did nothing but wait for a copy; None: of no storage of the plan."""
+        """Note two events between which compute did nothing but wait for a copy; `tensor` None: of no storage of the plan."""
         self._waits.append((before, after, direction, tensor))
 
     def end(self, compute: Stream) -> None:
         self._end = compute.record(timed=True)
 
     def result(self) -> StepTime | None:
-        """What it took; None while the device is still at it. Never waits."""
+        """Times of the step; None while the device is still at it. Never waits."""
         if self._end is None or not (self._end.query() and self._start.query()):
             return None
         step_us = busy_us = self._end.elapsed_us(self._start)
@@ -65,5 +65,5 @@ class StepTiming:
 
 
 def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
-    """Without those that are the device's own pace from one event to the next."""
+    """Stalls without those that are only the device's own pace from one event to the next."""
     return {tensor: us if us > EVENT_GAP_US else 0.0 for tensor, us in stalls_us.items()}

@@ -1,11 +1,11 @@
-"""Which compute streams there are, as far as hooks have seen.
+"""The compute streams that hooks have seen, and how they are joined before memory is dropped.
 
     compute = streams.current()                # at every save and use of what moves: the calling thread's
-    streams.meet(home)                         # before a saved storage is dropped: everybody's work so far, then anybody's next
+    streams.join_all(alloc_stream)             # before a saved storage is dropped: everybody's work so far, then anybody's next
 
 A caching allocator gives a dropped block to the stream that allocated it, which need not be the one that saved it, and torch
 does not tell whose it is. In eager the graph keeps the block until backward; dropped in forward, it could be overwritten by its
-owner under a copy, or under a kernel of another stream that still reads it. So all streams meet before it goes.
+owner under a copy, or under a kernel of another stream that still reads it. So all streams are joined before it goes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ComputeStreams:
         self._seen: list[Stream] = []
 
     def current(self) -> Stream:
-        """The calling thread's, which is noted."""
+        """The calling thread's compute stream, which is remembered."""
         stream = self._device.current_stream()
         if stream not in self._seen:
             self._seen.append(stream)

@@ -1,6 +1,6 @@
-"""Saved storages on their way back: at their use, from wherever they are, and ahead of it as far as the budget allows.
+"""Brings saved storages back: at their use, from wherever they are, and ahead of it as far as the budget allows.
 
-storage = ins.bring(saved, compute)          # on the device, its bytes in place, `compute` ordered after them
+storage = ins.restore(saved, compute)        # on the device, its bytes in place, `compute` ordered after them
 ins.prefetch_after(saved, compute)           # those that the previous step used next
 """
 
@@ -23,13 +23,13 @@ from chameleon_mm.executor.staging import Staging
 from chameleon_mm.policy import UseOrder
 
 PREFETCH_WINDOW = 32
-"""How many of the coming uses are looked at for a prefetch at each use."""
+"""Number of coming uses that are considered for a prefetch at each use."""
 
 _Made = TypeVar("_Made")
 
 
 class SwapIns:
-    """Not thread-safe: the executor holds its lock."""
+    """Swaps storages in on demand and ahead. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self, context: SwapContext, registry: StorageRegistry, budget: Budget, staging: Staging, order: UseOrder
@@ -41,7 +41,7 @@ class SwapIns:
         self._order = order
 
     def restore(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """The storage, on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
+        """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
         if not isinstance(saved, SavedPart) or not saved.gathered:
             return self._restore_held(saved, compute)
         storage = saved.unpacked_elsewhere(compute)
@@ -81,7 +81,7 @@ class SwapIns:
         self._context.metrics.totals.prefetches += 1
 
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
-        """What is held of it, on the device, ready for `compute`."""
+        """Return what is held of it on the device, ready for `compute`."""
         totals = self._context.metrics.totals
         if saved.state in (State.SWAPPING_IN, State.RESTORED) and (saved.swap_in_failed or not saved.is_allocated_on(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
@@ -105,7 +105,7 @@ class SwapIns:
         return saved.device
 
     def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: SavedStorage) -> _Made:
-        """What `allocate` takes of the device for a use, room made for it; `keep` is not given back for that."""
+        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""
         self._budget.make_room(nbytes, exclude=exclude)
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
@@ -118,8 +118,8 @@ class SwapIns:
         return made
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
-        """`wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is used
-        together."""
+        """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
+        used together."""
         if group.state is State.ON_HOST:
             self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
         packed = self._restore_held(group, compute)

@@ -1,7 +1,7 @@
-"""Saved storages on their way out: after the op that saved them is over, each by the way that suits its size.
+"""Swaps saved storages out: after the op that saved them is over, each by the way that suits its size.
 
 outs.add(saved)                                  # ON_DEVICE: its op may still write it
-for saved in outs.finished(): outs.send(saved)   # at every hook: gather a small view; alone | encoded | with others
+for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | encoded | with others
 outs.pack_small()                                # now, whoever waits for more of its kind: the link is idle, or memory is short
 """
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 GROUP_BYTES = 4 * MIB
-"""Small storages wait for each other up to this, while the link has other work: it is at 96 % of its rate from there on."""
+"""Bytes up to which small storages wait for each other while the link is busy: it reaches 96 % of its rate from there on."""
 
 MOST_COPIES = 3
-"""Most copies of one storage, each made as more of it was saved after the last began. From then on it waits until memory is
+"""Copies of one storage at most, each made as more of it was saved after the last began. From then on it waits until memory is
 short: who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for
 each."""
 
 
 class SwapOuts:
-    """Not thread-safe: the executor holds its lock."""
+    """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
 
     def __init__(
         self,
@@ -68,27 +68,28 @@ class SwapOuts:
         self._staging = staging
         self._fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         self._small: list[SavedStorage] = []
-        """Too small to travel alone: waiting until there are enough of them for a group."""
+        """Storages too small to move alone, which wait for more of their kind."""
         self._small_bytes = 0
-        """Of all of them: kept, because every hook asks."""
+        """Bytes of all of them: stored, because every hook asks."""
 
     def add(self, saved: SavedStorage) -> None:
-        """The calling thread saves it now, in an op that has not ended."""
+        """Add a storage that the calling thread saves now, in an op that has not ended."""
         saved.op_is_over = False
         self._fresh.append((saved, current_operator()))
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of those that wait for more of their kind."""
+        """Bytes of the small storages that wait for more of their kind."""
         return self._small_bytes
 
     @property
     def fresh_bytes(self) -> int:
-        """Bytes of what was saved by operators that are not known to be over."""
+        """Bytes saved by operators that are not known to be over."""
         return sum(saved.nbytes for saved in {saved for saved, _ in self._fresh})
 
     def finished(self) -> list[SavedStorage]:
-        """Saves whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its end.
+        """Storages whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its
+        end.
 
         Note [Swap-out].
         """
@@ -110,7 +111,7 @@ class SwapOuts:
         return list(over)
 
     def swap_out(self, saved: SavedStorage) -> None:
-        """By the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
+        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
         if isinstance(saved, SavedPart):
@@ -128,7 +129,8 @@ class SwapOuts:
             self._small_bytes += saved.nbytes
 
     def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        """Queue the copy of its last bytes; the plan says when its memory goes. Where the host takes no more it stays."""
+        """Queue the copy of its last bytes; the plan says when its memory is reclaimed. Where the host takes no more it
+        stays."""
         try:
             if last_bytes == saved.nbytes:
                 self._swap_out(saved)
@@ -140,19 +142,19 @@ class SwapOuts:
             self._budget.planned.add(saved)
 
     def pack_waiting(self) -> None:
-        """Pack the small ones that wait, once they fill a group, the link is idle, or it is not known what comes next."""
+        """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
         if not self._small:
             return
         if self._small_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
-        """The step is over: those that went another way wait no more."""
+        """Forget the waiting storages that left the device in another way; called at the end of a step."""
         self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
         self._small_bytes = sum(saved.nbytes for saved in self._small)
 
     def pack_small(self) -> None:
-        """One kernel packs the small storages that wait for it; their memory goes at once, one copy takes them out."""
+        """Pack the small storages that wait, by one kernel; their memory goes at once, one copy takes them out."""
         waiting, self._small, self._small_bytes = self._small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
@@ -165,7 +167,7 @@ class SwapOuts:
                 self._pack(together)  # else they stay, one by one within reach of the budget's budget
 
     def swap_out_alone(self, saved: SavedStorage) -> None:
-        """Queue its copy out, and what follows it; where the host takes no more it stays."""
+        """Queue its copy out alone; where the host takes no more it stays."""
         try:
             self._swap_out(saved)
         except (HostMemoryExhausted, TransferFailed) as refusal:
@@ -193,7 +195,7 @@ class SwapOuts:
             saved.swap_out(pageable=True)
 
     def _encoding_for(self, saved: SavedStorage) -> Encoding | None:
-        """In which shorter form it should cross, if the rule asks for one."""
+        """The shorter form in which it should cross, if the rule asks for one."""
         if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
             return None
         if saved.device.data_ptr() % UNIT_BYTES:
@@ -216,7 +218,7 @@ class SwapOuts:
             self.swap_out_alone(group)
 
     def _gather(self, saved: SavedPart) -> None:
-        """Leave the rest of its storage behind; where there is no memory for that, all of it moves."""
+        """Gather the view and free the rest of its storage; where there is no memory for that, all of it moves."""
         with suppress(torch.OutOfMemoryError):
             saved.gather(self._context.streams.current())
             self._context.metrics.totals.gathers += 1

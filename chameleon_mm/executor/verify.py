@@ -1,9 +1,9 @@
-"""Verify mode: what goes out against what comes back, by checksum, on the device.
+"""Verify mode: compares what goes out with what comes back, by checksum, on the device.
 
     checksums = Checksums(device, scratch_bytes(budget))      # all the device memory that it ever takes
-    seal = StorageChecksum(t, step, checksums)  # at save: which tensor, by which operator, in which step
-    seal.close(buffer)               # when its copy out is queued
-    seal.check(buffer)               # when it is used again: SwapMismatch if one bit differs
+    checksum = StorageChecksum(t, step, checksums)  # at save: which tensor, by which operator, in which step
+    checksum.record(buffer)          # when its copy out is queued
+    checksum.verify(buffer)          # when it is used again: SwapMismatch if one bit differs
 
 Costs a pass over the bytes each way and a host sync for every check: for finding out, not for training.
 """
@@ -24,7 +24,7 @@ _ODD = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed odd number: neig
 _ODD_OF_TAIL = 0x2545F4914F6CDD1D  # another, so that no word is weighted as the bytes behind the last whole one are
 
 _SUMS = 512
-"""Checksums that are kept on the device; those beyond are read by the host at once."""
+"""Number of checksums that are kept on the device; those beyond are read by the host at once."""
 
 _LEAST_BYTES = 16 * KIB
 _MOST_BYTES = 16 * MIB
@@ -43,7 +43,7 @@ class Checksums:
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        """`nbytes`: all that is taken; 16 KiB or more."""
+        """`nbytes`: all the device memory that is taken; 16 KiB or more."""
         self.nbytes = max(nbytes, _LEAST_BYTES) // _WORD_BYTES * _WORD_BYTES
         self._device = device
         self._piece_words = (self.nbytes // _WORD_BYTES - _SUMS - 2) // 2
@@ -68,18 +68,18 @@ class Checksums:
         return self._read(self._take(buffer, _SUMS))
 
     def start(self, buffer: Tensor) -> ChecksumSlot:
-        """Checksum as `of` takes it, without a wait as long as there is room for it."""
+        """Take a checksum as `of` does, without a wait as long as there is a free slot for it."""
         if not self._free:
             return ChecksumSlot(self, None, self.of(buffer))
         slot = self._free.popleft()
         return ChecksumSlot(self, self._take(buffer, slot), 0)
 
     def read(self, slot: int) -> int:
-        """A kept one. The host waits for it."""
+        """Value in a slot. The host waits for it."""
         return self._read(slot)
 
     def free_slot(self, slot: int) -> None:
-        """Nobody asks for it any more. Any thread may say so, at any moment."""
+        """Free a slot. Any thread may do so, at any moment."""
         self._free.append(slot)
 
     def _take(self, buffer: Tensor, slot: int) -> int:
@@ -119,7 +119,7 @@ class Checksums:
 
 
 class ChecksumSlot:
-    """A checksum, on the device, or on the host where there was no room. Its end gives its place back."""
+    """A checksum on the device, or on the host where no slot was free. Its end frees its slot."""
 
     __slots__ = ("_checksums", "_slot", "_sum")
 
@@ -129,7 +129,7 @@ class ChecksumSlot:
         self._sum = known
 
     def read(self) -> int:
-        """The host waits for it."""
+        """Value of the checksum. The host waits for it."""
         return self._sum if self._slot is None else self._checksums.read(self._slot)
 
     def __del__(self) -> None:
@@ -138,7 +138,7 @@ class ChecksumSlot:
 
 
 class StorageChecksum:
-    """The checksum of one saved storage, and what to call it."""
+    """The checksum of one saved storage, and a description of the storage for the error."""
 
     __slots__ = ("_checksums", "_sum", "_what")
 

@@ -1,4 +1,4 @@
-"""A saved wrapper subclass by what it wraps: each inner tensor is saved as one of its own would be."""
+"""Saves a wrapper subclass by the tensors that it wraps, each as one of its own would be."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chameleon_mm.executor.handles import Handle, KeptTensor, WrapperHandle
 
 
 def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
-    """A wrapper by what it wraps, each part saved by `save`; None if it cannot be taken apart or nothing of it would move."""
+    """Save each tensor that the wrapper `t` wraps by `save`; None if it cannot be unwrapped or nothing of it would move."""
     unwrapped_parts = unwrapped(t)
     if unwrapped_parts is None:
         return None

@@ -1,4 +1,4 @@
-"""What an allocator of pinned blocks is, and what is put around one.
+"""The interface of an allocator of pinned blocks, and the base class of wrappers around one.
 
     class Counting(AllocatorWrapper):
         def allocate(self, nbytes, stream=None):               # bytes, or text: `block_nbytes(nbytes)` is a number
@@ -47,7 +47,7 @@ class Allocator(Protocol):
         """
 
     def stats(self) -> Stats:
-        """What it holds now."""
+        """Statistics of what it holds now."""
 
 
 def block_nbytes(nbytes: int | str) -> int:
@@ -76,11 +76,11 @@ class AllocatorWrapper:
         return self._inner.device
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """As `Allocator.allocate`."""
+        """Allocate as `Allocator.allocate` does."""
         return self._lend(self._inner.allocate(nbytes, stream))
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """For blocks alone: the inner block goes back with the outer one's events. Takes no lock, calls no device."""
+        """Release the inner block with the outer one's events; called by blocks alone. Takes no lock, calls no device."""
         self._take_inner(ticket, events).release()
 
     def stats(self) -> Stats:
@@ -99,7 +99,7 @@ class AllocatorWrapper:
         return f"<{type(self).__name__} around {self._inner!r}>"
 
     def _take_inner(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
-        """The inner block of one that was released: with its events, still to be released."""
+        """Return the inner block of one that was released: with its events, still to be released."""
         inner = self._lent.pop(ticket[0])
         inner.set_pending(events)
         return inner

@@ -1,4 +1,4 @@
-"""How much host memory is left, as of a moment ago, for whoever asks often.
+"""Host memory that is left, as of a moment ago, for whoever asks often.
 
     memory = AvailableMemory()
     memory.read(taking=nbytes)      # reads the files again after 10 ms, or once 1/16 of the last answer has been taken
@@ -14,11 +14,11 @@ import time
 from chameleon_mm.pinned.host_memory import available_host_bytes
 
 FRESH_S = 0.01
-"""How long an answer is good for. Then reading costs a twentieth of one processor at most, and other processes, writing memory
-at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a reserve."""
+"""Seconds for which an answer is good. Reading then costs a twentieth of one processor at most, and other processes, writing
+memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a reserve."""
 
 TRUSTED_SHARE = 16
-"""Of an answer 1/16 may be taken before it is asked for again: what the asker itself takes is known at once only so."""
+"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
 
 
 class AvailableMemory:

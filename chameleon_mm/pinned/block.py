@@ -36,12 +36,12 @@ host memory it is ordinary memory, and torch asks the driver, not the capsule, w
 
 
 Ticket = tuple[int, int | None]
-"""A block's right to be returned, once: its serial number, and its offset, None for a block that has no address. Not a
-NamedTuple, which takes 0.4 us to make, a tenth of what a block may take in all."""
+"""Right to release a block, once: its serial number, and its offset, None for a block that has no address. Not a NamedTuple,
+which takes 0.4 us to make, a tenth of what a block may take in all."""
 
 
 class Owner(Protocol):
-    """Who makes blocks, and gets them back."""
+    """Owner of blocks, which makes them and is told of their release."""
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
@@ -113,12 +113,14 @@ class PinnedBlock:
         return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self._nbytes), "tensor"), sizes, dtype)
 
     def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """As `tensor`, as an array. Raises `ValueError` for a dtype of Python objects too."""
+        """The memory as a NumPy array, under the conditions of `tensor`. Raises `ValueError` for a dtype of Python objects
+        too."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
         return as_array(self._view(array_nbytes(sizes, kind, self._nbytes), "numpy"), sizes, kind)
 
     def as_memoryview(self) -> memoryview:
-        """As `tensor`: all `nbytes`, flat and writable. From Python 3.12 on, `memoryview(block)` is the same."""
+        """The memory as a memoryview: all `nbytes`, flat and writable, under the conditions of `tensor`. From Python 3.12 on,
+        `memoryview(block)` is the same."""
         return memoryview(self._bytes("as_memoryview"))
 
     def __buffer__(self, flags: int) -> memoryview:
@@ -194,14 +196,12 @@ class PinnedBlock:
         self._return(ticket, self._unmet + self._met if after is None else (*self._unmet, after))
 
     def set_pending(self, events: tuple[Event, ...]) -> None:
-        """For an allocator that has this block's memory back from whoever it was lent to: `events` are all that is pending.
-
-        Whether it is released then, later or dropped, they are handed on. One step, safe in finalizers.
-        """
+        """Set all pending events to `events`, for an allocator that has this block's memory back from whoever it was lent
+        to."""
         self._unmet = events
 
     def lend(self, owner: Owner, serial: int = 0, start: int = 0, nbytes: int | None = None) -> PinnedBlock:
-        """A block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
+        """Make a block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
 
         It takes over what is known of earlier users, so that this one has nothing pending until `set_pending` says what
         `owner.take_back` was told; then this one may be released. `serial` tells the owner's blocks apart. Raises
@@ -229,11 +229,12 @@ class PinnedBlock:
         self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
-        """All of it as an array, for the protocols. Any: its type declares them only for some versions of Python and NumPy."""
+        """All of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python and
+        NumPy."""
         return np.asarray(self._view(self._nbytes, what))
 
     def _view(self, nbytes: int, what: str) -> BlockView:
-        """What a view of the first `nbytes` holds. The host waits, as it is about to look."""
+        """Array of the first `nbytes`, which a view holds. The host waits, as it is about to look."""
         self._check_live(what)
         self.synchronize()
         views = self._views

@@ -31,18 +31,18 @@ from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper, Stats, bl
 from chameleon_mm.pinned.block import LentBlock, PinnedBlock, Ticket
 
 ZONE_BYTES = 4096
-"""On each side: a page, so that blocks lie on pages as they do without the wrapper."""
+"""Size of the zone on each side: a page, so that blocks lie on pages as they do without the wrapper."""
 
 _ZONE_BYTE = 0xA5
 POISON_BYTE = 0xFF
-"""Every float type's NaN, every integer type's -1: what shows most when it is read."""
+"""Byte that fills unwritten memory, every float type's NaN, every integer type's -1: what shows most when it is read."""
 
 _FRAMES = 4
 
 
 @dataclass(slots=True, eq=False)
 class _Guarded:
-    """An inner block, and what lies in it where."""
+    """An inner block, and where the zones and the user's bytes lie in it."""
 
     inner: PinnedBlock
     nbytes: int
@@ -57,7 +57,7 @@ class _Guarded:
         held[ZONE_BYTES + self.nbytes :] = _ZONE_BYTE
 
     def damage(self) -> str:
-        """Which bytes of the zones were written; "" for none."""
+        """Text that tells which bytes of the zones were written; "" for none."""
         held = self._bytes()
         held = np.concatenate((held[:ZONE_BYTES], held[ZONE_BYTES + self.nbytes :]))
         written = np.flatnonzero(held != _ZONE_BYTE)
@@ -87,7 +87,7 @@ class _CheckedBlock(LentBlock):
         self._released_at = "a place unknown"
 
     def release(self, after: Event | None = None) -> None:
-        """As `PinnedBlock.release`, but a second call raises `BlockReleasedError`."""
+        """Release as `PinnedBlock.release` does, but raise `BlockReleasedError` at a second call."""
         if self.released:
             raise BlockReleasedError(
                 f"release: expected a live block, got one of {self.nbytes} bytes, allocated at {self._allocated_at}, that was "
@@ -112,7 +112,7 @@ class CheckingAllocator(AllocatorWrapper):
         self._waiting: list[_Guarded] = []
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """As `Allocator.allocate`. Raises `BlockCorruptedError`, once, for what was found since the last call."""
+        """Allocate as `Allocator.allocate` does. Raises `BlockCorruptedError`, once, for what was found since the last call."""
         nbytes = block_nbytes(nbytes)
         self._settle(wait=False)
         padded = nbytes + 2 * ZONE_BYTES
@@ -133,7 +133,8 @@ class CheckingAllocator(AllocatorWrapper):
         return _CheckedBlock(inner, self, serial, nbytes, guarded.allocated_at)
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """For blocks alone. Raises `BlockReleasedError` for a ticket that is not a live block's of this allocator."""
+        """Note the release of a block; called by blocks alone. Raises `BlockReleasedError` for a ticket that is not a live
+        block's of this allocator."""
         guarded = self._guarded.pop(ticket[0], None)
         if guarded is None:
             raise BlockReleasedError(
@@ -148,16 +149,16 @@ class CheckingAllocator(AllocatorWrapper):
         self._settle(wait=True)
 
     def stats(self) -> Stats:
-        """The inner allocator's, zones included. Raises `BlockCorruptedError`."""
+        """Statistics of the inner allocator, zones included. Raises `BlockCorruptedError`."""
         self._settle(wait=False)
         return self._inner.stats()
 
     def close(self) -> None:
-        """As `check`: afterwards the inner allocator has back every block that was released."""
+        """Check all blocks as `check` does: afterwards the inner allocator has back every block that was released."""
         self.check()
 
     def _settle(self, *, wait: bool) -> None:
-        """Blocks whose last device work is complete: looked at, poisoned, given back."""
+        """Check, poison and release the blocks whose last device work is complete."""
         found = []
         with self._lock:
             while self._returned:
@@ -178,7 +179,7 @@ class CheckingAllocator(AllocatorWrapper):
 
 
 def _where() -> str:
-    """The frames outside of this module, innermost first. Text, for a frame kept would keep what it holds."""
+    """Text of the frames outside of this module, innermost first: a frame kept would keep what it holds."""
     frame: FrameType | None = sys._getframe(1)
     places: list[str] = []
     while frame is not None and len(places) < _FRAMES:

@@ -28,11 +28,12 @@ from chameleon_mm.units import GIB, MIB, format_size, round_up
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB
-"""Large enough that blocks waste little at a chunk's end, small enough to pin in a fraction of a second and to give back."""
+"""Size of a chunk, large enough that blocks waste little at its end, small enough to pin in a fraction of a second and to
+free."""
 
 SMALLEST_CHUNK_BYTES = 16 * MIB
-"""Where growth starts, if no chunk size was asked for. Each registration costs the driver a fixed time, and there are about
-65,000 of them; both are out of sight from here on."""
+"""Size at which growth starts, if no chunk size was asked for. Each registration costs the driver a fixed time, and there are
+about 65,000 of them; both are out of sight from here on."""
 
 GROWTH_SHARE = 16
 """A chunk is at most about 1/16 of what is reserved before it, if no chunk size was asked for: the last one is what overshoots,
@@ -85,7 +86,7 @@ class Chunks:
 
     @property
     def hold_memory(self) -> bool:
-        """Whether there is anything to give back."""
+        """Whether there is any chunk to free."""
         return bool(self._chunks or self._arrived or self._leaving)
 
     @property
@@ -94,7 +95,7 @@ class Chunks:
         return DEFAULT_CHUNK_BYTES if self._chunk_bytes is None else self._chunk_bytes
 
     def of(self, offset: int) -> Chunk:
-        """The chunk that the block at `offset` lies in."""
+        """Chunk that the block at `offset` lies in."""
         return self._chunks[bisect_right(self._bases, offset) - 1]
 
     def room(self, limit: int) -> int:
@@ -110,7 +111,7 @@ class Chunks:
             self._arrived.extend(map(self.device.alloc_pinned, (nbytes,)))
 
     def admit(self) -> None:
-        """Take in what was pinned."""
+        """Add a chunk that was pinned."""
         while self._arrived:
             self._add(self._arrived.popleft())
 
@@ -126,15 +127,7 @@ class Chunks:
         )
 
     def make_room(self, nbytes: int, limit: int) -> int:
-        """Bytes of the next chunk, which is to hold a request of `nbytes` that no free block does.
-
-        Unused chunks that the device is done with are detached for it, up to as much as it needs, and the new one is as large
-        as they were: call `give_back` before `pin`. Kept beside it, chunks too small for today's requests add up where lengths
-        vary: in a model of a small GPT with a large vocabulary to 2.2 times what is live, with this to 1.1 or 1.3, as the
-        lengths come. It comes to an end, for each time the chunks become fewer. Those that the device still uses, so that
-        `give_back` has to wait, are taken only where the limit leaves no room otherwise.
-        Raises `HostMemoryExhausted`, and changes nothing, where even that is not enough.
-        """
+        """Size of the next chunk, which is to hold a request of `nbytes` that no free block does."""
         size = self.free_list.round_up(nbytes)
         if size >= REGISTRATION_LIMIT_BYTES:
             raise HostMemoryExhausted(
@@ -161,14 +154,14 @@ class Chunks:
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
 
     def detach(self, chunk: Chunk) -> None:
-        """An unused chunk is the pool's no more; `give_back` hands its memory to the device."""
+        """Take an unused chunk out of the pool; `free` hands its memory to the device."""
         self.free_list.remove_region(chunk.base)
         self._chunks.remove(chunk)
         self._bases.remove(chunk.base)
         self._leaving.append(chunk)
 
     def free(self) -> None:
-        """Detached chunks go back to the device, once that is done with them (the host waits)."""
+        """Free the detached chunks, once the device is done with them (the host waits)."""
         while self._leaving:
             self._leaving[0].pending.synchronize()  # the last device access to the chunk -> its memory goes
             chunk = self._leaving.popleft()  # before: freed twice would be worse than not at all, if an interrupt comes between
@@ -184,7 +177,7 @@ class Chunks:
             )
 
     def free_all(self) -> None:
-        """Give every chunk back, whatever it holds. All device work on them must be complete."""
+        """Free every chunk, whatever it holds. All device work on them must be complete."""
         self.admit()
         while self._chunks or self._leaving:
             self.device.free_pinned((self._chunks or self._leaving).pop().memory)

@@ -1,4 +1,4 @@
-"""How a pool gets another chunk, and gives chunks back: one thread at a time, and never under the pool's lock.
+"""Pins further chunks for a pool, and frees chunks: one thread at a time, and never under the pool's lock.
 
     with resizing:                                  # another thread pins: wait for its chunk, it may do
         with ledger.lock: carve -> done             # ... or blocks came back meanwhile
@@ -24,15 +24,15 @@ from chameleon_mm.pinned.ledger import Ledger
 from chameleon_mm.pinned.limit import MemoryLimit
 
 _POLL_S = 0.001
-"""How often a waiting `allocate` looks whether a block came back. It must look: a release may run in the middle of any line,
-also one that holds the lock which a notification would need."""
+"""Seconds between two looks of a waiting `allocate` whether a block came back. It must look: a release may run in the middle of
+any line, also one that holds the lock which a notification would need."""
 
 _LONGEST_POLL_S = 0.25
-"""How rarely at last it asks for another chunk, which costs much where the device refuses again."""
+"""The longest interval at which it asks for another chunk, which costs much where the device refuses again."""
 
 
 class Growth:
-    """Chunks for the pool whose books `ledger` are, within `limit`. Thread-safe."""
+    """Grows and shrinks the pool whose books `ledger` are, within `limit`. Thread-safe."""
 
     def __init__(self, ledger: Ledger, limit: MemoryLimit) -> None:
         self._ledger = ledger
@@ -41,7 +41,8 @@ class Growth:
         self._resizing = threading.Lock()  # taken before `ledger.lock` where both are
 
     def allocate_or_pin(self, owner: Owner, nbytes: int) -> PinnedBlock:
-        """A block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is closed."""
+        """Allocate a block, out of another chunk where need be. Raises `HostMemoryExhausted`, `PoolStateError` if the pool is
+        closed."""
         ledger, chunks, limit = self._ledger, self._chunks, self._limit
         while True:
             with self._resizing:
@@ -58,7 +59,7 @@ class Growth:
                 self._pin(wanted)
 
     def wait_for(self, owner: Owner, nbytes: int, reason: str, most_s: float) -> PinnedBlock:
-        """A block, as soon as others have released enough; `reason` is why there was none.
+        """Wait for a block that others' releases make room for; `reason` is why there was none.
 
         Raises `HostMemoryExhausted` after `most_s` seconds, and at once for what can never fit.
         """
@@ -87,7 +88,7 @@ class Growth:
         )
 
     def pin_ahead(self, most: int) -> int | None:
-        """One chunk of a reservation, of at most `most` bytes; None if the pool is closed. Raises `HostMemoryExhausted`."""
+        """Pin one chunk of a reservation, of at most `most` bytes; None if the pool is closed. Raises `HostMemoryExhausted`."""
         ledger, chunks = self._ledger, self._chunks
         with self._resizing:
             with ledger.lock:
@@ -111,10 +112,7 @@ class Growth:
             )
 
     def free_unused(self, *, wait: bool) -> int:
-        """Chunks without a block go back to the device; returns their bytes. `wait`: also those that the device still uses.
-
-        The chunk that another thread is pinning is waited for.
-        """
+        """Free the chunks without a block; returns their bytes. `wait`: also those that the device still uses."""
         ledger, chunks = self._ledger, self._chunks
         with self._resizing:
             with ledger.lock:
@@ -127,7 +125,7 @@ class Growth:
         return sum(chunk.nbytes for chunk in leaving)
 
     def _pin(self, nbytes: int) -> None:
-        """Another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
+        """Pin another chunk. Under `_resizing`, so that what leaves is gone before the limit is used up again."""
         chunks = self._chunks
         chunks.free()
         try:

@@ -1,4 +1,4 @@
-"""How much host memory may still be taken: the least of what the kernel and every control group around the process leave.
+"""Host memory that may still be taken: the least of what the kernel and every control group around the process leave.
 
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (what this process holds already + available), divided among the ranks on this machine
@@ -20,7 +20,7 @@ _MAX_RANKS_DIGITS = 6
 
 
 class _Version(NamedTuple):
-    """The files of one version of control groups."""
+    """Names of the files of one version of control groups."""
 
     limits: tuple[str, ...]
     usage: str
@@ -31,7 +31,7 @@ class _Version(NamedTuple):
     inherited: str
     """The line of memory.stat that tells the narrowest limit on the group, also of groups that cannot be seen from here."""
     conventional: tuple[str, ...]
-    """Where the hierarchy is mounted, if /proc does not tell."""
+    """Path at which the hierarchy is mounted, if /proc does not tell."""
 
 
 # memory.high refuses nothing: above it a process is held up until enough is reclaimed, and of pinned memory nothing ever is. So
@@ -136,17 +136,14 @@ def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
 
 
 def _below(path: str, mounted: str) -> list[str]:
-    """The way from the group that is `mounted` down to the one at `path`; none where `path` is somewhere else.
-
-    Then a container has not been told its path as it is mounted, and the mounted group is the best guess at its own.
-    """
+    """Groups on the way from the one that is `mounted` down to the one at `path`; none where `path` is somewhere else."""
     parts, top = _parts(path), _parts(mounted)
     way = parts[len(top) :] if parts[: len(top)] == top else []
     return [] if ".." in way else way  # a group outside of the namespace: it has no path here
 
 
 def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
-    """What each group leaves, from the end of the way up to the mount; groups that cannot be seen are skipped."""
+    """Bytes that each group leaves, from the end of the way up to the mount; groups that cannot be seen are skipped."""
     for depth in range(len(way), -1, -1):
         group = mount.joinpath(*way[:depth])
         stat = _stat(group)
@@ -167,7 +164,7 @@ def _parts(path: str) -> list[str]:
 
 
 def _unescape(path: str) -> str:
-    r"""The kernel writes a space as \040, and likewise what else would end a field."""
+    """Replace \040 by a space, and likewise what else the kernel escapes because it would end a field."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 

@@ -15,7 +15,8 @@ from chameleon_mm.device.protocols import Event
 
 
 class LateEvent:
-    """Complete when everything is that `record` gives an event for, called once somebody asks. Thread-safe."""
+    """An event that stands for others: complete when everything is that `record` gives an event for, called once somebody asks.
+    Thread-safe."""
 
     __slots__ = ("_events", "_record")
 
@@ -25,7 +26,7 @@ class LateEvent:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """The real ones, for a stream to wait on."""
+        """The real events, for a stream to wait on."""
         if self._events is None:
             self._events = self._record()  # by two threads at once: either's will do
         return self._events
@@ -42,7 +43,7 @@ class LateEvent:
 
 
 def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
-    """`events`, the late ones replaced by those that they stand for: what a stream of the device can wait on."""
+    """Replace the late events in `events` by those that they stand for: what a stream of the device can wait on."""
     for event in events:  # not `any`, whose generator takes longer than all of the rest
         if type(event) is LateEvent:
             break

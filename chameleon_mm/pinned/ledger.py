@@ -1,4 +1,4 @@
-"""What one pool holds, hands out and gets back: its books, behind one lock.
+"""The books of one pool, behind one lock: what it holds, hands out and gets back.
 
 with ledger.lock:                       # held for microseconds: nothing slow of the device is called under it
     ledger.drain()                      # released blocks back to the free list, their events beside them
@@ -61,7 +61,7 @@ class Ledger:
             raise PoolStateError(f"{what}: expected an open pool, got one that was closed; make another PinnedPool")
 
     def drain(self) -> None:
-        """Released blocks back to the free list, their events beside them."""
+        """Return released blocks to the free list, their events beside them."""
         returned = self.returned
         while returned:
             (serial, offset), events = returned.popleft()
@@ -77,7 +77,7 @@ class Ledger:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
 
     def allocate(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
-        """A block of what is reserved and free, `owner`'s; None where none is large enough."""
+        """Allocate a block of what is reserved and free, for `owner`; None where none is large enough."""
         if nbytes:
             units = self._free_list
             offset = units.allocate(nbytes)
@@ -93,7 +93,7 @@ class Ledger:
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
     def stats(self, limit_bytes: int) -> PoolStats:
-        """All of it in numbers, every release up to here counted."""
+        """Statistics of the pool, every release up to here counted."""
         self.drain()
         self.pageable.drop_complete()
         return PoolStats(

@@ -1,4 +1,4 @@
-"""Refuses what would take a user of an allocator past a number of bytes.
+"""A limit on the bytes that a user of an allocator may hold.
 
     cache = LimitedAllocator(pool, "2GiB")        # one of several users of a pool, each with a share
     cache.allocate(nbytes)                        # HostMemoryExhausted where its live blocks would pass 2 GiB
@@ -20,10 +20,7 @@ from chameleon_mm.units import format_size, parse_size
 
 
 class LimitedAllocator(AllocatorWrapper):
-    """`inner`, up to `max_bytes` (int bytes or "2GiB") in live blocks. Thread-safe where `inner` is.
-
-    Raises `ValueError` and `TypeError` for a size that is none.
-    """
+    """An allocator that limits `inner` to `max_bytes` (int bytes or "2GiB") in live blocks. Thread-safe where `inner` is."""
 
     def __init__(self, inner: Allocator, max_bytes: int | str) -> None:
         super().__init__(inner)
@@ -44,7 +41,7 @@ class LimitedAllocator(AllocatorWrapper):
             return self._live_bytes
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """As `Allocator.allocate`. Raises `HostMemoryExhausted`, and asks `inner` for nothing, past the limit."""
+        """Allocate as `Allocator.allocate` does. Raises `HostMemoryExhausted`, and asks `inner` for nothing, past the limit."""
         nbytes = block_nbytes(nbytes)
         with self._lock:
             self._drain()

@@ -18,7 +18,8 @@ from chameleon_mm.pinned.block import PinnedBlock, Ticket
 
 
 class LockedAllocator(AllocatorWrapper):
-    """`inner`, called by one thread at a time. Releases reach it with the next call: `close` is one, for the last of them."""
+    """An allocator that lets one thread at a time call `inner`. Releases reach it with the next call: `close` is one, for the
+    last of them."""
 
     def __init__(self, inner: Allocator) -> None:
         super().__init__(inner)
@@ -39,7 +40,7 @@ class LockedAllocator(AllocatorWrapper):
             return self._inner.stats()
 
     def close(self) -> None:
-        """Hand on the releases up to here."""
+        """Pass on the releases up to here."""
         with self._lock:
             self._drain()
 

@@ -34,7 +34,7 @@ class MallocMemory:
         self.ptr = block.buffer.data_ptr() if block.nbytes else 0
 
     def free(self) -> None:
-        """Give the memory back. A second call does nothing. Raises `BlockInUseError` while views of the block live."""
+        """Free the memory. A second call does nothing. Raises `BlockInUseError` while views of the block live."""
         self.block.release()
         self.ptr = self.size = 0
 
@@ -100,7 +100,7 @@ class PinnedMalloc(AllocatorWrapper):
         inner.release()
 
     def free_all_blocks(self) -> None:
-        """Give the pool's unused chunks back; those that the device is still at work on stay, as the host does not wait."""
+        """Free the pool's unused chunks; those that the device is still at work on stay, as the host does not wait."""
         self._pool.trim()
         with self._lock:
             self._freed.clear()
@@ -108,7 +108,7 @@ class PinnedMalloc(AllocatorWrapper):
             self._ends.clear()
 
     def n_free_blocks(self) -> int:
-        """Blocks freed since the last `free_all_blocks` of whose bytes none was given out by `malloc` again."""
+        """Number of blocks freed since the last `free_all_blocks` of whose bytes none was given out by `malloc` again."""
         with self._lock:
             self._drain()
             return len(self._starts)
@@ -128,7 +128,7 @@ class PinnedMalloc(AllocatorWrapper):
             self._ends[start] = end
 
     def _forget(self, start: int, end: int) -> None:
-        """Free blocks with a byte in [start, end) are free no longer."""
+        """Forget the free blocks with a byte in [start, end): they are free no longer."""
         starts = self._starts
         first = bisect_left(starts, start)
         if first and self._ends[starts[first - 1]] > start:

@@ -59,7 +59,7 @@ class PageableLedger:
 
     @property
     def nbytes(self) -> int:
-        """Held now: live blocks, and those whose last event was not complete when the ledger looked last."""
+        """Bytes held now: live blocks, and those whose last event was not complete when the ledger looked last."""
         return self._nbytes
 
     @property
@@ -78,7 +78,7 @@ class PageableLedger:
         self._peak_bytes = max(self._peak_bytes, self._nbytes)
 
     def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
-        """The block was released: its memory stays until `events` are complete."""
+        """Note that the block was released: its memory stays until `events` are complete."""
         memory = self._live.pop(serial)
         if events:
             self._ending.append((memory, events))
@@ -86,17 +86,17 @@ class PageableLedger:
             self._nbytes -= memory.numel()
 
     def drop_complete(self) -> None:
-        """Drop the memory of released blocks that the device is done with. The host does not wait."""
+        """Free the memory of released blocks that the device is done with. The host does not wait."""
         kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
         self._nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
         self._ending = kept
 
     def ending(self) -> list[Event]:
-        """The events that the memory of released blocks is kept for. Once they are complete, `sweep` drops all of it."""
+        """Events that the memory of released blocks is held for. Once they are complete, `drop_complete` frees all of it."""
         return [event for _, events in self._ending for event in events]
 
     def free_all(self) -> None:
-        """Drop everything. All device work on it must be complete."""
+        """Free everything. All device work on it must be complete."""
         self._live.clear()
         self._ending.clear()
         self._nbytes = 0

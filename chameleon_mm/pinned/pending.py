@@ -1,4 +1,4 @@
-"""Which free bytes the device may still be using, and until which event.
+"""Free ranges that the device may still be using, and the events until which it may.
 
     pending.add(start, end, (event,))       # a block was released: its last device work ends with `event`
     pending.take(start, end) -> (event,)    # the bytes are handed out again: whoever gets them waits
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from chameleon_mm.device.protocols import Event
 
 _SWEEP_AT = 64
-"""Ranges beyond which complete ones are looked for and dropped: a list that is rarely taken from stays short, and the search
-costs each range a constant, for it comes again only once the number that were left has doubled."""
+"""Number of ranges beyond which complete ones are looked for and dropped: a list that is rarely taken from stays short, and the
+search costs each range a constant, for it comes again only once the number that were left has doubled."""
 
 
 class PendingRanges:
@@ -43,7 +43,7 @@ class PendingRanges:
             yield from events
 
     def add(self, start: int, end: int, events: tuple[Event, ...]) -> None:
-        """Bytes [start, end), which no other range overlaps, may be in use until `events` are complete."""
+        """Add a range, [start, end), which no other range overlaps: it may be in use until `events` are complete."""
         starts = self.starts
         at = bisect_left(starts, start)
         starts.insert(at, start)
@@ -88,7 +88,7 @@ class PendingRanges:
         return _each_once(event for events in taken for event in events)
 
     def drop_complete(self) -> bool:
-        """Drop the ranges whose events are all complete. Whether none is left. The host does not wait."""
+        """Drop the ranges whose events are all complete. Returns whether none is left. The host does not wait."""
         kept = [at for at, events in enumerate(self._events) if not all(event.query() for event in events)]
         self.starts[:] = [self.starts[at] for at in kept]
         self._ends[:] = [self._ends[at] for at in kept]
@@ -96,7 +96,7 @@ class PendingRanges:
         return not kept
 
     def synchronize(self) -> None:
-        """The host waits until every range's events are complete; then nothing is pending."""
+        """Make the host wait until every range's events are complete; then nothing is pending."""
         for event in self:
             event.synchronize()
         self.starts.clear()
@@ -105,5 +105,5 @@ class PendingRanges:
 
 
 def _each_once(events: Iterable[Event]) -> tuple[Event, ...]:
-    """By identity: an event need not be hashable."""
+    """Remove duplicates, by identity: an event need not be hashable."""
     return tuple({id(event): event for event in events}.values())

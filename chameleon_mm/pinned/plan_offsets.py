@@ -26,19 +26,19 @@ from chameleon_mm.pinned.free_list import DEFAULT_ALIGNMENT
 _Integers = npt.NDArray[np.int64]
 
 _MAX_TOTAL_BYTES = 1 << 62
-"""Sums of sizes are kept in 64 bits; no arena comes near."""
+"""Bound of all sizes together: sums are computed in 64 bits; no arena comes near."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffsetPlan:
-    """Where each block of a step lies in one arena. Requests that live at the same time never overlap."""
+    """Offsets of the blocks of a step in one arena. Requests that live at the same time never overlap."""
 
     sizes: tuple[int, ...]
     """Bytes of each request, as asked for, in the order of the requests."""
     offsets: tuple[int, ...]
     """Byte offset of each request in the arena, a multiple of `alignment`."""
     arena_bytes: int
-    """What holds all of them: a multiple of `alignment`."""
+    """Size of an arena that holds all of them: a multiple of `alignment`."""
     lower_bound_bytes: int
     """The most that lives at one time, each request rounded up to `alignment`: no arena can be smaller."""
     alignment: int
@@ -96,7 +96,7 @@ def _checked(position: int, request: tuple[int, int, int]) -> tuple[int, int, in
 
 
 def _ranks(requests: Sequence[tuple[int, int, int]]) -> tuple[_Integers, _Integers]:
-    """First and last uses by their place among all uses: uses of any size, nanoseconds too, then fit 64 bits."""
+    """Ranks of first and last uses among all uses: uses of any size, nanoseconds too, then fit 64 bits."""
     uses = sorted({use for _, first, last in requests for use in (first, last)})
     rank = {use: place for place, use in enumerate(uses)}
     first = np.array([rank[first] for _, first, _ in requests], dtype=np.int64)

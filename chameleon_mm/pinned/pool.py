@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 OnFull = Literal["raise", "pageable", "wait"]
-"""What `allocate` does where the limit, or the device, gives no more pinned memory."""
+"""Reaction of `allocate` where the limit, or the device, gives no more pinned memory."""
 
 
 class PinnedPool:
@@ -111,7 +111,7 @@ class PinnedPool:
 
     @property
     def limit_bytes(self) -> int:
-        """What the pool reserves at most."""
+        """Bytes that the pool reserves at most."""
         return self._limit.nbytes
 
     # --- blocks
@@ -182,7 +182,8 @@ class PinnedPool:
         return ReplayPool(self, plan)
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """For blocks alone: note that one was released. An append is atomic, and takes no lock that its own thread may hold."""
+        """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread
+        may hold."""
         self._returned.append((ticket, events))
 
     # --- memory
@@ -216,22 +217,20 @@ class PinnedPool:
         return reservation
 
     def trim(self) -> int:
-        """Give back the chunks that hold no block and that no device work is left on; returns their bytes.
-
-        Never waits for the device, but for a chunk that another thread is pinning.
-        """
+        """Free the chunks that hold no block and that no device work is left on; returns their bytes."""
         with self._ledger.lock:
             self._ledger.drain()
             self._ledger.pageable.drop_complete()
         return self._growth.free_unused(wait=False)
 
     def stats(self) -> PoolStats:
-        """What the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's lock."""
+        """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
+        lock."""
         with self._ledger.lock:
             return self._ledger.stats(self._limit.nbytes)
 
     def close(self) -> None:
-        """Give all memory back, once the device is done with it (the host waits). A second call does nothing.
+        """Free all memory, once the device is done with it (the host waits). A second call does nothing.
 
         A reservation ends; the chunk it is pinning is waited for. In a forked child it does nothing: the memory is the
         parent's. Raises `PoolStateError`, and changes nothing, while blocks are live.
@@ -276,7 +275,7 @@ class PinnedPool:
         )
 
     def _grow_for(self, nbytes: int) -> PinnedBlock:
-        """A block where no free one is large enough: out of another chunk, else as `on_full` says."""
+        """Allocate a block where no free one is large enough: out of another chunk, else as `on_full` says."""
         try:
             return self._growth.allocate_or_pin(self, nbytes)
         except HostMemoryExhausted as refusal:
@@ -290,7 +289,7 @@ class PinnedPool:
 
 
 def _free_all(device: Device, ledger: Ledger, pid: int) -> None:
-    """Give back what a pool still held when the last reference to it, and to its blocks, went."""
+    """Free what a pool still held when the last reference to it, and to its blocks, went."""
     if os.getpid() == pid:  # in a forked child the memory is the parent's, and its device must not be called
         ledger.free_all(device)
 

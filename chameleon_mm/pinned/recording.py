@@ -1,4 +1,4 @@
-"""Every call of an allocator, a line each in a file of JSON lines; `replay_log` does the same calls again.
+"""A log of every call of an allocator, a line each in a file of JSON lines; `replay_log` does the same calls again.
 
     with RecordingAllocator(pool, "calls.jsonl") as recorded:
         train(recorded)
@@ -59,7 +59,7 @@ class RecordingAllocator(AllocatorWrapper):
         self._file.write(_line({"log": LOG_FORMAT}))
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """As `Allocator.allocate`. Raises `PoolStateError` once closed."""
+        """Allocate as `Allocator.allocate` does. Raises `PoolStateError` once closed."""
         if self._file.closed:
             raise PoolStateError("allocate: expected an open recording, got one that was closed; use its inner allocator")
         nbytes = block_nbytes(nbytes)

@@ -38,11 +38,11 @@ in the place of a planned one: a step whose middle changed is found again at its
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayStats:
-    """What a `ReplayPool` did so far and holds now. All sizes in bytes."""
+    """Statistics of a `ReplayPool`: what it did so far and holds now. All sizes in bytes."""
 
     arena_bytes: int
     lower_bound_bytes: int
-    """What no arena for this plan could be smaller than."""
+    """Lower bound of an arena for this plan."""
     live_bytes: int
     """Live blocks in the arena, each rounded up to the plan's alignment."""
     num_live: int
@@ -102,18 +102,15 @@ class ReplayPool:
         return self._plan
 
     def begin_step(self) -> None:
-        """Expect the plan's first request next. Blocks of earlier steps stay what they are; their bytes are not given twice."""
+        """Expect the plan's first request next. Blocks of earlier steps stay; their bytes are not given twice."""
         with self._lock:
             self._expected = 0
             self._skipped.clear()
             self._since_match = 0
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
-        """As `PinnedPool.allocate`, at the planned offset where the plan foresaw this request, else from the pool.
-
-        `stream` waits for the earlier users of the bytes; the host does not. Raises what the pool's `allocate` raises, and
-        `PoolStateError` once closed.
-        """
+        """Allocate as `PinnedPool.allocate` does, at the planned offset where the plan foresaw this request, else from the
+        pool."""
         if type(nbytes) is not int:
             nbytes = block_nbytes(nbytes)
         with self._lock:
@@ -133,11 +130,13 @@ class ReplayPool:
         return block
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        """For blocks alone: note that one was released. An append is atomic, and takes no lock that its own thread may hold."""
+        """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread
+        may hold."""
         self._returned.append((ticket, events))
 
     def stats(self) -> ReplayStats:
-        """What was served and what is live, every release up to here counted. Not for finalizers: it takes a lock."""
+        """Statistics of what was served and what is live, every release up to here counted. Not for finalizers: it takes a
+        lock."""
         with self._lock:
             self._drain()
             return ReplayStats(
@@ -151,11 +150,7 @@ class ReplayPool:
             )
 
     def close(self) -> None:
-        """Give the arena back to the pool, with the events that are left on it. Never waits. A second call does nothing.
-
-        Blocks that the pool served are the pool's. Raises `PoolStateError`, and changes nothing, while blocks of the arena are
-        live.
-        """
+        """Release the arena, with the events that are left on it. Never waits. A second call does nothing."""
         with self._lock:
             self._drain()
             if self._ends:
@@ -246,10 +241,7 @@ class ReplayPool:
 
 
 def _release_arena(arena: PinnedBlock, pending: PendingRanges, returned: deque[tuple[Ticket, tuple[Event, ...]]]) -> None:
-    """The arena to its pool, once no block of it lives: whoever gets its bytes next waits for every event left on them.
-
-    Takes no lock and calls no device: it runs in finalizers too.
-    """
+    """Release the arena once no block of it lives: whoever gets its bytes next waits for every event left on them."""
     events = [event for _, last in returned for event in last]
     events += pending
     arena.set_pending(tuple({id(event): event for event in events}.values()))

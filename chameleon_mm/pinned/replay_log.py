@@ -1,4 +1,4 @@
-"""Does again, on any allocator, what `RecordingAllocator` wrote down.
+"""Replays on any allocator what `RecordingAllocator` logged.
 
     replay_log("calls.jsonl", StatisticsAllocator(PinnedPool("4GiB", "sim"))) -> LogReplay(allocations=..., peak_bytes=...)
 
@@ -20,13 +20,13 @@ from chameleon_mm.pinned.recording import LOG_FORMAT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogReplay:
-    """What a replay did."""
+    """Counts of a replay."""
 
     allocations: int
     releases: int
-    """By the log, not counting those at its end."""
+    """Releases by the log, not counting those at its end."""
     refusals: int
-    """In the log: requests that its allocator refused. They are not made again."""
+    """Requests that the logged allocator refused. They are not made again."""
     peak_bytes: int
     """The most bytes in live blocks, as asked for."""
 

@@ -1,4 +1,4 @@
-"""Memory on its way, ahead of need.
+"""Pins memory ahead of need, chunk by chunk.
 
 reservation = pool.reserve("8GiB", background=True)     # a thread pins it chunk by chunk; allocations that fit go on
 ...
@@ -16,14 +16,14 @@ from collections.abc import Callable
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
-"""`(done_bytes, total_bytes)`, called after each chunk on the thread that pins."""
+"""Called with `(done_bytes, total_bytes)` after each chunk, on the thread that pins."""
 
 PinNext = Callable[[int], int | None]
-"""Pin a chunk of at most so many bytes; returns its bytes, None where there is no pool to pin for any more."""
+"""Pins a chunk of at most so many bytes; returns its bytes, None where there is no pool to pin for any more."""
 
 
 class Reservation:
-    """How far `pool.reserve` has come. Any thread may ask."""
+    """Progress of a `pool.reserve`. Any thread may ask."""
 
     def __init__(self, total_bytes: int, progress: Progress | None = None) -> None:
         self._total_bytes = total_bytes
@@ -35,7 +35,7 @@ class Reservation:
 
     @property
     def total_bytes(self) -> int:
-        """What was asked for, in whole units."""
+        """Bytes that were asked for, in whole units."""
         return self._total_bytes
 
     @property
@@ -53,7 +53,7 @@ class Reservation:
         self._cancelled = True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait, at most `timeout` seconds, until it has ended. Whether it has.
+        """Wait, at most `timeout` seconds, until it has ended. Returns whether it has.
 
         Raises what ended it early: `HostMemoryExhausted` past the limit or where the device pins no more, or what `progress`
         raised. Cancelled, or its pool closed, it ends without an error and with less than `total_bytes`.
@@ -71,14 +71,14 @@ class Reservation:
         return f"<Reservation {state}: {self._reserved_bytes} of {self._total_bytes} bytes>"
 
     def carry_out(self, pin_next: PinNext) -> None:
-        """For pools alone: pin chunk after chunk. Raises what ended it early."""
+        """Pin chunk after chunk; called by pools alone. Raises what ended it early."""
         try:
             self._pin_all(pin_next)
         finally:
             self._ended.set()
 
     def carry_out_aside(self, pin_next: PinNext) -> None:
-        """As `carry_out`, on a thread of its own: `wait` raises what ended it early."""
+        """Pin as `carry_out` does, on a thread of its own: `wait` raises what ended it early."""
         try:
             self._pin_all(pin_next)
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits

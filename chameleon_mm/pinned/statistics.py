@@ -20,7 +20,7 @@ from chameleon_mm.pinned.block import PinnedBlock, Ticket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationStats:
-    """What went through so far, and what is live. Sizes in bytes, as asked for."""
+    """Counts of what went through an allocator so far, and what is live. Sizes in bytes, as asked for."""
 
     allocations: int
     releases: int
@@ -29,7 +29,7 @@ class AllocationStats:
     num_live: int
     live_bytes: int
     total_bytes: int
-    """Of all blocks ever given."""
+    """Bytes of all blocks ever given."""
     peak_num_live: int
     peak_live_bytes: int
     sizes: dict[int, int]
@@ -77,7 +77,7 @@ class StatisticsAllocator(AllocatorWrapper):
         inner.release()
 
     def stats(self) -> AllocationStats:
-        """What went through, every release up to here counted. Not for finalizers: it takes a lock."""
+        """Statistics of what went through, every release up to here counted. Not for finalizers: it takes a lock."""
         with self._lock:
             self._drain()
             return AllocationStats(

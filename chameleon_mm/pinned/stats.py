@@ -1,4 +1,4 @@
-"""What a pool holds, as numbers at one moment.
+"""Statistics of a pool: what it holds at one moment.
 
     pool.stats().to_dict() -> {"live_bytes": 8192, "requested_bytes": 5000, "reserved_bytes": 1073741824, ...}
 
@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """`requested_bytes <= live_bytes <= reserved_bytes <= limit_bytes`, always. All sizes in bytes."""
+    """Statistics of a pool: `requested_bytes <= live_bytes <= reserved_bytes <= limit_bytes`, always. All sizes in bytes."""
 
     limit_bytes: int
-    """What the pool may reserve at most."""
+    """Bytes that the pool may reserve at most."""
     reserved_bytes: int
-    """Chunks got from the device now."""
+    """Bytes of the chunks got from the device now."""
     live_bytes: int
-    """Live blocks, each rounded up to the alignment."""
+    """Bytes of live blocks, each rounded up to the alignment."""
     requested_bytes: int
-    """Live blocks, as asked for."""
+    """Bytes of live blocks, as asked for."""
     peak_live_bytes: int
     """The most `live_bytes` has been. A release counts from the pool's next call on: the pool is not told in between."""
     peak_reserved_bytes: int

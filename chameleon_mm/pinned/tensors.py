@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class BlockView:
-    """What every view of a block comes down to: `nbytes` at `address`, and the block that they belong to."""
+    """A view of a block, which every other view comes down to: `nbytes` at `address`, and the block that they belong to."""
 
     __slots__ = ("__array_interface__", "__weakref__", "block")
 
@@ -115,7 +115,7 @@ def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: 
 
 
 def array_nbytes(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int) -> int:
-    """As `tensor_nbytes`, of an array."""
+    """Bytes of an array, checked as `tensor_nbytes` checks."""
     return _nbytes("numpy", shape, dtype.itemsize, dtype, limit)
 
 

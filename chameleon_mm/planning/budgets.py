@@ -17,10 +17,10 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.units import format_size_up, parse_size
 
 HIDDEN_WITHIN = 1e-3
-"""Of the step: all copies count as hidden where it takes no more than this share longer."""
+"""Share of the step by which it may take longer and still count as one with all copies hidden."""
 
 _TRIES = 64
-"""Steps from a budget that does not hide all copies to the unswapped peak, while one that does is sought."""
+"""Number of steps from a budget that does not hide all copies to the unswapped peak, while one that does is sought."""
 
 
 def default_budget(spec: GpuSpec) -> int:
@@ -29,10 +29,7 @@ def default_budget(spec: GpuSpec) -> int:
 
 
 def smallest_within(trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost) -> int:
-    """The smallest, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory.
-
-    peak_bytes: of `trace`, unswapped. To a MiB or a thousandth, whichever is more.
-    """
+    """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
     while True:
         budget = min(_said(budget), peak_bytes)
         try:
@@ -44,7 +41,8 @@ def smallest_within(trace: Trace, budget: int, peak_bytes: int, host_budget: int
 
 
 def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
-    """The smallest whose plan takes at most `HIDDEN_WITHIN` of the step longer: at the most `peak_bytes`, that of `trace`."""
+    """The smallest budget whose plan takes at most `HIDDEN_WITHIN` of the step longer: at the most `peak_bytes`, that of
+    `trace`."""
 
     def plan_for(budget: int) -> SwapPlan:
         return generate_plan(trace, budget, host_budget, cost)
@@ -57,5 +55,5 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
 
 
 def _said(budget: int) -> int:
-    """What `budget` is once somebody has read its text and given it back."""
+    """The budget that results when somebody reads the text of `budget` and gives it back."""
     return parse_size(format_size_up(budget))

@@ -1,4 +1,4 @@
-"""What somebody else's code raised, as one line that says where.
+"""Describes an error that somebody else's code raised, as one line that says where.
 
 with told_as("models:tiny failed"):
     models.tiny()                       # ModelUnusable: models:tiny failed: TypeError: ... (models.py:12)
@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from chameleon_mm.planning.workload import ModelUnusable
 
 _NO_SUCH_DEVICE = re.compile(r"not (compiled|linked) with", re.IGNORECASE)
-"""What torch says of devices that its build does not know, before CUDA's name or after it."""
+"""Pattern of what torch says of devices that its build does not know, before CUDA's name or after it."""
 
 _MOST_SAID = 300
-"""Characters of somebody else's message: some list all that they would have understood."""
+"""Characters of somebody else's message that are shown: some list all that they would have understood."""
 
 _OURS = Path(__file__).resolve().parents[1]
 _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib"))
@@ -30,7 +30,7 @@ _INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platl
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
+    """Context in which any error becomes a `ModelUnusable` that begins with `what` and says how to go on, if that is known."""
     try:
         yield
     except ModelUnusable:
@@ -42,7 +42,7 @@ def told_as(what: str) -> Iterator[None]:
 
 
 def said_by(error: BaseException) -> str:
-    """Its message as one line of a length to be read."""
+    """Message of an error as one line of a length to be read."""
     return textwrap.shorten(str(error).strip().removesuffix("."), _MOST_SAID, placeholder=" ...") or "no message"
 
 

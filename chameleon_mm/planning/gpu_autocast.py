@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 PLANNED_ON = "cpu"
-"""Where the tensors of a step without a GPU are."""
+"""Device of the tensors of a step without a GPU."""
 
 _PLANNED_ON = {"cuda": PLANNED_ON}
-"""By the device that autocast is asked for: the one that it is for instead."""
+"""Device for which autocast acts instead, by the one that it is asked for."""
 
 _IN_FLOAT32 = frozenset({
     "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from chameleon_mm.planning.gpu_autocast import in_float32
 
 _DROPOUT_P = 4
-"""Its place among the positional arguments of attention."""
+"""Index of dropout's probability among the positional arguments of attention."""
 
 _RMS_NORMS = (F.rms_norm, torch.rms_norm)
 

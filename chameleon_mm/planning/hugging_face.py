@@ -21,7 +21,7 @@ from chameleon_mm.planning.failures import said_by, told_as
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 
 _MOST_TOKENS = 4096
-"""Of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""
+"""Tokens of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""
 
 
 def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype) -> Build:

@@ -47,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention, each head of k and v shared by heads / kv_heads of q."""
+    """Causal self-attention, in which each head of k and v is shared by heads / kv_heads of q."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Llama(nn.Module):
 
 
 def _turned(x: Tensor) -> Tensor:
-    """Halves of the last dimension rotated against each other by a right angle."""
+    """Tensor with the halves of its last dimension rotated against each other by a right angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 

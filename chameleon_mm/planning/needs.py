@@ -1,4 +1,4 @@
-"""What a step needs device memory for, by class.
+"""Device memory that a step needs, by class of storages.
 
 for need in needs_of(trace, peak): need.name, need.most_bytes, need.at_peak_bytes
 peak_phase(trace, peak)         forward, backward or optimizer
@@ -31,9 +31,9 @@ class MemoryNeed:
 
     name: str
     most_bytes: int
-    """At once, at any time of the step."""
+    """The most bytes of this class at any time of the step."""
     at_peak_bytes: int
-    """While the step as a whole needs the most."""
+    """Bytes of this class while the step as a whole needs the most."""
 
 
 def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:

@@ -118,7 +118,8 @@ def _described(value: Any) -> str:
 
 @contextmanager
 def _working_directory_on_path() -> Iterator[None]:
-    """As `python -m` has it, and a console script has not. Modules may be imported inside the function, too."""
+    """Context that puts the working directory on the path, as `python -m` has it, and a console script has not. Modules may be
+    imported inside the function, too."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:

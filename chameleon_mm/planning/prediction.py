@@ -1,4 +1,4 @@
-"""What a step comes to within a budget, every way there is of fitting it there: predicted, by arithmetic over its trace.
+"""Predicts, by arithmetic over its trace, what a step comes to within a budget, by every way there is of fitting it there.
 
 prediction = predict(step, spec, hbm_budget, host_budget=None)
 prediction.ways             no swapping, the plan, swap everything, full recomputation: peak, stall, step time
@@ -42,13 +42,13 @@ class Way:
     name: str
     peak_bytes: int
     host_bytes: int
-    """Of pinned memory."""
+    """Bytes of pinned memory."""
     moved_bytes: int
-    """Each way over the link."""
+    """Bytes that cross the link, each way."""
     stall_us: float
-    """Compute waits for copies."""
+    """Time that compute waits for copies."""
     device_copy_us: float
-    """Compute copies within the device's memory what stays there of storages that move in part."""
+    """Time that compute copies within the device's memory what stays there of storages that move in part."""
     step_us: float
 
 
@@ -62,28 +62,28 @@ class Prediction:
     host_budget_bytes: int | None
     needs: tuple[MemoryNeed, ...]
     peak: Peak
-    """Nothing swapped."""
+    """Peak of the step, nothing swapped."""
     phase: StepPhase
-    """Of the peak."""
+    """Phase of the step in which the peak is."""
     least_phase: StepPhase
-    """Of the peak that is left where all that may be away is."""
+    """Phase of the peak that is left where all that may be away is."""
     ways: tuple[Way, ...]
-    """Nothing swapped first; then the plan, if there is one."""
+    """Ways of running the step: nothing swapped first; then the plan, if there is one."""
     smallest_budget_bytes: int
-    """That there is a plan for within the host's budget, whatever it costs in time."""
+    """The smallest budget for which there is a plan within the host's budget, whatever it costs in time."""
     hidden_budget_bytes: int
-    """The smallest whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
+    """The smallest budget whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
     least_bytes: int
-    """What is left at the peak where all that may be away is, whatever the host has room for."""
+    """Bytes that are left at the peak where all that may be away is, whatever the host has room for."""
     infeasible: str | None
-    """Why there is no plan within the budgets; None: there is one."""
+    """Reason why there is no plan within the budgets; None: there is one."""
     plan: SwapPlan | None
     timeline: Timeline | None
-    """Of `plan`."""
+    """Timeline of `plan`."""
     ideal_us: float | None
-    """T*: no plan within the budget takes less."""
+    """Bound T* of the step's time: no plan within the budget takes less."""
     mixed_ideal_us: float | None
-    """Nor does any that also makes again what it drops."""
+    """Bound of the step's time where dropped storages may also be made again."""
 
     @property
     def fits(self) -> bool:
@@ -103,7 +103,8 @@ class Prediction:
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
 
     def to_dict(self, environment: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything as plain data; all of it is predicted. `environment` comes first: device, simulated, commit, versions."""
+        """Dictionary of everything as plain data; all of it is predicted. `environment` comes first: device, simulated, commit,
+        versions."""
         trace, plan = self.step.trace, self.plan
         return {
             **environment,
@@ -147,7 +148,8 @@ def link_of(spec: GpuSpec) -> LinkCost:
 
 
 def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None) -> Prediction:
-    """What `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned memory (None: any).
+    """Prediction of what `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned
+    memory (None: any).
 
     Raises `ValueError` for a budget that is none. One that is too small is an answer: `Prediction.infeasible`.
     """

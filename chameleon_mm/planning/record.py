@@ -43,27 +43,27 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """A step, and of what."""
+    """A recorded step, with what it was recorded of."""
 
     about: str
     notes: tuple[str, ...]
     parameters_by_dtype: Mapping[str, int]
-    """How many numbers, those of which there are the most first."""
+    """Numbers of parameters by dtype, those of which there are the most first."""
     autocast: str | None
     """Dtype of the autocast that forward was put under; None: under none but the model's own."""
     optimizer: str
-    """Of `OPTIMIZERS`."""
+    """Name of the optimizer, one of `OPTIMIZERS`."""
     min_bytes: int
     trace: Trace
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers, of all dtypes."""
+        """Number of parameters, of all dtypes."""
         return sum(self.parameters_by_dtype.values())
 
     @property
     def dtype(self) -> str:
-        """Of the parameters; where they have several, all of them."""
+        """dtype of the parameters; where they have several, all of them."""
         return " and ".join(self.parameters_by_dtype)
 
 

@@ -18,7 +18,7 @@ class _NoTensorMemo(FakeTensorConverter):
     """
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
-        """Not."""
+        """Does nothing."""
 
 
 def shapes_alone() -> FakeTensorMode:

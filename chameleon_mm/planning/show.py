@@ -21,7 +21,7 @@ from chameleon_mm.trace import StepPhase
 from chameleon_mm.units import format_size, format_size_up, format_us
 
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
-"""What torch's fused attention becomes where no fused kernel takes its arguments."""
+"""Operator that torch's fused attention becomes where no fused kernel takes its arguments."""
 
 
 def show(prediction: Prediction, console: Console) -> None:
@@ -45,7 +45,7 @@ def show(prediction: Prediction, console: Console) -> None:
 
 
 def verdicts(prediction: Prediction) -> list[str]:
-    """What the figures mean, one line each; the first says whether the step fits."""
+    """Lines that say what the figures mean; the first says whether the step fits."""
     budget, peak = format_size(prediction.hbm_budget_bytes), prediction.peak
     if prediction.infeasible is not None:
         lines = [f"does not fit, and no plan makes it: {prediction.infeasible}"]
@@ -78,7 +78,7 @@ def verdicts(prediction: Prediction) -> list[str]:
 
 
 def assumptions(prediction: Prediction) -> list[str]:
-    """What the figures rest on, one sentence each."""
+    """Lines that say what the figures rest on, one sentence each."""
     spec, trace = prediction.spec, prediction.step.trace
     cost = CostModel(spec=spec)
     arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"

@@ -1,4 +1,4 @@
-"""Which kind of model a text names.
+"""Tells which kind of model a text names.
 
 "llama-7b"                      built in
 "package.module:function"       the user's own
@@ -19,7 +19,7 @@ from chameleon_mm.planning.workload import Build, ModelUnusable
 
 
 def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype) -> Build:
-    """How to build the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
+    """Builder of the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
 
     Raises `ModelUnusable` for what cannot be found, and for sizes below 1.
     """

@@ -1,4 +1,4 @@
-"""What is to be trained for one step: a model and how its loss comes about.
+"""The work of one training step: a model and how its loss comes about.
 
 build: Build = source_of(...)           # checked; nothing built yet
 with shapes_alone():
@@ -25,11 +25,11 @@ class Workload:
     """One step's model and batch. `loss()` runs forward and returns the scalar to go backward from."""
 
     about: str
-    """For people: what it is, with its batch."""
+    """Description for people: what it is, with its batch."""
     model: nn.Module
     loss: Callable[[], Tensor]
     notes: tuple[str, ...] = ()
-    """What to know of the figures, a sentence each."""
+    """Notes on the figures, a sentence each."""
 
 
 Build = Callable[[], Workload]

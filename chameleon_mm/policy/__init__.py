@@ -1,4 +1,4 @@
-"""The policy plans what moves and when. It is pure arithmetic: no torch, no device."""
+"""Decides what moves and when, as pure arithmetic: no torch, no device."""
 
 from __future__ import annotations
 

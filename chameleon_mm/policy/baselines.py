@@ -1,7 +1,7 @@
-"""Baseline plans without optimisation, to compare plans with.
+"""Simple plans to compare plans with: they follow a fixed rule and search for nothing.
 
 swap all:          every candidate goes, whole
-swap first:        the largest go, whole, until the rest fits the budget
+swap largest:      the largest go, whole, until the rest fits the budget
 both:              out as early as possible, `depth` storages on their way at once, either way
 
 Depth is how the activation offloading of published libraries is bounded: a number of storages in flight, whatever a copy takes.
@@ -22,7 +22,7 @@ from chameleon_mm.units import whole_bytes
 
 
 def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
-    """Every candidate of `trace` moves. Its budget is the peak that comes of it.
+    """Plan that moves every candidate of `trace`. Its budget is the peak that comes of it.
 
     depth: a storage is reclaimed when that many later ones may be copied, and comes back with the use of the one that is used
     that many before it; 0: at once, and on demand.
@@ -32,7 +32,7 @@ def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
 
 
 def swap_first(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
-    """The largest candidates of `trace` move, as few as are enough for `hbm_budget` bytes.
+    """Plan that moves the largest candidates of `trace`, as few as are enough for `hbm_budget` bytes.
 
     depth: as in `swap_all`; where the budget has no room for it, as much of it as there is room for.
 

@@ -33,18 +33,18 @@ class Ideal:
 
     step_us: float
     swapped_bytes: float
-    """Bytes that cross one way, at the moment that decides."""
+    """Bytes swapped one way, at the moment that decides."""
     recomputed_us: float
     """Share of `step_us` in which operators run again."""
 
     def reached_by(self, step_us: float) -> float:
-        """The share of the bound that a step of `step_us` reaches: 1 is all there is."""
+        """Share of the bound that a step of `step_us` reaches: 1 is all there is."""
         return self.step_us / step_us if step_us else 1.0
 
 
 def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: bool = False) -> Ideal:
-    """No plan for `trace` within `hbm_budget` bytes takes less time. `recompute`: what is saved may be made again instead of
-    swapped, each storage at the price of the operators that wrote it, their inputs at hand.
+    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: what is saved may be
+    made again instead of swapped, each storage at the price of the operators that wrote it, their inputs at hand.
 
     Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
     that is no whole number.
@@ -135,7 +135,7 @@ def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budg
 
 
 class _Step:
-    """The moments before the last first use: after it nothing is away."""
+    """The part of a step before its last first use: after it nothing is away."""
 
     def __init__(self, trace: Trace) -> None:
         candidates = Candidates.of(trace)
@@ -151,7 +151,8 @@ class _Step:
 
 
 def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """At tick `t`, `over` bytes are too much: some cross the link, those that are made again fastest are made again."""
+    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, those that are made again
+    fastest are made again."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
     nbytes, price_us = _recomputable(trace, t)
     order = np.argsort(price_us / nbytes, kind="stable")
@@ -177,7 +178,8 @@ def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: Li
 
 
 def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
-    """Device bytes of the candidates that are idle at tick `t` and that operators of the step wrote, and the time these took.
+    """Device bytes of the candidates that are idle at tick `t` and that operators of the step wrote, and what those operators
+    took.
 
     An operator with several results is shared out by their sizes: it runs once for all.
     """

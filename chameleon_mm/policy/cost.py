@@ -1,4 +1,4 @@
-"""Time of a copy on the link: measured rates, a fixed cost per piece, and what is left while both directions are busy.
+"""Cost model of the link: measured rates, a fixed cost per piece, and what is left while both directions are busy.
 
 start = max(when it may start, when its direction is free)
 end   = start + copy_us per piece + bytes at this direction's rate, or at the duplex rest beside a copy the other way
@@ -17,13 +17,13 @@ from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import MIB
 
 SLOWEST_GBPS, FASTEST_GBPS = 1e-12, 1e15
-"""Far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""
+"""Bounds far beyond any link. Within them no time of a copy is infinite, or nothing, for want of digits."""
 
 _DEAREST_US = 1e9
-"""For the fixed cost of a piece: a quarter of an hour."""
+"""Bound of the fixed cost of a piece: a quarter of an hour."""
 
 _ROUNDING = 1e-9
-"""Share by which a duplex rate may be beyond the sum that it stands for: both may have been scaled by a factor."""
+"""Share by which a duplex rate may exceed the sum that it stands for: both may have been scaled by a factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,16 @@ class LinkCost:
     """
 
     d2h_gbps: float
-    """Device to host, nothing the other way."""
+    """Rate from device to host, nothing the other way."""
     h2d_gbps: float
     duplex_gbps: float
-    """Both directions added up, while both are busy."""
+    """Rate of both directions added up, while both are busy."""
     copy_us: float = 3.1
     """Fixed cost of a piece on its engine: published for an H200, where 4 MiB reach 53.2 of 55.4 GB/s."""
     piece_bytes: int = 32 * MIB
-    """Copies are cut into pieces of this."""
+    """Size of the pieces that copies are cut into."""
     hbm_gbps: float = 2_000.0
-    """A copy within device memory: what stays behind of a tensor that moves in part is copied once each way."""
+    """Rate of a copy within device memory: what stays behind of a tensor that moves in part is copied once each way."""
 
     def __post_init__(self) -> None:
         for knob in ("d2h_gbps", "h2d_gbps", "duplex_gbps", "hbm_gbps"):
@@ -74,5 +74,5 @@ class LinkCost:
     @overload
     def alone_us(self, nbytes: Int64s, rate_gbps: float) -> Float64s: ...
     def alone_us(self, nbytes: int | Int64s, rate_gbps: float) -> float | Float64s:
-        """Time of a copy of `nbytes` at one rate, its pieces' fixed cost with it; of an array of sizes, one by one."""
+        """Time of a copy of `nbytes` at one rate, its pieces' fixed cost included; of an array of sizes, one by one."""
         return -(-nbytes // self.piece_bytes) * np.float64(self.copy_us) + nbytes / np.float64(rate_gbps * 1e3)

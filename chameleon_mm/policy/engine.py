@@ -1,12 +1,9 @@
-"""The two copy engines of a link in time: one FIFO per direction, both sharing what the link carries at once.
+"""Model of a link's two copy engines in time: one FIFO per direction, both sharing what the link carries at once.
 
 start = max(when it is ready, when the engine is free)
 per piece:  copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
 
-A copy's time is fixed when it is queued. The earlier of two that run both ways keeps its rate.
-
-There are two of these on purpose: the simulated device's (`device/sim/link.py`), written apart and for one DMA at a time, is an
-independent oracle for this one. `test_the_engines_are_the_simulated_devices` holds one to the other.
+As in the simulated device, a copy's time is fixed when it is queued. The earlier of two that run both ways keeps its rate.
 """
 
 from __future__ import annotations
@@ -18,17 +15,17 @@ from chameleon_mm.policy.cost import LinkCost
 
 
 class EngineSpan(NamedTuple):
-    """The time in which a storage crosses the link, one way."""
+    """Time in which a storage crosses the link, one way."""
 
     tensor: int
-    """Its number in the trace."""
+    """Number of the storage in the trace."""
     start_us: float
     end_us: float
     nbytes: int
 
 
 class CopyEngine:
-    """Engine of one direction."""
+    """The copy engine of one direction."""
 
     __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
 
@@ -39,21 +36,21 @@ class CopyEngine:
         self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
         self._other: CopyEngine = self
         self._beside = 0
-        """The first of the other's spans that a copy queued from now on can run beside."""
+        """Index of the first of the other engine's spans that a copy queued from now on can run beside."""
         self.free_at_us = 0.0
         self._rows: list[tuple[int, float, float, int]] = []
-        """Spans, as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
+        """Spans as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
 
     @classmethod
     def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
-        """Device to host, host to device; both idle."""
+        """Engines from device to host and from host to device; both idle."""
         out, back = cls(cost, cost.d2h_gbps, cost.h2d_gbps), cls(cost, cost.h2d_gbps, cost.d2h_gbps)
         out._other, back._other = back, out
         return out, back
 
     @property
     def spans(self) -> tuple[EngineSpan, ...]:
-        """Copies that were queued, in the order in which they run."""
+        """Spans of the queued copies, in the order in which they run."""
         return tuple(map(EngineSpan._make, self._rows))
 
     def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
@@ -62,7 +59,7 @@ class CopyEngine:
         return tuple(map(EngineSpan._make, rows))
 
     def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
-        """A copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
+        """Queue a copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
         start = max(ready_us, self.free_at_us)
         others = self._other._rows
         while self._beside < len(others) and others[self._beside][2] <= start:
@@ -78,7 +75,7 @@ class CopyEngine:
         return end
 
     def _piece(self, nbytes: int, clock_us: float) -> float:
-        """Time at which `nbytes` are through whose first byte crosses at `clock_us`."""
+        """Time at which `nbytes` whose first byte crosses at `clock_us` are through."""
         left, others = float(nbytes), self._other._rows
         for i in range(self._beside, len(others)):
             _, beside_start, beside_end, _ = others[i]

@@ -1,4 +1,4 @@
-"""A step's device memory, nothing swapped: how much is allocated at each tick, what the most of it is, what swapping can reach.
+"""Computes a step's device memory, nothing swapped: allocated bytes at each tick, their peak, and what swapping can reach.
 
 curve[t] = start_bytes + what was born in the step and is there at t - what was there before the step and is gone by t
            + what the operator of t holds inside itself
@@ -27,22 +27,23 @@ class Candidates:
     """The storages worth moving, n of them, and where in the step they may be away; by number. Hooks by number, too."""
 
     tensor: Int64s
-    """(n,), like all below: its number in the trace."""
+    """(n,) numbers in the trace; (n,), like all below."""
     nbytes: Int64s
     size: Int64s
-    """Device memory that it takes."""
+    """Device memory that each takes."""
     sendable: Int64s
     """First hook at which its copy out may begin."""
     first: Int64s
-    """First hook at which its memory can be given back: nobody else holds it any more."""
+    """First hook at which its memory can be reclaimed: nobody else holds it any more."""
     use: Int64s
     """Hook of its first use: it must be back."""
     last_use: Int64s
-    """Hook of its last use: its block of pinned memory is held until then."""
+    """Hook of the last use, until which its block of pinned memory is held."""
 
     @classmethod
     def of(cls, trace: Trace) -> Candidates:
-        """Storages of `trace` that autograd saved and only a handle of ours held at some hook before their first use."""
+        """Candidates of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first
+        use."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
@@ -71,7 +72,7 @@ class Candidates:
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def idle_curve(self, trace: Trace) -> Int64s:
-        """(ticks,) of device memory that could be away during each tick of `trace`."""
+        """(ticks,) device memory that could be away during each tick of `trace`."""
         return sum_over_time(trace.num_ticks, self.size, trace.hook_tick[self.first], trace.hook_tick[self.use])
 
 
@@ -80,20 +81,20 @@ class Peak:
     """The most that is allocated at once, the first time that it is."""
 
     tick: int
-    """-1: of a step in which nothing happens."""
+    """Tick of the peak; -1: nothing happens in the step."""
     nbytes: int
     by_kind: Mapping[TensorKind, int]
-    """Of `nbytes`: storages of each kind that the step knows; kinds that have none are left out."""
+    """Bytes of `nbytes` by kind of storage; kinds that have none are left out."""
     inner_bytes: int
-    """Share of `nbytes` that the operator that runs then holds inside itself."""
+    """Bytes of `nbytes` that the operator that runs then holds inside itself."""
     untouched_bytes: int
-    """Of `nbytes`: what was there before the step, and the step never touches."""
+    """Bytes of `nbytes` that were there before the step, and the step never touches."""
     idle_bytes: int
-    """Of `nbytes`: what swapping could take away at this moment. 0: the peak is not in activations at all."""
+    """Bytes of `nbytes` that swapping could take away at this moment. 0: the peak is not in activations at all."""
 
 
 def memory_curve(trace: Trace) -> Int64s:
-    """(ticks,) of bytes allocated at most during each tick of `trace`, nothing swapped. O(operators + storages)."""
+    """(ticks,) most bytes allocated during each tick of `trace`, nothing swapped. O(operators + storages)."""
     size = allocated_size(trace.tensor_bytes)
     change = sum_over_time(trace.num_ticks, size, np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1)
     change[trace.op_tick] += trace.op_inner_bytes
@@ -101,7 +102,7 @@ def memory_curve(trace: Trace) -> Int64s:
 
 
 def peak_memory(trace: Trace) -> Peak:
-    """The moment at which `trace` needs the most, nothing swapped, and what for."""
+    """Peak of `trace`, nothing swapped: when it is, and what it consists of."""
     return _peak(trace, memory_curve(trace), Candidates.of(trace), away=False)
 
 
@@ -148,12 +149,13 @@ def _peak(trace: Trace, curve: Int64s, candidates: Candidates, *, away: bool) ->
 
 
 def _untouched_bytes(trace: Trace, size: Int64s) -> int:
-    """Never below 0: what other libraries allocated may be known to the step and not to the allocator that was asked."""
+    """Bytes that were there before and are never touched. Never below 0: what other libraries allocated may be known to the
+    step and not to the allocator that was asked."""
     return max(0, trace.start_bytes - int(size[trace.tensor_born < 0].sum()))
 
 
 def sum_over_time(ticks: int, amounts: Int64s, since: Ticks, until: Ticks) -> Int64s:
-    """(ticks,): the sum of those amounts[j] with since[j] <= t < until[j]."""
+    """(ticks,) sum of those amounts[j] with since[j] <= t < until[j]."""
     change = np.zeros(ticks + 2, np.int64)
     np.add.at(change, since, amounts)
     np.subtract.at(change, until, amounts)

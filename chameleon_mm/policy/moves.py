@@ -30,11 +30,11 @@ class Moves:
     nbytes: Int64s
     """Bytes that cross the link."""
     stays: Int64s
-    """Bytes that do not."""
+    """Bytes of each storage that do not move."""
     head: Int64s
-    """Device memory of what stays. 0: all of it moves."""
+    """Device memory of what does not move. 0: all of the storage moves."""
     freed: Int64s
-    """Device memory that is given back until the storage returns."""
+    """Device memory that is reclaimed."""
     out_at: Int64s
     reclaim_at: Int64s
     in_at: Int64s
@@ -57,7 +57,7 @@ class Moves:
 
     @classmethod
     def of(cls, actions: Sequence[Action], trace: Trace) -> Moves:
-        """Raises `IndexError` for a tensor that `trace` does not have."""
+        """Columns of `actions`. Raises `IndexError` for a tensor that `trace` does not have."""
         rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]
         tensor, nbytes, out_at, reclaim_at, in_at, use_at = np.array(rows, np.int64).reshape(-1, 6).T
         whole = trace.tensor_bytes[tensor]

@@ -1,10 +1,10 @@
-"""Neighbours of a selection, for a local search: the same by one to three small changes.
+"""A way to select candidates that small changes can be made to, for a local search.
 
-order             of the candidates: who is asked first, and who is copied out first
-bounds            of each: the least and the most that it frees. Free (0, size), out (0, 0), all (size, size) or just so much
-eager             copies back as early as there is room, not as late as they are in time
-not_back_before   of each: a hook before which it is not back even so, which leaves room to others
-reclaim_early     of each: whether its memory goes as soon as it may, not as late, which leaves room to what stays of others
+order          of the candidates: who is asked first, and who is copied out first
+bounds         of each: the least and the most that it gives up: (0, size), (0, 0), (size, size) or just so much
+early          copies back as early as there is room, not as late as they are in time
+not_before     of each: a hook before which it is not back even so, which leaves room to others
+reclaim_early  of each: whether its memory goes as soon as it may, not as late, which leaves room to what stays of others
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SearchPoint:
     reclaim_early: tuple[bool, ...]
 
     def select(self, problem: Problem, budget: int) -> dict[int, int] | None:
-        """Candidate -> bytes that it frees; None where the bounds leave too little."""
+        """Select candidates and the bytes that each gives up; None where the bounds leave too little."""
         rank = [0] * len(self.order)
         for place, i in enumerate(self.order):
             rank[i] = place
@@ -53,7 +53,7 @@ class SearchPoint:
 
 
 def start_of(problem: Problem, rank: Rank, *, eager: bool) -> SearchPoint:
-    """The point where bounds leave all candidates free, in the order of a rank."""
+    """Variation with all candidates free, in the order of a rank."""
     ranked = rank(problem)
     order = tuple(sorted(range(len(ranked)), key=ranked.__getitem__))
     free = tuple((0, size) for size in problem.size)
@@ -63,7 +63,7 @@ def start_of(problem: Problem, rank: Rank, *, eager: bool) -> SearchPoint:
 
 
 def neighbour(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """A point that one to three small changes make of `point`."""
+    """Make one to three small changes."""
     for _ in range(random.choice((1, 1, 1, 2, 2, 3))):
         kind = random.random()
         if kind < 0.25:
@@ -88,7 +88,7 @@ def _reorder(point: SearchPoint, random: Random) -> SearchPoint:
 
 
 def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """Another pair of bounds for one candidate."""
+    """Choose another pair of bounds for one candidate."""
     i = random.randrange(len(problem.size))
     size = problem.size[i]
     exact = _missing(problem, budget, i, random)
@@ -98,7 +98,7 @@ def _change_bounds(problem: Problem, budget: int, point: SearchPoint, random: Ra
 
 
 def _shift_bytes(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """The same selection, but one candidate frees less by what another frees more: half of what it can, or less, or all.
+    """Let one candidate give up less by what another gives up more: half of what it can, or less, or all.
 
     Where the link's directions differ much, the least time is often at two parts that no other change would hit upon.
     """
@@ -124,7 +124,7 @@ def _change_hold(problem: Problem, point: SearchPoint, random: Random) -> Search
 
 
 def _make_room_for_another(problem: Problem, budget: int, point: SearchPoint, random: Random) -> SearchPoint:
-    """One candidate is away until a hook at which another one leaves in part: its memory is for what stays of that one."""
+    """Keep one candidate away until a hook at which another one leaves in part: its memory is for what stays of that one."""
     way, part = random.randrange(len(problem.size)), random.randrange(len(problem.size))
     since = max(problem.first[way] + 1, problem.first[part])
     until = min(problem.use[way], problem.use[part])

@@ -1,13 +1,10 @@
-"""A `SwapPlan` says what a step moves and at which of its hooks: data that the executor carries out and `simulate` predicts.
+"""The actions of one step and their hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
 
-At one hook, in this order, which `moves.in_order` computes:
-    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped: whole storages
-       first, then those that move in part, of which what stays is copied to memory of its own
+At one hook, in this order:
+    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped
     2. copies out whose `out_at` it is are queued, in the plan's order
     3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it
     4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
-A copy out begins with its reclaim, and a copy back with its use, where they share a hook. What stayed is copied back once the
-copy back is queued.
 """
 
 from __future__ import annotations
@@ -19,24 +16,24 @@ from chameleon_mm.trace import Trace
 
 
 class ActionKind(enum.Enum):
-    """The way that a candidate goes between its last use in forward and its first in backward."""
+    """Ways to keep a candidate off the device between its last use in forward and its first in backward."""
 
     SWAP = "swap"
-    """It crosses the link as it is."""
+    """The candidate crosses the link as it is."""
     ENCODE = "encode"
-    """It crosses in a codec's shorter form."""
+    """The candidate crosses in a codec's shorter form."""
     RECOMPUTE = "recompute"
-    """It is dropped and made again. No executor of ours does it yet; plans of it are for comparison."""
+    """The candidate is dropped and made again. No executor of ours does it yet; plans of it are for comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One candidate's way. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order."""
+    """Way of one candidate out and back. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order."""
 
     tensor: int
-    """Its number in the trace."""
+    """Number of the candidate in the trace."""
     nbytes: int
-    """Bytes of it that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
+    """Number of its bytes that move: its last ones. The rest, if any, stays on the device, in memory of its own."""
     out_at: int
     """Hook at which its copy out is queued."""
     reclaim_at: int
@@ -47,7 +44,7 @@ class Action:
     """Hook of its first use."""
     kind: ActionKind = ActionKind.SWAP
     codec: str = ""
-    """The codec of ENCODE."""
+    """Name of the codec of an ENCODE."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
@@ -66,18 +63,18 @@ class SwapPlan:
     fingerprint: int
     """Fingerprint of the trace it was made for."""
     num_hooks: int
-    """Hooks of that trace."""
+    """Number of hooks of that trace."""
     actions: tuple[Action, ...]
-    """In the order in which they are queued, each direction's own: by `out_at`, and by `in_at`."""
+    """Actions in the order in which they are queued, each direction's own: by `out_at`, and by `in_at`."""
     hbm_budget_bytes: int
     peak_bytes: int
-    """Device memory at most, as `simulate` has it."""
+    """Peak of device memory, as `simulate` has it."""
     host_bytes: int
-    """Pinned memory at most."""
+    """The most pinned memory."""
     step_us: float
-    """As `simulate` has it."""
+    """Time of the step, as `simulate` has it."""
     stall_us: float
-    """Share of `step_us` in which compute waits for copies."""
+    """Time of `step_us` in which compute waits for copies."""
 
     @property
     def moved_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Memory under a plan's moves: of the device at each tick and within hooks, of the host at most. Exact, without time.
+"""Memory that a plan's actions leave allocated: of the device at each tick, of the host at most. Exact, without time.
 
 at a hook    whole reclaims    reclaims in part                     copies back, the use's own first
              - size            + head, - size                       + size; then, of one in part, - head
@@ -16,7 +16,7 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 
 HOST_BLOCK_BYTES = 4096
-"""Blocks of pinned memory are multiples of it."""
+"""Bytes of which blocks of pinned memory are multiples."""
 
 
 def moments_in_part(moves: Moves, left: Int64s) -> dict[int, int]:
@@ -49,13 +49,13 @@ def moments_in_part(moves: Moves, left: Int64s) -> dict[int, int]:
 
 
 def pinned_peak(num_hooks: int, moves: Moves, last_use: Int64s) -> int:
-    """Pinned memory at most. A block is held from its copy out's hook to the last use of its storage, (n,), both included."""
+    """The most pinned memory: a block is held from its copy out's hook to the last use, both included."""
     blocks = -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
     return int(sum_over_time(num_hooks, blocks, moves.out_at, last_use + 1).max(initial=0))
 
 
 class PlannedMemory:
-    """Device memory of one trace under any number of plans. `curve`: its memory, nothing swapped."""
+    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped."""
 
     def __init__(self, trace: Trace, curve: Int64s) -> None:
         self._tick = trace.hook_tick
@@ -64,7 +64,7 @@ class PlannedMemory:
         """Hooks about a storage that may move."""
 
     def allocated(self, moves: Moves) -> Int64s:
-        """(ticks,) of device memory allocated at most during each."""
+        """(ticks,) most device memory allocated during each."""
         level = self._left(moves)
         for hook, nbytes in moments_in_part(moves, level[self._tick]).items():
             tick = self._tick[hook]
@@ -72,9 +72,9 @@ class PlannedMemory:
         return level
 
     def growth_until_next_check(self, moves: Moves, allocated: Int64s) -> Int64s:
-        """(hooks,) of device memory: from when a hook's reclaims are done until those of the next hook that reclaims, or is
-        about a storage that may move, how much more is allocated at most. With what is allocated then it never passes the
-        plan's peak. `allocated`: of these moves, as `allocated` has it."""
+        """(hooks,) most growth of device memory from when a hook's reclaims are done until those of the next hook that
+        reclaims, or is about a storage that may move. With what is allocated then it never passes the plan's peak. `allocated`:
+        of these actions, as `allocated` returns it."""
         if not len(self._tick):
             return np.zeros(0, np.int64)
         checks = np.union1d(np.append(self._movable, 0), moves.reclaim_at)

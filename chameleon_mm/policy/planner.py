@@ -1,11 +1,11 @@
-"""The planner makes a plan from a trace, budgets and what the link does.
+"""Makes the plan from a trace, budgets and the cost of the link.
 
 problem = Problem.of(trace)                 ticks become hooks, storages candidates
 fits already                                an empty plan
 not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
-selected = select(problem, budget, rank)    what moves, and how much of it: no more bytes than needed
-schedule(problem, budget, selected)         when it goes, when its memory is reclaimed, when it comes back
-walk(moves, in_order(moves), ...)           what it costs, as `simulate` has it; the best of several is the plan
+taken = select_candidates(problem, ...)     what moves, and how much of it: no more bytes than needed
+tentative = place(problem, ...)      when it goes, when its memory is reclaimed, when it comes back
+tentative.late_us(problem, cost)            what it costs, as `simulate` has it; the best of several selections is the plan
 
 docs/policy.md explains why, and says how far from the least time the result is.
 """
@@ -36,10 +36,11 @@ def generate_plan(
     lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
 ) -> SwapPlan:
-    """Plan for `trace`: device memory stays within `hbm_budget` bytes, and the step takes the least time.
+    """Plan of what of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the
+    least time.
 
-    host_budget: bytes of pinned memory; None: no limit. drafts: how many a local search may try where there are 16 candidates
-    or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+    host_budget: bytes of pinned memory; None: no limit. tries: tentative plans that a local search may evaluate where there are
+    16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
 
     lead_us: how much earlier than in time copies back are to be done, for all or by tensor; where memory has no room for that,
     as early as it has. lag_us: how much later than foreseen copies out are there, for all or by tensor. The plan is the one
@@ -68,7 +69,7 @@ def candidate_plans(
     at_most: int = 2,
     within: float = 0.02,
 ) -> list[SwapPlan]:
-    """The plan of `generate_plan`, then other ones whose simulated step takes at most `within` (a share) longer, best first.
+    """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
     A model of the link and of the operators is not exact: whoever can measure may try them all. Raises as `generate_plan` does.
     """
@@ -137,7 +138,7 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
 
 
 def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_bytes: int, cost: LinkCost) -> InfeasibleBudget:
-    """The error that names the smallest device budget with a plan within `host_budget`, found by halving."""
+    """Find by halving the smallest device budget for which there is a plan within `host_budget`."""
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""A trace as the planner looks at it: ticks become the intervals between hooks, storages become candidates.
+"""A trace as the planner sees it: ticks become the intervals between hooks, storages become candidates.
 
 memory:   level[k] = most allocated from hook k until hook k + 1, nothing swapped; what is above the budget has to be away
 time:     time_us[k] = when compute is at hook k, nothing swapped
@@ -27,13 +27,13 @@ class Problem:
     """K hooks and n candidates, in the order in which they may be copied out. Lists where Python walks through them."""
 
     before_bytes: int
-    """Most allocated before the first hook: nothing can be done about that."""
+    """Most bytes allocated before the first hook: nothing can be done about that."""
     level: Int64s
-    """(K,)"""
+    """(K,) most bytes allocated from each hook until the next."""
     at_hook: Int64s
-    """(K,) allocated at the hook's own tick."""
+    """(K,) bytes allocated at the hook's own tick."""
     time_us: list[float]
-    """(K,)"""
+    """(K,) times at which compute is at each hook."""
     total_us: float
     candidates: Candidates
     """Candidates in the order in which their copies out may begin; the lists below are its columns."""
@@ -48,12 +48,12 @@ class Problem:
     may_exceed_more: Bools = field(init=False)
     """(K,) whether more may be missing from hook k on than before it: the level rises, or a candidate is used."""
     may_exceed_more_backwards: Bools = field(init=False)
-    """(K,) the same, walking back: the level is higher than at hook k + 1, or a candidate may be away from k + 1 on."""
+    """(K,) whether more may be missing, walking back: the level is higher than at hook k + 1, or a candidate may be away from k
+    + 1 on."""
     peak_bytes: int = field(init=False)
-    """Device memory at most, nothing swapped."""
+    """Peak of the step, nothing swapped."""
     least_bytes: int = field(init=False)
-    """The same with every candidate away for as long as it may be: no plan's peak is below it. It is `smallest_budget` of the
-    trace, by hooks instead of ticks: each is next to free where it stands, and a test compares them."""
+    """Peak with every candidate away for as long as it may be: no plan's peak is below it."""
 
     def __post_init__(self) -> None:
         c = self.candidates
@@ -73,7 +73,7 @@ class Problem:
 
     @classmethod
     def of(cls, trace: Trace) -> Problem:
-        """The planner's view of `trace`. O(operators + storages + hooks), without a loop."""
+        """Problem of `trace`. O(operators + storages + hooks), without a loop."""
         curve, hooks, candidates = memory_curve(trace), trace.hook_tick, Candidates.of(trace)
         *time_us, total_us = trace.hook_us().tolist()
         return cls(
@@ -86,7 +86,7 @@ class Problem:
         )
 
     def peak_of(self, level: Int64s) -> int:
-        """The most of a step with `level` from each hook until the next."""
+        """Peak of a step with `level` from each hook until the next."""
         return max(self.before_bytes, int(level.max(initial=0)))
 
     def over(self, budget: int, where: Bools) -> tuple[list[int], list[int]]:

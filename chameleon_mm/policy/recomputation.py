@@ -1,4 +1,4 @@
-"""What full recomputation (activation checkpointing) of a step would cost and save, from its trace, for comparison.
+"""Estimates what full recomputation (activation checkpointing) of a step would cost and save, from its trace, for comparison.
 
 forward    is cut into segments where the least crosses: what a later segment reads is kept, all else that a segment saves goes
 backward   at the first use of something that went, its whole segment is run again, and all that it saves is there at once
@@ -25,14 +25,14 @@ class Recomputation:
 
     segments: int
     peak_bytes: int
-    """Without the temporaries of the operators that run again."""
+    """Peak of device memory, without the temporaries of the operators that run again."""
     step_us: float
     recomputed_us: float
-    """Of `step_us`: forward, once more."""
+    """Time of `step_us` in which forward runs once more."""
 
 
 def full_recomputation(trace: Trace) -> Recomputation:
-    """Of `trace`, with the segments that lead to the least peak. O(ticks log ticks)."""
+    """Estimate for `trace`, with the segments that lead to the least peak. O(ticks log ticks)."""
     step = _Segmenting(trace)
     best_peak, segments = step.peak(np.empty(0, np.int64)), 1
     parts = 2
@@ -52,7 +52,7 @@ def full_recomputation(trace: Trace) -> Recomputation:
 
 
 class _Segmenting:
-    """Where forward may be cut, and what comes of it."""
+    """Cuts of forward, and the peak that each set of them leads to."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -86,7 +86,7 @@ class _Segmenting:
         return self.cut_ticks[np.unique(np.array(cuts, np.int64))]
 
     def peak(self, cuts: Int64s) -> int:
-        """Most of device memory at once where forward is cut before the ticks `cuts`."""
+        """Peak of device memory where forward is cut before the ticks `cuts`."""
         trace, c = self._trace, self._candidates
         segment = np.searchsorted(cuts, self._born, side="right")
         needed_by = np.searchsorted(cuts, self._last_read, side="right")

@@ -1,4 +1,4 @@
-"""What moves where no plan says so, and how much device memory swapping may use.
+"""The default rule, by which saved tensors move where no plan says so, and limits on the device memory that swapping may use.
 
 rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
 rule.gathers(facts, ...)              -> whether a small view goes without the rest of its storage
@@ -14,14 +14,14 @@ from chameleon_mm.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """What the default rule needs to know of one saved tensor."""
+    """Facts about one saved tensor by which the default rule decides."""
 
     nbytes: int
     """Bytes of its whole storage."""
     covered_bytes: int | None = None
     """Bytes of the storage that the saved view covers; None: all of them, or not known."""
     kind: str = ""
-    """Why nobody may move it ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
+    """Reason why nobody may move it ("parameter", "leaf", "subclass", ...); empty for a plain activation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class DefaultRule:
     """Every saved storage of `min_bytes` or more moves; parameters and what the executor cannot rebuild never do."""
 
     min_bytes: int = MIB
-    """In dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
+    """Size below which a storage stays: in dense LLMs tensors below 1 MiB are 0.1 % of the bytes and 20 % of the copies."""
 
     gather_share: float = 0.25
     """Views that together cover at most this share of their storage go without the rest of it; 0: never.
@@ -64,10 +64,10 @@ class DefaultRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRule:
-    """Which lossless codecs are asked to shorten what crosses the link. None, unless somebody asks."""
+    """Chooses the lossless codec that is asked to shorten what crosses the link. None, unless somebody asks."""
 
     names: tuple[str, ...] = ()
-    """In the order in which they are tried; of those that take a dtype the first that was not given up for it."""
+    """Names in the order in which they are tried; of those that take a dtype the first that was not given up for it."""
 
     give_up_after: int = 4
     """Refusals by a codec's own status, more than storages it encoded, after which it is not tried for that dtype again: each
@@ -78,7 +78,7 @@ class CodecRule:
             raise ValueError(f"give_up_after: expected 1 refusal or more, got {self.give_up_after}")
 
     def choose(self, candidates: Collection[str], *, encoded: Mapping[str, int], refused: Mapping[str, int]) -> str | None:
-        """One of `candidates`, which take the dtype at hand; both counts are by codec, for that dtype."""
+        """Choose one of `candidates`, which take the dtype at hand; both counts are by codec, for that dtype."""
         for name in self.names:
             if name in candidates and refused.get(name, 0) - encoded.get(name, 0) < self.give_up_after:
                 return name
@@ -87,7 +87,7 @@ class CodecRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much device memory swapping may use."""
+    """Limits on the device memory that swapping may use."""
 
     hbm_budget_bytes: int | None = None
     """Allocated bytes to stay within; None: no budget, only the two limits below."""

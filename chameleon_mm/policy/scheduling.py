@@ -1,12 +1,12 @@
-"""Schedules when what moves goes and comes, so that memory is within the budget at every hook and copies have the most time.
+"""Assigns hooks to what moves, so that memory is within the budget at every hook and copies have the most time.
 
 copies out    as soon as each may be sent: the engine takes them one after the other
 copies back   last hook to first: memory that is needed at hook k is taken from what is used latest; that comes back after k
 reclaims      first hook to last: memory that is needed at hook k is reclaimed at k, from what was copied out first
 in part       a part that stays needs memory of its own for a moment: at a hook with room for it, or all of it moves
 
-Both sweeps only decide who is away, never that fewer are than `select` found enough, so neither can end without room. What the
-sweeps never send away is no longer part of the plan.
+Both sweeps only decide who is away, never that fewer are than the selection found enough, so neither can end without room. What
+the sweeps never send away is no longer part of the plan.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PerTensor = float | Mapping[int, float]
 
 
 class Scheduled(NamedTuple):
-    """A plan while it is being sought: candidates in the order of their uses, which is that of the plan."""
+    """The candidates that move, in the order of their uses, which is that of the plan."""
 
     who: list[int]
-    """Their numbers in the problem."""
+    """Numbers of the candidates in the problem."""
     moves: Moves
 
 
@@ -45,12 +45,12 @@ def schedule(
     copied_out_us: Callable[[Mapping[int, int]], Mapping[int, float]] | None = None,
     reclaim_early: Sequence[bool] = (),
 ) -> Scheduled:
-    """The hooks of `selected`, candidate -> bytes, as `select` has them. Time: O(K + n log n).
+    """Assign hooks to `taken`, candidate -> bytes, a selection for `problem`. Time: O(K + n log n).
 
-    send_from: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest_return: of a
-    selection, by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as
-    there is room. copied_out_us: the same, when its copy out is there (`copied_by`); by default in the order in which copies
-    out begin. reclaim_early: (n,) whether its memory goes as soon as it may, needed or not; empty: none of them.
+    ready: (n,) hooks from which copies out begin, not before they are sendable, which is the default. latest: of a selection,
+    by candidate, the hook until which its copy back need not begin (`latest_back`); by default it begins as soon as there is
+    room. copied: the same, when its copy out is there (`copied_by`); by default in the order in which copies out begin.
+    reclaim_early: (n,) whether its memory is reclaimed as soon as it may, needed or not; empty: none of them.
     """
     selected = dict(selected)
     send_from = problem.sendable if send_from is None else send_from
@@ -80,7 +80,7 @@ def schedule(
 
 
 def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, lead_us: PerTensor) -> dict[int, int]:
-    """Candidate -> the last hook at which its copy back begins in time, if they cross in the order of their uses.
+    """Last hook, by candidate, at which its copy back begins in time, if they cross in the order of their uses.
 
     In time: done `lead_us` before the use, even were the other direction busy all the while, and compute never late.
     """
@@ -100,7 +100,7 @@ def latest_back(problem: Problem, selected: Mapping[int, int], cost: LinkCost, l
 
 
 def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64s:
-    """(len(who),) microseconds of each candidate of `who`."""
+    """(n,) times of the candidates `who`."""
     if isinstance(us, Mapping):
         return np.array([us.get(problem.tensor[i], 0.0) for i in who])
     return np.full(len(who), us)
@@ -109,7 +109,7 @@ def by_candidate(problem: Problem, who: Sequence[int], us: PerTensor) -> Float64
 def copied_by(
     problem: Problem, selected: Mapping[int, int], send_from: Sequence[int], cost: LinkCost, lag_us: Sequence[float]
 ) -> dict[int, float]:
-    """Candidate -> microseconds at which its copy out is there, if nothing stalls and nothing goes the other way.
+    """Time, by candidate, at which its copy out is there, if nothing stalls and nothing goes the other way.
 
     send_from: (n,) hooks from which copies out begin. lag_us: (n,) by how much each is there later than that.
     """
@@ -122,7 +122,7 @@ def copied_by(
 
 
 def _copies_back(problem: Problem, budget: int, selected: Mapping[int, int], held: Mapping[int, int]) -> dict[int, int]:
-    """Candidate -> first hook at which there is room for it to be back, room until its use; last used, last back.
+    """First hook, by candidate, at which there is room for it to be back, room until its use; last used, last back.
 
     held: hooks before which it is not back even so.
     """
@@ -162,7 +162,7 @@ def _reclaims(
     copied_out_us: Mapping[int, float],
     reclaim_early: Sequence[bool],
 ) -> dict[int, int]:
-    """Candidate -> last hook at which its memory must go; first copied out, first gone."""
+    """Last hook, by candidate, at which its memory must go; first copied out, first gone."""
     first, use = problem.first, problem.use
     who = sorted(in_at, key=lambda i: (send_from[i], use[i], i))
     if copied_out_us:
@@ -194,11 +194,10 @@ def _reclaims(
 
 
 def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
-    """Moves the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied:
-    `moves`, of candidates `who`, are changed in place.
+    """Move the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied.
 
     Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
-    only lower memory, so what had its place keeps it.
+    only lower memory, so what had room still has it.
     """
     parts = moves.head.nonzero()[0].tolist()
     if not parts:

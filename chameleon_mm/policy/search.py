@@ -1,12 +1,12 @@
-"""Searches the plan within both budgets that takes the least time: several ranks, and where candidates are few a local search.
+"""Searches for the plan within both budgets that takes the least time: by several ranks, and locally for few candidates.
 
 search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
-search.try_ranks()          a few selections among all candidates; enough where nothing stalls
+search.try_ranks()          selections by a few ranks; enough where nothing stalls
 search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
-search.improve(drafts)      random small changes to the best ones, kept when they are hardly worse (neighbourhood.py)
-search.found                drafts, best first
+search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (variation.py)
+search.found                tentative plans, best first
 
-How many drafts it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
+How many it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.
 """
 
 from __future__ import annotations
@@ -30,42 +30,45 @@ from chameleon_mm.policy.swap_all import SwapAll
 from chameleon_mm.policy.timing import walk
 
 _CANDIDATES_BY_RANK = 2_000
-"""Candidates times ranks that are tried, the first rank apart."""
+"""Number of candidates times ranks that is tried, the first rank apart."""
 _CLIMBS = 3
-"""Starts of the local search."""
+"""Number of selections from which the local search starts."""
 _STRICTNESS = 30.0
-"""Strictness of the local search: one over the share by which, on average, a change may be worse."""
+"""One over the share by which, on average, a change of the local search may be worse."""
 _MOST_VARIED = 16
-"""Candidates up to which there is one. Among more of them a single one hardly matters, and ranks find what a search would."""
+"""Number of candidates up to which there is a local search. Among more of them a single one hardly matters, and ranks find what
+a search would."""
 _NO_WORSE_US = 1e-6
-"""Times closer than this are the same: what is left is rounding."""
+"""Difference of times below which they are the same: what is left is rounding."""
 _CLOSE_TO_ESTIMATE = 1.02
-"""Where candidates are too many for all ranks: a step of at most so many times what an ideal link would make of it is good."""
+"""Factor of the time that an ideal link would make of the step, within which a step is good where candidates are too many for
+all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A draft within both budgets."""
+    """A tentative plan within both budgets, with its cost."""
 
     scheduled: Scheduled
     peak_bytes: int
     host_bytes: int = 0
     moved_bytes: int = 0
     delay_us: float = 0.0
-    """Time by which the step is later, copies out being there as much later as the search was told."""
+    """Time by which it makes the step later, copies out being there as much later as the search was told."""
     stall_us: float = 0.0
-    """Compute waits, copies out being there when their engine has them."""
+    """Time that compute waits, copies out being there when their engine has them."""
     head_copy_us: float = 0.0
-    """Copies, within device memory, of what stays of storages that move in part."""
+    """Time of the copies, within device memory, of what stays of storages that move in part."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Better is lower: less time, then fewer bytes."""
+        """Key by which plans are ordered, lower is better: less time, then fewer bytes."""
         return round(self.delay_us / _NO_WORSE_US), self.moved_bytes
 
 
 class Search:
-    """Drafts for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as `generate_plan` has them."""
+    """Searches among the tentative plans for one problem. `host_budget`: None for no limit. `lead_us`, `lag_us`: as
+    `generate_plan` takes them."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Search:
         self.found: list[Found] = []
         self.best: Found | None = None
         self.least_host_bytes: int | None = None
-        """Least of the drafts so far, within `host_budget` or not."""
+        """The least pinned memory of the tentative plans so far, within `host_budget` or not."""
         self._problem = problem
         self._budget = budget
         self._host_budget = host_budget
@@ -93,7 +96,7 @@ class Search:
 
     @property
     def hides_all(self) -> bool:
-        """Whether some draft costs no time, so that none can be better."""
+        """Whether some plan costs no time, so that none can be better."""
         return self.best is not None and self.best.delay_us < _NO_WORSE_US
 
     def _to_beat_us(self) -> float:
@@ -108,7 +111,7 @@ class Search:
         return step_us <= _CLOSE_TO_ESTIMATE * estimate_us(self._problem, self._budget, self._cost)
 
     def try_ranks(self) -> None:
-        """Covers by each rank, copies back as late as they are in time, then as early as there is room."""
+        """Try selections by each rank, copies back as late as they are in time, then as early as there is room."""
         self._try_rank(used_latest, eager=False)
         if self.best is not None and self.best.delay_us - self.best.head_copy_us < _NO_WORSE_US:
             # All that it costs are copies of what stays of storages that move in part: they may move whole.
@@ -130,7 +133,7 @@ class Search:
                     left -= 1
 
     def try_others(self, at_least: int) -> None:
-        """More drafts, even where one hides all: by each rank, until there are `at_least` different ones."""
+        """Try more plans, even where one hides all: by each rank, until there are `at_least` different ones."""
         for eager in (True, False):
             for rank in RANKS:
                 if len({found.order for found in self.found}) >= at_least:
@@ -138,7 +141,8 @@ class Search:
                 self._try_rank(rank, eager=eager)
 
     def try_swap_all(self) -> None:
-        """Tries all that may move, whole: at every depth worth it that the budget has room for, and as the budget demands."""
+        """Try to move all that may move, whole: at every depth worth it that the budget has room for, and as the budget
+        demands."""
         if self.hides_all:
             return
         for scheduled, peak_bytes in SwapAll(self._problem).drafts(self._budget, self._cost, self._to_beat_us):
@@ -147,7 +151,7 @@ class Search:
             self._schedule(dict(enumerate(self._problem.size)), eager=True)
 
     def improve(self, drafts: int) -> None:
-        """A local search from the best selections over that many drafts. The same one every time."""
+        """Run a local search from the best selections over that many tries. The same one every time."""
         if len(self._problem.size) > _MOST_VARIED or not self.found or self.hides_all:
             return
         random = Random(0)
@@ -165,7 +169,7 @@ class Search:
                 point, delay_us = changed, changed_us
 
     def _delay_of(self, point: SearchPoint, *, at_most: float = inf) -> float:
-        """Time by which the step is later; infinite where it is not within the budgets, or beyond `at_most`."""
+        """Time by which a variation makes the step later; infinite where it is not within the budgets, or beyond `at_most`."""
         selected = point.select(self._problem, self._budget)
         if selected is None:
             self._drafts += 1
@@ -218,13 +222,14 @@ class Search:
         return self._evaluate(scheduled, at_most=at_most)
 
     def _evaluate(self, scheduled: Scheduled, *, at_most: float = inf) -> float:
-        """Keeps it if it is within both budgets. Returns by how much the step is later; infinite beyond `at_most`, too."""
+        """Keep a plan if it is within both budgets. Returns by how much it makes the step later; infinite beyond `at_most`,
+        too."""
         self._drafts += 1
         peak_bytes = self._problem.peak_with(scheduled.moves)
         return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)
 
     def _evaluate_time(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
-        """Evaluates one that is known to be within the device's budget."""
+        """Keep a plan as `_judge` does, if it is known to be within the device's budget."""
         problem, (who, moves) = self._problem, scheduled
         host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)

@@ -1,10 +1,10 @@
-"""Selects what moves: at every moment candidates that are idle then, so that what stays is within the budget.
+"""Selects what moves: at every moment idle candidates, so that what stays is within the budget.
 
 for every hook k with level[k] - away > budget, first to last:
-    of the candidates that may be away at k select those of the lowest rank, the last one in part: just as much as is needed
+    of the candidates that may be away at k take those of the lowest rank, the last one in part: just as much as is needed
 
 With the rank "used latest" these are the fewest bytes that any plan can move (Belady, 1966, for pages of one size; where a
-candidate may move in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
+candidate may be taken in part it holds for any sizes: a cover of intervals by intervals, taken from the left, each time by the
 one that reaches farthest). Other ranks move more, or the same by other candidates, and may stall less.
 """
 
@@ -19,7 +19,7 @@ from chameleon_mm.policy.problem import Problem
 from chameleon_mm.units import allocated_size
 
 Rank = Callable[[Problem], Sequence[float]]
-"""(n,) of a problem: candidates of lower rank are selected first."""
+"""Ranks the candidates of a problem, (n,): those of lower rank are selected first."""
 
 
 _GOLDEN = (sqrt(5) - 1) / 2
@@ -30,7 +30,8 @@ def used_latest(problem: Problem) -> Sequence[float]:
 
 
 def spread_evenly(problem: Problem) -> Sequence[float]:
-    """Ranks by multiples of the golden ratio: however many are selected, they are spread evenly over the order of copies out.
+    """Rank by the golden ratio's multiples: however many are selected, they are spread evenly over the order of their copies
+    out.
 
     So both engines are busy from the first to the last of them, whatever the order of uses (Kronecker's sequence; of all its
     kind this one leaves the smallest gaps).
@@ -39,7 +40,7 @@ def spread_evenly(problem: Problem) -> Sequence[float]:
 
 
 def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
-    """Ranks by the same over the bytes that are copied out, which where sizes differ is another order."""
+    """Rank as `evenly` over the bytes that are copied out, which where sizes differ is another order."""
     mean = sum(problem.size) / max(1, len(problem.size))
     before = accumulate(problem.size, initial=0)
     return [(there + size / 2) / mean * _GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
@@ -50,7 +51,7 @@ def saved_first(problem: Problem) -> Sequence[float]:
 
 
 def idle_longest(problem: Problem) -> Sequence[float]:
-    """Ranks by the time in which both its copies may run."""
+    """Rank by the time in which both copies of a candidate may run."""
     time_us = problem.time_us
     return [time_us[sendable] - time_us[use] for sendable, use in zip(problem.sendable, problem.use, strict=True)]
 
@@ -64,7 +65,7 @@ def smallest(problem: Problem) -> Sequence[float]:
 
 
 def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
-    """Ranks by `rank`, but candidates of `spared` after all others."""
+    """Rank by `rank`, but put the candidates of `spared` after all others."""
 
     def deprioritised(problem: Problem) -> Sequence[float]:
         ranked = rank(problem)
@@ -75,7 +76,7 @@ def deprioritising(rank: Rank, spared: Collection[int]) -> Rank:
 
 
 RANKS: Sequence[Rank] = (used_latest, spread_evenly, spread_evenly_by_bytes, idle_longest, saved_first, largest, smallest)
-"""The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
+"""Ranks that are tried. The one that moves the fewest bytes is the first, the one that keeps both engines busy the second."""
 
 
 def select(
@@ -86,7 +87,7 @@ def select(
     least: Sequence[int] | None = None,
     most: Sequence[int] | None = None,
 ) -> dict[int, int] | None:
-    """Candidate -> bytes of device memory that it frees, or None where even all are too few.
+    """Select candidates and the bytes of device memory that each gives up, or None where even all are too few.
 
     least, most: (n,) bytes that each frees in any case, and at the most; by default nothing, and all that it takes.
     Time: O(K + n log n).

@@ -26,29 +26,30 @@ class Timeline:
     """One step under a plan, simulated. `step_us` is the operators' time, `stall_us` and `head_copy_us` together."""
 
     peak_bytes: int
-    """Most of device memory allocated at once."""
+    """Peak of device memory."""
     allocated_bytes: Int64s
-    """(ticks,): at most during each; where a storage moves in part, with what that takes for a moment."""
+    """(ticks,) most bytes allocated during each; where a storage moves in part, with what that takes for a moment."""
     host_bytes: int
-    """Most of pinned memory at once."""
+    """Peak of pinned memory."""
     step_us: float
     stall_us: float
-    """Compute waits for copies."""
+    """Time that compute waits for copies."""
     head_copy_us: float
-    """Compute copies what stays of storages that move in part, out of them and back into them."""
+    """Time that compute copies what stays of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """Waits of compute at `reclaim_at` for copies out, by tensor. Who never makes compute wait is not in it."""
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor. A tensor that never makes compute wait is left
+    out."""
     in_stalls_us: Mapping[int, float]
-    """Waits of compute at `use_at` for copies back, by tensor."""
+    """Time that compute waits at `use_at` for each copy back, by tensor."""
     out_spans: tuple[EngineSpan, ...]
-    """Device to host, in the order in which the engine runs them."""
+    """Spans from device to host, in the order in which the engine runs them."""
     in_spans: tuple[EngineSpan, ...]
     tick_us: Float64s
-    """(ticks,): when compute reaches each tick, before what it does there."""
+    """(ticks,) times at which compute reaches each tick, before what it does there."""
 
 
 def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
-    """The step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
+    """Timeline of the step of `trace` under `plan` on a link of `cost_model`. O(ticks + storages + copies).
 
     Raises `ValueError` for a plan of another trace, and for actions that nobody could carry out in this one.
     """
@@ -56,7 +57,7 @@ def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
 
 
 class Simulator:
-    """One trace on one link, for any number of plans. What does not depend on the plan is worked out once."""
+    """Simulates plans for one trace on one link. What does not depend on the plan is worked out once."""
 
     def __init__(self, trace: Trace, cost_model: LinkCost) -> None:
         self.trace = trace
@@ -70,7 +71,7 @@ class Simulator:
         self._row[self._candidates.tensor] = np.arange(len(self._candidates))
 
     def run(self, plan: SwapPlan) -> Timeline:
-        """The step under `plan`. Raises as `simulate` does."""
+        """Timeline of the step under `plan`. Raises as `simulate` does."""
         return self.run_moves(*self._checked(plan))
 
     def run_moves(self, moves: Moves, who: Candidates) -> Timeline:

@@ -1,4 +1,4 @@
-"""Swapping of all that may move, whole: published offloading does that, and no plan is to be worse.
+"""Plans that swap all that may move, whole: what published offloading does, and what no plan is to be worse than.
 
 out       as soon as each may be sent
 reclaimed when `depth` later ones may be copied
@@ -21,13 +21,13 @@ from chameleon_mm.policy.scheduling import Scheduled
 from chameleon_mm.trace.trace import Float64s, Int64s
 
 _EACH_DEPTH = 8
-"""Depths up to it are tried one by one, then powers of two."""
+"""Depth up to which every depth is tried; above it powers of two are."""
 _ROUNDS = 3
-"""Rounds in which a bound is brought close."""
+"""Rounds in which the lower bound is tightened."""
 
 
 def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> Moves:
-    """The moves of `candidates`, ordered by their uses, whole and as early as possible.
+    """(n,) hooks of reclaims and (n,) of copies back. `sendable`, `first`, `use`: (n,) hooks of storages, by their uses.
 
     Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known.
     """
@@ -45,7 +45,7 @@ def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None
 
 
 class SwapAll:
-    """All candidates of one problem, whole, at any depth."""
+    """Swaps all candidates of one problem, whole, at any depth."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -55,8 +55,8 @@ class SwapAll:
         self._clock = np.asarray(problem.time_us)
 
     def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Scheduled, int]]:
-        """Those within `budget`, and the most that each allocates; the most promising first, until none can make the step later
-        by less than `most_us()`."""
+        """Yield the plans within `budget`, the most promising first, until none can make the step later by less than
+        `most_us()`."""
         depths = list(range(_EACH_DEPTH + 1))
         while 2 * depths[-1] < len(self._who):
             depths.append(2 * depths[-1])
@@ -73,15 +73,15 @@ class SwapAll:
             yield self.at_depth(depth), peak_bytes
 
     def at_depth(self, depth: int) -> Scheduled:
-        """The moves of `swap_all`."""
+        """The tentative plan of `plan_swapping_all`."""
         return Scheduled(self._who.tolist(), self._moves(depth))
 
     def delay_bound_us(self, depth: int, cost: LinkCost, *, enough_us: float = inf) -> float:
-        """Time by which the step is later at the least, in arithmetic over all candidates at once.
+        """The least time by which it makes the step later, in arithmetic over all candidates at once.
 
         Waits that nothing can shorten come first: for copies that begin when they are waited for. How late compute is says when
-        copies begin, and when copies end says how late it is: each time around the bound comes closer, from below. It is not
-        brought closer where it is `enough_us` as it is.
+        copies begin, and when copies end says how late it is: each round tightens the bound, from below. It is not tightened
+        where it is `enough_us` as it is.
         """
         clock, sendable, use, nbytes = self._clock, self._candidates.sendable, self._candidates.use, self._candidates.nbytes
         moves = self._moves(depth)

@@ -1,14 +1,14 @@
-"""The step under a plan in time: compute and both copy engines on one clock.
+"""Simulates a plan without carrying it out: device memory at every tick, stalls, both copy engines, the step's time.
 
-at every hook, in the order of `in_order`:
-    reclaims      of one in part the head is copied first; compute waits for the copy out
+at every hook that an action names, in the order that plan.py sets down:
+    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out
     copies out    ready now
     the use       its copy back, if not under way yet, is ready now; compute waits for it
     copies back   ready now; of those in part the head is copied back meanwhile
-between hooks     compute takes what the trace says
+between hooks compute takes what the trace says
 
-It is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at its hook, and one
-back runs after its own copy out. The planner's search and `simulate` both walk here.
+Memory is exact. Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at
+its hook, and one back runs after its own copy out.
 """
 
 from __future__ import annotations

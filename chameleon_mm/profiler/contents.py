@@ -1,4 +1,4 @@
-"""What an operator is asked to do, as 64 bits that are the same in every process.
+"""Hashes what an operator is asked to do, as 64 bits that are the same in every process.
 
     content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # looked up by signature
 
@@ -25,7 +25,7 @@ class ContentHashes:
         self._known: dict[str, int] = {}
 
     def of(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Of one call of operator `name`."""
+        """Hash of one call of operator `name`."""
         signature = f"{name}({_describe(args)}, {_describe(kwargs)})"
         content = self._known.get(signature)
         if content is None:
@@ -34,12 +34,12 @@ class ContentHashes:
 
 
 def content_of(text: str) -> int:
-    """64 bits of a text, the same in every process."""
+    """Hash of a text, 64 bits that are the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def describe_tensor(t: Tensor) -> str:
-    """Shape, strides and dtype; a nested tensor's shape is not one, a sparse one has no strides."""
+    """Text of shape, strides and dtype; a nested tensor's shape is not one, a sparse one has no strides."""
     if t.is_nested:
         return f"nested {t.dtype}"
     if t.layout is not torch.strided:

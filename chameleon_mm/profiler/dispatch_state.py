@@ -1,4 +1,4 @@
-"""What else goes on where a recorder stands: whether it may write down what comes, and whether it sees all that there is.
+"""Tells what else runs where a recorder is active: whether it may record what comes, and whether it sees all that there is.
 
 forked     -> another process: its locks may be held for ever, and the device is not its own
 capturing  -> a graph is captured: nothing may be asked of the device
@@ -25,7 +25,8 @@ _Key = torch._C._TorchDispatchModeKey
 
 
 class DispatchState:
-    """As they are where it is made, and what they are later. Takes no lock, and asks `device` for nothing but `capturing`."""
+    """Process, capture and dispatch modes as they are where it is made and later. Takes no lock, and asks `device` for nothing
+    but `capturing`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -103,6 +104,6 @@ def _with_innermost(mode: TorchDispatchMode, act: Callable[[], object]) -> None:
 
 
 def _frames_compiled() -> int:
-    """How many frames dynamo was given to compile in this process; 0 where nobody imported it."""
+    """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])

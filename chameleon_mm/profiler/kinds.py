@@ -1,4 +1,4 @@
-"""What each storage of a step is for: as model and optimizer say, else by what it was seen to do.
+"""Kinds of a step's storages: as model and optimizer say, else by what the storage was seen to do.
 
 named:   a parameter, a buffer, the gradient of a parameter, an optimizer's state
 seen:    there before, lives on, written in forward           -> buffer (running statistics)
@@ -26,7 +26,7 @@ from chameleon_mm.trace import TensorKind
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
-    """The storages that a model and optimizers name. A later one of the same storage stands."""
+    """Storages that a model and optimizers name, with their kinds. Of two kinds for one storage the later stands."""
     named: list[tuple[Iterable[Any], TensorKind]] = []
     if model is not None:
         named.append((model.buffers(), TensorKind.BUFFER))
@@ -43,7 +43,7 @@ def kinds_of(
 
 
 def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
-    """Of the tensors in a nest of values, wrapper subclasses by what they wrap; anything else is passed over."""
+    """Storages of the tensors in a nest of values, wrapper subclasses by what they wrap; anything else is passed over."""
     found: Tensors = {}
     collect_tensors(_plain(values), device_type, found)
     return [t.untyped_storage() for t in found.values()]
@@ -60,7 +60,7 @@ def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tick: int) -> TensorKind:
-    """What a storage is for once its step is over. -1 for both: the step had no backward."""
+    """Kind of a storage by what it did, once its step is over. -1 for both: the step had no backward."""
     if traced.kind is not None:
         return traced.kind
     before = traced.born < 0

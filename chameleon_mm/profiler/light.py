@@ -1,6 +1,6 @@
-"""The profiler that is always on: a few numbers at each of autograd's two hooks, and nothing at an operator.
+"""The light profiler, which is always on: takes a few numbers at each of autograd's two hooks, and nothing at an operator.
 
-    light.begin_step(); light.follow(record)    # of the known step that is expected, if any
+    light.begin_step(); light.follow(record)    # of the cached step that is expected, if any
     on_save(t):  light.saved(t, since)          # shape, dtype, operators since the last save, whose storage it is
     on_use(h):   light.used(h.save)             # the node that asks, and which save it asks for
     record = light.end_step()                   # fingerprint, features, phases: the followed one, if it was that
@@ -11,7 +11,7 @@
 Features are relative: how many operators since the last save, how many hooks since the storage's last save, how far from the
 save that was used before. So one operator more in a step changes the features near it, and those of storages that were saved
 before it and are saved again behind it, once each: it lies in between. The others stay what they were.
-They are compared as they are, and hashed once, at the end of a step that is new: a step that is known costs a comparison per
+They are compared as they are, and hashed once, at the end of a step that is new: a step that is cached costs a comparison per
 hook, with a feature that all hooks alike share.
 
 Hooks see what autograd saves and uses. Of operators that save nothing they see how many ran before the next save, not which
@@ -34,9 +34,9 @@ from chameleon_mm.profiler.step_record import NOT_A_USE, Boundary, Feature, Step
 from chameleon_mm.trace import StepPhase
 
 NEW_STORAGE = 0
-"""For `LightProfiler.saved`: the first save of its storage in this step."""
+"""`since` of the first save of a storage in this step."""
 FIXED_STORAGE = -1
-"""For `LightProfiler.saved`: a storage that nobody moves, so that nobody looked whether it was saved before."""
+"""`since` of a storage that never moves, so that nobody looked whether it was saved before."""
 
 # Bound once: a lookup through `torch._C` at every hook would cost as much as what they do.
 _sequence_nr = torch._C._autograd._get_sequence_nr
@@ -51,14 +51,14 @@ _PLAIN = frozenset[Hashable]((Tensor, Parameter))
 """Classes that stand for themselves: whoever keeps them keeps nothing else alive."""
 
 _NEVER = -(1 << 62)
-"""No number of operators: whatever is counted from here agrees with nothing."""
+"""A number that no count of operators is: whatever is counted from here agrees with nothing."""
 
 _HEAP_TYPE = 1 << 9
-"""Among a class's flags: it was made while Python ran. CPython's `Py_TPFLAGS_HEAPTYPE`."""
+"""Flag of a class that was made while Python ran: CPython's `Py_TPFLAGS_HEAPTYPE`."""
 
 
 class LightProfiler:
-    """What every step looks like from the hooks. Not thread-safe: whoever calls holds the lock that orders the hooks.
+    """Records what every step looks like from the hooks. Not thread-safe: whoever calls holds the lock that orders the hooks.
 
     Autograd calls uses on threads of its own, and saves too where backward runs forward again (checkpointing): each thread's
     operators are counted apart. Nothing here touches the device or keeps a tensor.
@@ -84,33 +84,35 @@ class LightProfiler:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the step so far. Hooks are numbered from 0 again."""
+        """Forget the step so far, and number hooks from 0 again."""
         self.num_hooks = 0
-        """So far in this step: the number of the next one. To be read alone."""
+        """Number of hooks so far in this step, which is the number of the next one. To be read alone."""
         self._features: list[Feature | None] = [None]
-        """Of this step's hooks, then of those that are to come; None behind the last: whatever comes there is not known."""
+        """Features of this step's hooks, then of those that are expected; None after the last: whatever comes there is not
+        known."""
         self._followed: StepRecord | None = None
         """The step that this one has been so far, hook for hook."""
         self._save_of: list[int] = []
-        """As a record has it. Only while no step is followed, which would have it all."""
+        """Save of each use, as a record has it. Only while no step is followed, which would have it all."""
         self._boundaries: list[Boundary] = []
         self._phase: StepPhase | None = None
         self._last_used = -1
         self._thread: int | None = None
-        """Of the last save, as long as the phase is FORWARD."""
+        """Thread of the last save, as long as the phase is FORWARD."""
         self._number = _NEVER
         """Autograd's number of operators on that thread, at that save."""
         self._numbers = {_thread_id(): _sequence_nr()}
-        """Of the other threads, at their last save."""
+        """Autograd's number of operators of each other thread, at its last save."""
 
     def follow(self, record: StepRecord) -> None:
-        """From here on hooks are compared with those of `record`, whose first `num_hooks` are those of this step."""
+        """Compare hooks from now on with those of `record`, whose first `num_hooks` are those of this step."""
         self._followed = record
         self._features = [*cast("tuple[Feature, ...]", record.features), None]
         self._save_of = []
 
     def saved(self, t: Tensor, since: int) -> bool:
-        """Autograd saves `t`, at hook number `num_hooks`. Returns whether the step that is followed has the same here.
+        """Note that autograd saves `t`, at hook number `num_hooks`. Returns whether the step that is followed has the same
+        here.
 
         `since` is how many hooks ago the same storage was last saved in this step, `NEW_STORAGE` or `FIXED_STORAGE`.
         """
@@ -128,7 +130,7 @@ class LightProfiler:
         return self._saved_elsewhere(feature, number)
 
     def used(self, save: int) -> bool:
-        """Autograd uses what hook number `save` of this step saved, or `EARLIER_STEP`. Returns as `saved` does.
+        """Note that autograd uses what hook number `save` of this step saved, or `EARLIER_STEP`. Returns as `saved` does.
 
         To be called where the hook was called, on autograd's thread: it asks which node is running.
         """
@@ -142,14 +144,14 @@ class LightProfiler:
 
     @property
     def feature(self) -> Feature:
-        """Of the last hook. Comparable within this process. Raises `IndexError` before the first."""
+        """Feature of the last hook. Comparable within this process. Raises `IndexError` before the first."""
         feature = self._features[self.num_hooks - 1] if self.num_hooks else None
         if feature is None:
             raise IndexError("light profiler: expected a hook in this step before its feature is asked for, got none")
         return feature
 
     def end_step(self) -> StepRecord:
-        """The step that was: the very record that was followed, if it was that one. Begins the next one."""
+        """End the step and return its record: the very record that was followed, if it was that one."""
         followed, boundaries = self._followed, tuple(self._boundaries)
         if followed is not None and followed.num_hooks == self.num_hooks and followed.boundaries == boundaries:
             record = followed
@@ -161,13 +163,15 @@ class LightProfiler:
 
     @property
     def phase(self) -> StepPhase | None:
-        """FORWARD or BACKWARD, by the hooks so far; None before the first. A forward that backward runs again is BACKWARD."""
+        """Phase by the hooks so far, FORWARD or BACKWARD; None before the first. A forward that backward runs again is
+        BACKWARD."""
         return self._phase
 
     # --- what happens at a few hooks of a step, or in a new one
 
     def _saved_elsewhere(self, feature: _SaveFeature, number: int) -> bool:
-        """A save outside of a forward, on another thread than the last one, of a subclass, or of no step that is followed."""
+        """Note a save outside of a forward, on another thread than the last one, of a subclass, or of no step that is
+        followed."""
         kind, shape, dtype, operators, since = feature
         thread = _thread_id()
         if thread == self._thread:
@@ -188,7 +192,7 @@ class LightProfiler:
         return self._next(known_by if self._phase is _FORWARD else (*known_by, _BACKWARD), NOT_A_USE)
 
     def _used_elsewhere(self, save: int, node: Node | None) -> bool:
-        """A use by another node than was expected, or by one that no class stands for."""
+        """Note a use by another node than was expected, or by one that no class stands for."""
         kind = type(node)
         operator = kind if kind in self._kinds else self._operator_of(node)
         if self._phase is not _BACKWARD and node is not None:  # without a node it is somebody who looks at a graph
@@ -219,7 +223,7 @@ class LightProfiler:
             self._followed = None
 
     def _operator_of(self, node: Node | None) -> type | str:
-        """What stands for the operator whose backward `node` is: the node's class where that says as much as its name."""
+        """Identity of the operator whose backward `node` is: the node's class where that says as much as its name."""
         if node is None:
             return "nobody"
         name, kind = node.name(), type(node)
@@ -248,7 +252,8 @@ def _outlives_steps(kind: type) -> bool:
 
 
 def _described(kind: Hashable, shape: Hashable) -> tuple[Hashable, Hashable]:
-    """A subclass by its name, which keeps no class. A jagged dimension's size is a number that every batch has anew."""
+    """Name of a subclass, which keeps no class alive, and its sizes. A jagged dimension's size is a number that every batch has
+    anew."""
     if isinstance(kind, type) and isinstance(shape, tuple):
         return kind.__qualname__, tuple(size if type(size) is int else "*" for size in shape)
     return kind, shape

@@ -1,20 +1,20 @@
-"""Which hook of a known step each hook of a running one is: online, by features, one call per hook.
+"""Matches the hooks of a running step with those of a cached one: online, by features, one call per hook.
 
-    matcher = Matcher(record of the known step); matcher.begin_step(aligned=hooks that agreed so far)
-    save:  known = matcher.match(feature)            # number of the known hook, or None
-    use:   matcher.match_use(known)                  # through the save that it uses; None where that is unknown
+    matcher = Matcher(record of the cached step); matcher.begin_step(aligned=hooks that agreed so far)
+    save:  hook = matcher.match(feature)             # number of the cached step's hook, or None
+    use:   matcher.match_use(hook)                   # through the save that it uses; None where that is unknown
 
-    aligned:    the save is as the next known one was: that is it
-    deviating:  a few chains of matches, each known by its last; the places of saves like this one next to each are tried:
-                    score(place) = max over chains of score(chain) + evidence(chain, place) - gap(observed, known in between)
+    aligned:    the save is as the cached step's next one was: that is it
+    diverging:  a few chains of matches, each given by its last; the positions of saves like this one next to each are tried:
+                    score(position) = max over chains of score(chain) + evidence(chain, position) - gap(observed, cached)
                 the best chain ends here: a match; it ends earlier: an inserted save. Aligned again after a run without a gap
-    evidence:   how rare around that place is what agrees, less what does not: how many operators ran since the last save, and
-                whether the storage is the one that the chain's earlier matches took for the known save's
+    evidence:   how rare around that position is what agrees, less what does not: how many operators ran since the last save,
+                and whether the storage is the one that the chain's earlier matches took for the cached save's
 
 Chaining of anchors as in minimap2 (Li 2018, https://doi.org/10.1093/bioinformatics/bty191), done online. Features are relative,
 so an edit changes those of saves that are no part of it: one save more, and each storage that was saved before it and is saved
-again behind it was saved one hook longer ago. So they are taken apart here and hooks are counted, uses too: the save that "so
-many hooks ago" names is the same as it was.
+again behind it was saved one hook longer ago. So they are split here and hooks are counted, uses too: the save that "so many
+hooks ago" names is the same as it was.
 """
 
 from __future__ import annotations
@@ -29,76 +29,79 @@ from chameleon_mm.profiler.save_index import FIXED, Pairs, RunningSave, SaveInde
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8
-"""Explanations of a deviation that are kept."""
+"""Number of explanations of a divergence that are kept."""
 STEADY_RUN = 8
-"""Matches without a gap after which the other explanations are dropped ..."""
+"""Number of matches without a gap after which the other explanations are dropped ..."""
 CLEAR_LEAD = 4.0
-"""... if the best one leads by so much. Scores are logs of how much likelier one explanation is than another; what follows was
-fitted to edited steps of three families of models."""
+"""... if the best one leads by this score. Scores are logs of how much likelier one explanation is than another; what follows
+was fitted to edited steps of three families of models."""
 
 _HOPELESS = 25.0
-"""So far behind the best explanation one is dropped."""
+"""Difference of scores by which an explanation may be worse than the best before it is dropped."""
 _DOUBT = 0.1
-"""A jump is not believed while another explanation is as good within this."""
+"""Difference of scores within which another explanation counts as good, so that a jump is not believed."""
 _TAKEN_BACK = 4
-"""Matches before a deviation that may be explained otherwise: the first of two equal saves may have been the inserted one."""
+"""Number of matches before a divergence that may be explained otherwise: the first of two equal saves may have been the
+inserted one."""
 _MOST_IN_DOUBT = 256
-"""Storages about which explanations may differ, each counted twice: beyond it the best explanation is taken for true."""
+"""Number of storages about which explanations may differ, each counted twice: beyond it the best explanation is taken for
+true."""
 
 _OPEN_COST = 0.1
-"""Of any gap: fewer edits are likelier than more. What was inserted costs nothing else: it may be anything."""
+"""Cost of any gap: fewer edits are likelier than more. What was inserted costs nothing else: it may be anything."""
 _FIRST_COST = 0.95
-"""Of a known hook that is left out; times the log of how many are left out, ..."""
+"""Cost of a cached hook that is left out; times the log of how many are left out, ..."""
 _MORE_COST = 1.35
-"""... this in addition: what one operator saves was edited together."""
+"""... this cost in addition: what one operator saves was edited together."""
 _OPERATOR_HOOKS = 6
-"""What one operator saves at most, but for a few. A longer gap is of several edits, or of a layer: ..."""
+"""Number of hooks that one operator saves at most, but for a few. A longer gap is of several edits, or of a layer: ..."""
 _HOOK_COST = 0.3
-"""... each hook makes it less likely, ..."""
+"""... each hook costs this much more, ..."""
 _LAYER_COST = 6.0
-"""... up to here: layers are left out as a whole."""
+"""... up to this cost: layers are left out as a whole."""
 _REPLACED_COST = 0.55
-"""Of each hook that another took the place of."""
+"""Cost of each hook in whose place another came."""
 _REPEAT_COST = 3.6
-"""Of going back to what came already: what runs twice is rarer than what is left out, ..."""
+"""Cost of going back to what came already: what runs twice is rarer than what is left out, ..."""
 _WAY_BACK_COST = 0.5
-"""... and for each hook beyond an operator's ..."""
+"""... and of each hook beyond an operator's ..."""
 _WAY_BACK_HOOKS = 10
-"""... up to so many."""
+"""... up to this number."""
 
 _SILENT_COST = 2.3
-"""Next to the chain's last match, of one operator more or less since the last save: one that saves nothing was edited ..."""
+"""Cost, next to the chain's last match, of one operator more or less since the last save: one that saves nothing was edited
+..."""
 _OPERATORS_COST = 8.0
-"""... and of any other number."""
+"""... and of any other difference in operators."""
 _OTHER_START_COST = 1.0
-"""Of another number of operators behind a gap, where it counts from another save than it did."""
+"""Cost of another number of operators behind a gap, where it counts from another save than it did."""
 
 
 class _Chain(NamedTuple):
-    """Matches in order, by their last."""
+    """A chain of matches in order, given by its last."""
 
     score: float
     observed: int
-    """Counted from where the step began to deviate; 0 and below: before it."""
+    """Number of the running save, counted from where the step began to diverge; 0 and below: before it."""
     position: int
-    """Of its last match: how many known saves come before it."""
+    """Position of its last match: how many saves of the cached step come before it."""
     run: int
-    """How many of the last matches followed each other without a gap."""
+    """Number of the last matches that followed each other without a gap."""
     pairs: Pairs
-    """Which storage of this step is which known one. Chains share them: not to be changed."""
+    """Storages of this step paired with the cached step's. Chains share them: not to be changed."""
 
 
 class Matcher:
-    """Aligns steps with one known step. Not thread-safe.
+    """Aligns steps with one cached step. Not thread-safe.
 
     Hooks are counted here: every one of the running step behind those that agreed is to be told, in order.
 
     A step without an edit is matched one to one. Otherwise saves are matched mostly in their order: neighbours that changed
-    places both match, and so does a part that comes later than it was known. A known save is given away once, and each of its
-    uses once, and only to a save that looks like it: class, sizes, dtype, whether anybody moves it, whether a backward saves
-    it. Work per hook: O(1) while aligned. Otherwise, for each of MAX_CHAINS chains, a binary search in three lists of places,
-    and for each of the six places at most that these add a comparison with each chain, and a copy of what that chain knows of
-    storages, which is bounded.
+    places both match, and so does a part that comes later than in the cached step. A cached save is matched once, and each of
+    its uses once, and only with a save of its signature: class, sizes, dtype, whether anybody moves it, whether a backward
+    saves it. Work per hook: O(1) while aligned. Otherwise, for each of MAX_CHAINS chains, a binary search in three lists of
+    positions, and for each of the six positions at most that these add a comparison with each chain, and a copy of what that
+    chain knows of storages, which is bounded.
     """
 
     def __init__(self, known: StepRecord) -> None:
@@ -111,25 +114,26 @@ class Matcher:
         self.begin_step()
 
     def begin_step(self, aligned: int = 0) -> None:
-        """A new step, whose first `aligned` hooks are those of the known step; the next one is the first to be asked about."""
+        """Begin a step whose first `aligned` hooks are those of the cached step; the next one is the first to be asked
+        about."""
         self._next = self._aligned_from = bisect_left(self._hook_of, aligned)
-        """While aligned: the place that is expected, and the first one since when nothing deviated."""
+        """The position that is expected while aligned, and the first one since when nothing diverged."""
         self._in_order_from = 0
-        """The first place from which on the matches before a deviation followed each other."""
+        """The first position from which on the matches before a divergence followed each other."""
         self._chains: list[_Chain] = []
-        """Empty while aligned."""
+        """Chains of matches; empty while aligned."""
         self._observed = 0
         self._given = bytearray(b"\1" * self._next + b"\0" * (len(self._hook_of) - self._next))
-        """By place, whether it was given away; those since `_aligned_from` are marked when something deviates."""
+        """Whether each position was matched; those since `_aligned_from` are marked when something diverges."""
         self._storage_of, self._pairs = self._saves.as_running(aligned)
-        """By hook of this step its save's storage; and while aligned, which storage is which known one."""
+        """Storage of each save, by hook of this step; and while aligned, its pairs with the cached step's."""
         self._storages = count(2 * self._saves.num_storages)
-        """Numbers for those that are new."""
+        """Numbers for storages that are new."""
         self._aligned_hooks = aligned
         self._uses_given: dict[int, int] = {}
 
     def match(self, feature: Feature) -> int | None:
-        """Number of the known hook that a save with this feature is; None: it is none of them."""
+        """Number of the cached step's hook that a save with this feature is; None: it is none of them."""
         save = self._seen(feature)
         position, known = self._next, self._saves
         as_known = save.signature == known.signatures[position] and save.operators == known.operators[position]
@@ -140,7 +144,7 @@ class Matcher:
         return self._match_diverging(save)
 
     def match_use(self, save: int | None) -> int | None:
-        """Number of the known hook that a use is. `save` is what `match` said of the hook that saved it.
+        """Number of the cached step's hook that a use is. `save` is what `match` said of the hook that saved it.
 
         None: nothing is known of what it uses, or it is used more often than the known step did.
         """
@@ -158,7 +162,7 @@ class Matcher:
 
     @property
     def is_diverging(self) -> bool:
-        """Whether what comes next is in doubt: some hooks after an edit it is not any more."""
+        """Whether what comes next is in doubt, as some hooks after an edit it no longer is."""
         return bool(self._chains)
 
     def _seen(self, feature: Feature) -> RunningSave:
@@ -190,7 +194,7 @@ class Matcher:
         return hook
 
     def _continued(self, save: RunningSave) -> list[_Chain]:
-        """The explanations now that this save came, the best one first: at a tie one in which it matches."""
+        """Explanations after this save, the best one first: at a tie one in which it matches."""
         old, new = list(self._chains), list[_Chain]()
         for position in sorted(self._candidates(save)):
             score, last = self._continuing(position, save)
@@ -203,7 +207,7 @@ class Matcher:
         return [chain for chain in best if chain.score > best[0].score - _HOPELESS]
 
     def _candidates(self, save: RunningSave) -> set[int]:
-        """The nearest places of saves like this one on each side of a chain: chains that end nearer reach further ones."""
+        """The nearest positions of saves like this one on each side of a chain: chains that end nearer reach further ones."""
         positions = set[int]()
         for chain in self._chains:
             for alike in self._saves.positions_like(save, chain.pairs):
@@ -213,7 +217,7 @@ class Matcher:
         return positions
 
     def _continuing(self, position: int, save: RunningSave) -> tuple[float, _Chain]:
-        """The best score that a match of `save` with `place` gives, and the chain that it continues."""
+        """The best score of a match of `save` at `position`, and the chain that it continues."""
         most = self._saves.most_weight(position)
         best, last = -inf, self._chains[0]
         for chain in self._chains:  # the best one first
@@ -225,7 +229,7 @@ class Matcher:
         return best, last
 
     def _score(self, chain: _Chain, position: int, save: RunningSave) -> float:
-        """Of `chain` continued by a match of `save` with `place`."""
+        """Score of `chain` continued by a match of `save` at `position`."""
         if chain.position == position:
             return -inf
         known = self._saves
@@ -242,7 +246,7 @@ class Matcher:
         return chain.observed == self._observed - 1 and chain.position == position - 1
 
     def _gap(self, chain: _Chain, position: int) -> float:
-        """What it costs to leave out the hooks between the last match of `chain` and one of the save that came now."""
+        """Cost of leaving out the hooks between the last match of `chain` and one of the save that came now."""
         observed, known = self._observed - chain.observed - 1, position - chain.position - 1
         if observed == known == 0:
             return 0.0
@@ -279,7 +283,7 @@ def _by_score(chain: _Chain) -> float:
 
 
 def _skip(hooks: int) -> float:
-    """What it costs that so many known ones were left out together."""
+    """Cost of leaving out so many cached hooks together."""
     if not hooks:
         return 0.0
     return _FIRST_COST + _MORE_COST * log(hooks) + min(_HOOK_COST * max(0, hooks - _OPERATOR_HOOKS), _LAYER_COST)

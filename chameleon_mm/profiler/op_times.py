@@ -1,4 +1,4 @@
-"""How long each operator of a step took on the device, without ever making the host wait inside the step.
+"""Times each operator of a step on the device, without ever making the host wait inside the step.
 
     times.begin(); times.ran(0, call); ...            # a timed event after every few operators: a stretch
     times.pause(); ...swapping...; times.resume()     # what is between them belongs to no operator
@@ -21,13 +21,14 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.units import MIB
 
 OPS_PER_EVENT = 16
-"""On a GPU: 5 us of host time for each event are then 3 % of what the dispatch mode itself takes of it."""
+"""Operators per timed event on a GPU: 5 us of host time for each event are then 3 % of what the dispatch mode itself takes of
+it."""
 
 FLOPS_PER_BYTE = 200
 """Operations that take as long as one byte of device memory: 197 on an A100 and 295 on an H100, in half precision."""
 
 SHORTEST_KERNEL_BYTES = 4 * MIB
-"""What device memory moves in the 2 us that the shortest kernel takes."""
+"""Bytes that device memory moves in the 2 us that the shortest kernel takes."""
 
 _READS_LENGTHS = {
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
@@ -39,21 +40,21 @@ class OpTimes(Protocol):
     """Takes the time of operators. Called by one thread at a time."""
 
     def begin(self) -> None:
-        """The step begins."""
+        """Begin the step."""
         ...
 
     def ran(self, op: int, call: OpCall) -> None:
-        """Operator number `op` was launched."""
+        """Note that operator number `op` was launched."""
         ...
 
     def pause(self) -> None:
-        """What follows until `resume` is no operator's time."""
+        """Count what follows until `resume` as no operator's time."""
         ...
 
     def resume(self) -> None: ...
 
     def resolve(self) -> Iterator[tuple[int, float]]:
-        """Number and microseconds of each operator. The step is over; the host may wait for the device."""
+        """Yield number and microseconds of each operator. The step is over; the host may wait for the device."""
         ...
 
 
@@ -134,24 +135,24 @@ class PricedTimes:
         self._times: list[tuple[int, float]] = []
 
     def begin(self) -> None:
-        """Nothing to do: no clock runs."""
+        """Does nothing: no clock runs."""
 
     def ran(self, op: int, call: OpCall) -> None:
         price = self._price(_flops(call), call.touched_bytes(), call.dtype) if call.facts.kernel else 0.0
         self._times.append((op, price))
 
     def pause(self) -> None:
-        """Nothing to do: no clock runs."""
+        """Does nothing: no clock runs."""
 
     def resume(self) -> None:
-        """Nothing to do: no clock runs."""
+        """Does nothing: no clock runs."""
 
     def resolve(self) -> Iterator[tuple[int, float]]:
         yield from self._times
 
 
 def weight_of(call: OpCall) -> float:
-    """What a call takes in comparison with others, in bytes of device memory; 0 where it launches nothing."""
+    """Weight of a call's time in comparison with others, in bytes of device memory; 0 where it launches nothing."""
     if not call.facts.kernel:
         return 0.0
     return max(call.touched_bytes(), _flops(call) / FLOPS_PER_BYTE, SHORTEST_KERNEL_BYTES)

@@ -16,7 +16,7 @@ _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "lin
 """Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
 
 _OF_ONE_INPUT = {"masked_fill": 2}
-"""Name -> place of the only input whose gradient is another."""
+"""Index of the only argument whose gradient is another, by operator."""
 
 
 def has_other_formula(call: OpCall) -> bool:

@@ -1,4 +1,4 @@
-"""Where random numbers stand, to be drawn once more: by an operator that runs again, or by a step that begins again."""
+"""Snapshot of random number generators, to draw the same numbers again: for an operator or a step that runs again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Bytes that the device counts, read after every operator of a recorded step, and how many an operator held inside itself.
+"""Reads the device's memory counters after every operator of a recorded step: how much the operator held inside itself.
 
 readings = Readings(device)
-inner_bytes = readings.take(book, newcomers, tick=..., made_bytes=...)
+inner_bytes = readings.take(table, new_storages, tick=..., made_bytes=...)
 
-    allocated since the last reading                   the odometer's growth
+    allocated since the last reading                   growth of the cumulative count
     - results of the operator                          made_bytes
     - what nobody knows and is still there             a library's workspace: later steps begin with it
     = allocated and gone again                         what the operator held inside itself at its peak, or more
@@ -33,11 +33,11 @@ class Readings:
         self._device = device
         self._last = device.read_memory()
         self._freed_by_then = 0
-        """Bytes of the book's storages, at the last reading."""
+        """Bytes that the table's storages had freed by the last reading."""
 
     @property
     def allocated_bytes(self) -> int:
-        """At the last reading."""
+        """Bytes allocated at the last reading."""
         return self._last.allocated_bytes
 
     def take(
@@ -49,8 +49,9 @@ class Readings:
         fresh: bool = False,
         made_bytes: int = 0,
     ) -> int:
-        """Tell `book`, as `StorageTable.read` has it, what the device counts now. `made_bytes`: of storages of the book that
-        were made since the last reading. Returns the bytes of others that were allocated since then and are gone again."""
+        """Read the counters now and pass them to `table`, as `StorageTable.read` takes them. `made_bytes`: bytes of storages of
+        the table that were made since the last reading. Returns the bytes of others that were allocated since then and are gone
+        again."""
         before, now = self._last, self._device.read_memory()
         freed_bytes = table.freed_bytes - self._freed_by_then
         unknown_bytes = max(0, now.allocated_bytes - before.allocated_bytes + freed_bytes - made_bytes)

@@ -21,11 +21,12 @@ from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
-"""The number of the thread's next differentiable operator: it moves once the operator that saved is over. Note [Swap-out]."""
+"""Returns the number of the thread's next differentiable operator: it moves once the operator that saved is over. Note
+[Swap-out]."""
 
 
 def shape_feature(t: Tensor) -> int:
-    """Shape, strides and dtype of a saved tensor, as 64 bits."""
+    """Hash of shape, strides and dtype of a saved tensor, 64 bits."""
     return content_of(describe_tensor(t))
 
 
@@ -51,7 +52,7 @@ class _HookPair:
         self._feature = feature
         self._fresh: list[tuple[TracedStorage, int]] = []
         self._seen: set[Hashable] = set()
-        """Views that were saved, by the number of their storage; a storage that was saved whole."""
+        """Views that were saved, by the number of their storage, and storages that were saved whole."""
 
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
@@ -102,7 +103,7 @@ class _HookPair:
 
 
 class _Handle:
-    """What autograd holds: the tensor itself, detached, or by reference if it is a leaf."""
+    """Handle that autograd holds: the tensor itself, detached, or by reference if it is a leaf."""
 
     __slots__ = ("_recorder", "feature", "tensor", "traced")
 

@@ -1,4 +1,4 @@
-"""One step as a `Trace`: a dispatch mode that writes down every operator, while the saved-tensor hooks tell of saves and uses.
+"""Records one step as a `Trace`: a dispatch mode writes down every operator, the saved-tensor hooks tell of saves and uses.
 
     recorder = Recorder(device, model=model)
     with recorder:                                   # entered after `device.compute()`, so that it comes first
@@ -11,12 +11,12 @@ What the hooks of whoever swaps call, in this order, one line each:
            with recorder.paused(): ...               # all that swapping itself allocates and runs
                recorder.restored(traced, storage)    # memory that holds its bytes again: the same tensor of the trace
                with recorder.untimed(): ...          # where it makes compute wait or work
-           traced = recorder.claim(storage)          # once for each claim on a storage
-           recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was taken apart in it
+           traced = recorder.add_claim(storage)      # once for each claim on a storage
+           recorder.on_save([traced], feature)       # once for each call of autograd's, whatever was unwrapped in it
     use:   ... recorder.on_use([traced], feature)
     end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
 
-Operators and hooks are in one file, long as it is: both number ticks of one builder under one lock, and look into one book.
+Operators and hooks are in one file, long as it is: both number ticks of one builder under one lock, and share one table.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ from chameleon_mm.trace.trace import UInt8s
 _log = logging.getLogger(__name__)
 
 UNMOVABLE = -1
-"""The tensor of a hook call that is about no storage, or about several."""
+"""Tensor number of a hook call that is about no storage, or about several."""
 
 NO_HOOK = -1
-"""The number of a hook call that was not written down."""
+"""Number of a hook call that was not recorded."""
 
 _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
-"""Of classes that leave operators as they are."""
+"""`__torch_dispatch__` of classes that leave operators as they are."""
 
 _FRESH = ("lift_fresh", "lift")
 """Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Under any other mode dynamo leaves what it had compiled to eager, whose bits are others."""
+        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
         return True
 
     def __init__(
@@ -131,17 +131,17 @@ class Recorder(TorchDispatchMode):
 
     @property
     def oom_retries(self) -> int:
-        """How often an operator was run again because it had found no memory."""
+        """Number of operators that were run again because they had found no memory."""
         return 0 if self._retry is None else self._retry.retries
 
     @property
     def num_ops(self) -> int:
-        """Operators written down so far."""
+        """Number of operators recorded so far."""
         return self._builder.num_ops
 
     @property
     def flaw(self) -> str | None:
-        """Why a plan must not be made from the step, as far as it has come; None: nothing speaks against it."""
+        """Reason why a plan must not be made from the step, as far as it has come; None: there is none."""
         if self._flaw is None and self._dispatch.compiled:
             return "dynamo compiled in it: it took longer, and ran other kernels, than steps like it will"
         return self._flaw
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
             self._give_up(_INTERRUPTED)
 
     def leave_if_on(self) -> None:
-        """Take it off this thread's stack, where autograd may have put it back after it was left."""
+        """Take the recorder off this thread's stack, where autograd may have put it back after it was left."""
         if is_on(self):
             remove(self)
 
@@ -228,7 +228,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _writes(self) -> bool:
-        """Whether what comes is to be written down. Asked before any lock, and before anything is asked of the device."""
+        """Whether what comes is to be recorded. Asked before any lock, and before anything is asked of the device."""
         if self._stopped or self._dispatch.forked:
             return False
         if self._dispatch.capturing:
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _forgiving(self, call: OpCall) -> Iterator[None]:
-        """A tensor that cannot be looked at costs the trace, not the step."""
+        """Context in which a tensor that cannot be looked at costs the trace, not the step."""
         try:
             yield
         except ChameleonError:
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
         self._times.ran(op, call)
 
     def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """The storages of the device that `tensors` lie in: those known, and those that are not."""
+        """Storages of the device that `tensors` lie in: those that the table has, and those that it has not."""
         known: dict[int, TracedStorage] = {}
         unknown: dict[int, torch.UntypedStorage] = {}
         for t in tensors.values():
@@ -293,8 +293,8 @@ class Recorder(TorchDispatchMode):
     def _number(
         self, call: OpCall, new_storages: list[torch.UntypedStorage]
     ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
-        """Number what the call was given and nobody knew, and what it made. Returns the former, all that it wrote, and how
-        many bytes it held inside itself."""
+        """Number the storages that the call was given and nobody knew, and those that it made. Returns the former, all that it
+        wrote, and how many bytes it held inside itself."""
         tick, fresh = self._builder.num_ticks, call.facts.name in _FRESH
         fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
         written, unknown = self._look_up(call.written)
@@ -314,7 +314,7 @@ class Recorder(TorchDispatchMode):
         return list(given.values()), written, inner
 
     def _read(self, new_storages: Sequence[torch.UntypedStorage] = ()) -> None:
-        """Begins a new reading: what was allocated until now is no operator's."""
+        """Begin a new reading: what was allocated until now is no operator's."""
         self._readings.take(self._table, new_storages, tick=self._builder.num_ticks)
 
     def _begin_tick(self) -> None:
@@ -334,7 +334,7 @@ class Recorder(TorchDispatchMode):
     # --- what the hooks tell
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """A handle claims a saved storage of this device: the storage's record, for the calls below.
+        """Add a handle's claim on a saved storage of this device. Returns the storage's record, for the calls below.
 
         The handle holds the storage by its object in Python, or by as many tensors of its own as it adds to `aliases`: what
         anybody else holds keeps it from being released.
@@ -350,7 +350,8 @@ class Recorder(TorchDispatchMode):
             return self._table.saved(storage)
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
-        """Autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's number."""
+        """Record that autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's
+        number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
@@ -359,7 +360,7 @@ class Recorder(TorchDispatchMode):
             return self._builder.save(self._only(saved), feature)
 
     def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
-        """Autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
@@ -371,7 +372,7 @@ class Recorder(TorchDispatchMode):
             return self._builder.use(self._only(traced), feature)
 
     def sendable(self, traced: TracedStorage | None) -> None:
-        """The operator that saved it is over, as the hook found that is running and has not been told of yet.
+        """Note that the operator that saved it is over, as the hook found that is running and has not been told of yet.
 
         Told again where others save more of it: a copy that began before would lack their bytes.
         """
@@ -380,19 +381,19 @@ class Recorder(TorchDispatchMode):
                 traced.sendable = self._builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
-        """`storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
+        """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
         if traced is not None and traced.owner is self._table.owner and self._writes():
             with self._lock:
                 self._table.restored(traced, storage)
 
     def retired(self, traced: TracedStorage | None) -> None:
-        """A claim on it ended. Any thread may say so, in the middle of anything: it waits for no lock."""
+        """Note that a claim on it ended. Any thread may call this, in the middle of anything: it waits for no lock."""
         if traced is not None and not self._stopped and traced.owner is self._table.owner:
             self._table.retired(traced)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What this thread does inside is no part of the step: its operators are not recorded. May be nested."""
+        """Context in which the operators of this thread are no part of the step. May be nested."""
         depth = getattr(self._thread, "paused", 0)
         try:
             self._thread.paused = depth + 1
@@ -406,7 +407,8 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """What compute is given inside, a wait for a copy or a kernel of swapping's own, takes time that is no operator's."""
+        """Context in which the time that compute takes, for a wait for a copy or a kernel of swapping's own, is no
+        operator's."""
         if self._writes():
             with self._lock:
                 self._times.pause()
@@ -418,8 +420,8 @@ class Recorder(TorchDispatchMode):
                     self._times.resume()
 
     def stop(self) -> None:
-        """Write down no more: the step turned out to need no trace. Until it is left, it goes on running operators again that
-        find no memory."""
+        """Stop recording: the step turned out to need no trace. Until it is left, it goes on running operators again that find
+        no memory."""
         with self._lock:
             self._stopped = True
             self._parameters.clear()
@@ -435,7 +437,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _give_up(self, flaw: str) -> None:
-        """What it has is not the step."""
+        """Stop recording, as what was recorded is not the step."""
         if not self._dispatch.forked:
             self._flaw = self._flaw or flaw
             self.stop()
@@ -443,7 +445,7 @@ class Recorder(TorchDispatchMode):
     # --- the end
 
     def finish(self, fingerprint: int = 0) -> Trace:
-        """The trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
+        """Trace of the step, which is over; waits for the device. Call once, outside of `with recorder`.
 
         Raises `RuntimeError` after `stop`, the second time and where a flaw ended it, and what `Trace` raises.
         """
@@ -471,12 +473,12 @@ class Recorder(TorchDispatchMode):
         )
 
     def _only(self, storages: Iterable[TracedStorage | None]) -> int:
-        """The number of the one storage there is."""
+        """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""
         numbers = {traced.number for traced in storages if traced is not None and traced.owner is self._table.owner}
         return numbers.pop() if len(numbers) == 1 else UNMOVABLE
 
     def _reclaiming(self, reclaim_some: ReclaimSome) -> ReclaimSome:
-        """Weak: the recorder holds what it makes."""
+        """A callback that reclaims memory, holding the recorder weakly: the recorder holds what it makes."""
         me = weakref.ref(self)
 
         def free(nbytes: int, excluded: Sequence[torch.UntypedStorage]) -> bool:
@@ -490,7 +492,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
-    """The phases, with the optimizer's after the last backward, until something is saved again."""
+    """Phases of the operators, with the optimizer's after the last backward, until something is saved again."""
     phases = trace.op_phase.copy()
     if last_op >= 0:
         saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]

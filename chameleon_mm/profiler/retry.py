@@ -1,4 +1,4 @@
-"""An operator that found no memory, run again: plainly, then as often as somebody frees something for it.
+"""Runs an operator again that found no memory: plainly, then as often as something can be reclaimed for it.
 
     out = retry.run(call)
         run -> OutOfMemoryError -> out of the except block -> generators as they were -> run again
@@ -23,13 +23,13 @@ from chameleon_mm.profiler.random_state import RandomState
 from chameleon_mm.units import parse_size
 
 ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
-"""Frees device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
-whether it freed anything: False ends the retries."""
+"""Reclaims device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
+whether it reclaimed anything: False ends the retries."""
 
 _TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
 
 _ROUNDED_OFF = 1.01
-"""The message gives three digits: what was asked for may be half a percent more than it says."""
+"""Factor for the rounding of the message, which gives three digits: what was asked for may be half a percent more."""
 
 
 class OomRetry:
@@ -41,12 +41,13 @@ class OomRetry:
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
         self.retries = 0
-        """How often an operator was run again."""
+        """Number of operators that were run again."""
         self._device = device
         self._reclaim_some = reclaim_some
 
     def run(self, call: OpCall) -> Any:
-        """`call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be freed, or the operator may not run twice."""
+        """Run `call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be reclaimed, or the operator may not run
+        twice."""
         if not call.facts.repeatable or self._device.capturing():
             return call.run()
         drawn = RandomState(self._device, _generators(call)) if call.facts.random else None
@@ -69,7 +70,7 @@ class OomRetry:
 
     @staticmethod
     def _attempt(call: OpCall) -> torch.OutOfMemoryError | None:
-        """Run it. Returns the failure, which holds no frame, so no tensor."""
+        """Run the call. Returns the failure, which holds no frame, so no tensor."""
         try:
             call.run()
         except torch.OutOfMemoryError as error:
@@ -84,7 +85,7 @@ def _generators(call: OpCall) -> Iterator[torch.Generator]:
 
 
 def tried_bytes(failure: torch.OutOfMemoryError) -> int:
-    """What was asked for, by the message, rounded up; 0 where it does not say."""
+    """Bytes that were asked for, by the message, rounded up; 0 where it does not say."""
     match = _TRIED.search(str(failure))
     return 0 if match is None else ceil(_bytes_of(match[1]) * _ROUNDED_OFF)
 

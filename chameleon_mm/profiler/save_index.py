@@ -1,11 +1,11 @@
-"""The saves of a known step, as a running one is matched with them: what they look like, how rare that is, whose storage it is.
+"""Index of a cached step's saves, to match a running step's with them: signatures, how rare these are, and storages.
 
-    known = SaveIndex(record, hooks of its saves)
-    storages, pairs = known.as_running(aligned)      # of a step whose first hooks are the same
-    known.positions_like(save, pairs)                   # candidates, by place: how many known saves come before
-    known.weight(place, operators, same_storage)     # how much it says that so much agrees
-    known.storage_cost(place, save, pairs)           # and how much what does not
-    pairs = pairs.with_pair(save.storage, known.storages[place])    # if that is it
+    index = SaveIndex(record, hooks of its saves)
+    storages, pairs = index.as_running(aligned)      # of a step whose first hooks are the same
+    index.positions_like(save, pairs)                # candidates, by position: how many saves of the cached step come before
+    index.weight(position, operators, same_storage)  # how much it says that so much agrees
+    index.storage_cost(position, save, pairs)        # and how much what does not
+    pairs = pairs.with_pair(save.storage, index.storages[position])    # if that is it
 
 A feature names a storage by how many hooks ago it was saved last, which is another number wherever something was edited in
 between. Resolved to the storage itself it is the same again, and the best evidence there is.
@@ -23,32 +23,32 @@ from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import Feature, StepRecord, save_parts
 
 _NEIGHBOURS = 2
-"""On each side, of saves that are alike: how far apart these are says how rare they are there."""
+"""Number of saves of one signature on each side of a position whose distance says how rare they are there."""
 
 _OTHER_STORAGE_COST = 0.4
-"""Of another storage than the known save's: what made the tensor was edited ..."""
+"""Cost of another storage than the cached save's: what made the tensor was edited ..."""
 _OTHER_HISTORY_COST = 7.0
 """... which does not make it a storage's first save if it was none, or none if it was."""
 _UNSEEN_HISTORY_COST = 4.0
-"""Of that alone, where the storage is none that is known to be another: its earlier save was edited."""
+"""Cost of that alone, where the storage is none that is known to be another: its earlier save was edited."""
 
 FIXED = -1
-"""In place of a storage's number: nobody moves it, so nobody looked which one it is."""
+"""Number in place of a storage's: the storage never moves, so nobody looked which one it is."""
 
 
 class RunningSave(NamedTuple):
-    """One of the running step."""
+    """One save of the running step."""
 
     signature: Hashable
     operators: int
     storage: int
-    """Of this step, by a number that no known one has; or `FIXED`."""
+    """Number of the storage in this step, which no storage of the cached step has; or `FIXED`."""
     is_first: bool
     """Whether the storage is saved for the first time in this step."""
 
 
 class Pairs:
-    """Which storage of the running step is which known one, at most one for each, as one explanation has it.
+    """Pairs of a storage of the running step and one of the cached step, at most one for each, as one explanation has them.
 
     Explanations share what was settled before they parted; what each has of its own is copied when it is to change.
     """
@@ -57,26 +57,26 @@ class Pairs:
 
     def __init__(self, settled: dict[int, int | None], own: dict[int, int | None]) -> None:
         self._settled = settled
-        """Both ways round. None: it is no longer any."""
+        """Partner of each storage, in both directions. None: it no longer has one."""
         self._own = own
 
     def __len__(self) -> int:
-        """What it has of its own: what a copy costs."""
+        """Number of pairs that are this explanation's own: what a copy costs."""
         return len(self._own)
 
     def get(self, storage: int) -> int | None:
-        """Of a known storage the running step's, of one of that the known one."""
+        """Partner of a storage: of a cached one the running step's, and the reverse; None: not known."""
         return self._own[storage] if storage in self._own else self._settled.get(storage)
 
     def add(self, storage: int, known: int) -> None:
-        """They are the same, and no others are the same as either. Nothing for what is fixed."""
+        """Pair the two, which no longer have other partners. Does nothing for what is fixed."""
         if storage != FIXED and self.get(storage) != known:
             self._unpair(storage)
             self._unpair(known)
             self._own[storage], self._own[known] = known, storage
 
     def with_pair(self, storage: int, known: int) -> Self:
-        """As it is after `add`; itself if that changes nothing."""
+        """Pairs as they are after `add`; itself if that changes nothing."""
         if storage == FIXED or self.get(storage) == known:
             return self
         pairs = type(self)(self._settled, self._own.copy())
@@ -84,13 +84,13 @@ class Pairs:
         return pairs
 
     def without(self, storage: int) -> Self:
-        """As it was before anything was known of it."""
+        """Pairs without that of `storage`."""
         pairs = type(self)(self._settled, self._own.copy())
         pairs._unpair(storage)
         return pairs
 
     def settle(self) -> Self:
-        """No other explanation is left, and what is shared from here on is what this one has."""
+        """Make these pairs the shared ones, as no other explanation is left."""
         self._settled.update(self._own)
         return type(self)(self._settled, {})
 
@@ -101,18 +101,18 @@ class Pairs:
 
 
 class SaveIndex:
-    """Of a known step, by place: how many of its saves come before."""
+    """Index of a cached step's saves by position: the number of its saves that come before."""
 
     def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:
-        """`hooks`: of the saves."""
+        """`hooks`: numbers of the hooks that are saves."""
         saves = [split_feature(cast("Feature", record.features[hook])) for hook in hooks]
         self.signatures = [*(signature for signature, _, _ in saves), None]
-        """What no match differs in. Behind the last place: that of no save."""
+        """Signatures of the saves: what no match differs in. After the last position: the signature of no save."""
         self.operators = [*(operators for _, operators, _ in saves), 0]
         self.is_first = [since == NEW_STORAGE for _, _, since in saves]
-        """Whether its storage was not saved before in the step."""
+        """Whether the save is the first of its storage in the step."""
         self._first_hooks = [hook for hook, is_first in zip(hooks, self.is_first, strict=True) if is_first]
-        """By storage. Storages are numbered in the order of their first saves."""
+        """Hook of the first save by storage. Storages are numbered in the order of their first saves."""
         self._storage_at = [FIXED] * record.num_hooks
         numbers = count()
         for hook, (_, _, since) in zip(hooks, saves, strict=True):
@@ -122,9 +122,9 @@ class SaveIndex:
                 self._storage_at[hook] = self._storage_at[hook - since]
         self.storages = [self._storage_at[hook] for hook in hooks]
         self._positions: dict[Hashable, list[int]] = {}
-        """By what saves have in common."""
+        """Positions of saves by what they have in common."""
         self._positions_of: dict[Hashable, list[int]] = {}
-        """By look and storage."""
+        """Positions of saves by signature and storage."""
         for position, (signature, operators, since) in enumerate(saves):
             for alike in _in_common(signature, operators, since):
                 self._positions.setdefault(alike, []).append(position)
@@ -137,7 +137,8 @@ class SaveIndex:
         return len(self._first_hooks)
 
     def as_running(self, aligned: int) -> tuple[list[int], Pairs]:
-        """Of a step whose first `aligned` hooks are the same: by hook its save's storage, numbered from `num_storages` on."""
+        """Storages and pairs of a step whose first `aligned` hooks are the same: by hook its save's storage, numbered from
+        `num_storages` on."""
         behind = self.num_storages
         storages = [FIXED if storage == FIXED else behind + storage for storage in self._storage_at[:aligned]]
         same = range(bisect_left(self._first_hooks, aligned))
@@ -146,7 +147,8 @@ class SaveIndex:
         return storages, Pairs(settled, {})
 
     def positions_like(self, save: RunningSave, pairs: Pairs) -> list[Sequence[int]]:
-        """Those that look like it; of these the ones with as many operators; and those of its storage, if that is known."""
+        """Positions of saves with its signature; of these the ones with as many operators; and those of its storage, if that is
+        known."""
         signature, operators, first, _ = _in_common(save.signature, save.operators, NEW_STORAGE)
         positions: list[Sequence[int]] = [self._positions.get(signature, ()), self._positions.get(operators, ())]
         if save.is_first:
@@ -156,15 +158,15 @@ class SaveIndex:
         return positions
 
     def weight(self, position: int, operators: int, *, same_storage: bool) -> float:
-        """How much what agrees says: the log of how many saves there are for one that is alike in that."""
+        """Weight of what agrees: the log of how many saves there are for one that is alike in that."""
         return self._weights[position][(operators == self.operators[position]) + 2 * same_storage]
 
     def most_weight(self, position: int) -> float:
-        """No save has more there."""
+        """The most weight that a save can have at that position."""
         return max(self._weights[position])
 
     def storage_cost(self, position: int, save: RunningSave, pairs: Pairs) -> float:
-        """0: the save's storage is the one of that place, or may be."""
+        """Cost of a storage that is not the one of that position. 0: it is, or may be."""
         if save.storage == FIXED:  # then the place's is, too: that shows in how they look
             return 0.0
         known = self.storages[position]
@@ -178,18 +180,18 @@ class SaveIndex:
 
 
 def split_feature(feature: Feature) -> tuple[Hashable, int, int]:
-    """What no match differs in, operators since the last save, and hooks since the storage's last save."""
+    """Signature, operators since the last save, and hooks since the storage's last save."""
     signature, operators, since = save_parts(feature)
     return (signature, since == FIXED_STORAGE), operators, since
 
 
 def _in_common(signature: Hashable, operators: int, since: int) -> tuple[Hashable, Hashable, Hashable, Hashable]:
-    """What saves may have in common: how they look; operators, too; the storage's last save instead; all of it."""
+    """Keys that saves may have in common: the signature; operators, too; the storage's last save instead; all of it."""
     return (signature, None, None), (signature, operators, None), (signature, None, since), (signature, operators, since)
 
 
 def _rarities(positions: Sequence[int], num_saves: int) -> list[float]:
-    """Of saves that are alike, by place: the log of how many saves there are around it for one of them."""
+    """Rarity of alike saves by position: the log of how many saves there are around it for one of them."""
     rarities = []
     for at, position in enumerate(positions):
         reaches = []

@@ -1,17 +1,17 @@
-"""Steps that came before, each with what was made for it; and which of them the running step still agrees with.
+"""Cache of steps that came before, each with its plan; tells which of them the running step still agrees with.
 
-    known = StepCache(capacity=16)
-    known.begin_step()             # a guess: what follows the steps that came before it
-    known.follow(hook, feature)    # where the step leaves `known.current`, or at each hook. True: another one took over, or
-                                   # `known.current` agrees. False: none does
-    known.end_step(record)         # the entry that it was, hook by hook; None: it is new
-    known.put(record, plan)        # the least recently used one goes
+    cache = StepCache(capacity=16)
+    cache.begin_step()             # a guess: what follows the steps that came before it
+    cache.follow(hook, feature)    # where the step leaves `cache.current`, or at each hook. True: another one took over, or
+                                   # `cache.current` agrees. False: none does
+    cache.end_step(record)         # the entry that it was, hook by hook; None: it is new
+    cache.put(record, plan)        # the least recently used one goes
 
-    A  f f f g h      A and B have 3 hooks in common: a step that follows A and deviates from it at hook 3 may be B,
+    A  f f f g h      A and B have 3 hooks in common: a step that follows A and diverges from it at hook 3 may be B,
     B  f f f x y      and none of those that left A before
 
 Features are compared one by one and as they are, so that no collision of hashes can take one step for another. Whoever knows
-that a hook is that of `known.current`, as the light profiler does, need not ask here.
+that a hook is that of `cache.current`, as the light profiler does, need not ask here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from chameleon_mm.profiler.step_record import StepRecord
 _Plan = TypeVar("_Plan")
 
 CONTEXTS_PER_STEP = 4
-"""Of what followed what, for each step of the capacity: contexts of one step and of two, runs that ended, and some that are
-past."""
+"""Learned successions of steps, for each step of the capacity: contexts of one step and of two, runs that ended, and some that
+are past."""
 
 _SHORTEST_RUN = 3
 
@@ -38,12 +38,12 @@ _Context = tuple[int, ...]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CachedStep(Generic[_Plan]):
-    """One step that came before."""
+    """One step that came before, with its plan."""
 
     record: StepRecord
     plan: _Plan
     common: dict[int, int] = field(default_factory=dict, repr=False)
-    """By fingerprint of each other known one: how many of their first hooks are the same."""
+    """Number of first hooks in common with each other cached step, by its fingerprint."""
 
     @property
     def fingerprint(self) -> int:
@@ -51,10 +51,10 @@ class CachedStep(Generic[_Plan]):
 
 
 class StepCache(Generic[_Plan]):
-    """The most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
+    """Cache of the most recently used `capacity` steps. Not thread-safe. Raises `ValueError` for a capacity below 1.
 
-    Per hook that is told one comparison; where the step leaves what it followed, one per known step. `put` compares the new
-    step with all.
+    Costs one comparison for each hook it is told; where the step leaves what it followed, one per cached step. `put` compares
+    the new step with all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -62,16 +62,16 @@ class StepCache(Generic[_Plan]):
             raise ValueError(f"StepCache: expected a capacity of 1 or more, got {capacity}; without a plan there is no need")
         self.capacity = capacity
         self.hits = 0
-        """Steps that were known."""
+        """Number of steps that were found in the cache."""
         self._entries: OrderedDict[int, CachedStep[_Plan]] = OrderedDict()
-        """By fingerprint, the least recently used first."""
+        """Cached steps by fingerprint, the least recently used first."""
         self._followed_by: dict[_Context, tuple[int, bool]] = {}
-        """The last two steps, or the last one -> what came next, and whether it did the last time. The oldest first."""
+        """What followed the last two steps, or the last one, and whether it did the last time. The oldest first."""
         self._runs_ended: dict[_Context, tuple[int, bool]] = {}
-        """The last step and how often it came in a row -> what came next, as above: an evaluation every so many steps."""
+        """What followed so many repetitions of the last step, as above: an evaluation every so many steps."""
         self._before: _Context = ()
         self._run = 0
-        """How often the last step came in a row."""
+        """Number of times that the last step came in a row."""
         self._current: CachedStep[_Plan] | None = None
         self._agreed = 0
         self._diverged = False
@@ -80,7 +80,7 @@ class StepCache(Generic[_Plan]):
         return len(self._entries)
 
     def get(self, fingerprint: int) -> _Plan | None:
-        """What was put in for the step with this fingerprint; it counts as used."""
+        """Plan of the step with this fingerprint; counts as a use of it."""
         entry = self._entries.get(fingerprint)
         if entry is None:
             return None
@@ -88,7 +88,7 @@ class StepCache(Generic[_Plan]):
         return entry.plan
 
     def put(self, record: StepRecord, plan: _Plan) -> None:
-        """Keep `plan` for steps like `record`, in place of an earlier one for them."""
+        """Put in `plan` for steps like `record`, in place of an earlier one for them."""
         fingerprint = record.fingerprint
         self._remove(fingerprint)
         while len(self._entries) >= self.capacity:
@@ -101,14 +101,15 @@ class StepCache(Generic[_Plan]):
     # --- while a step runs
 
     def begin_step(self) -> CachedStep[_Plan] | None:
-        """A new step. Returns the known one that it is expected to be, None if none is known."""
+        """Begin a step. Returns the cached step that it is expected to be, None if the cache is empty."""
         self._agreed = 0
         self._diverged = False
         self._current = self._expected()
         return self._current
 
     def follow(self, hook: int, feature: Hashable) -> bool:
-        """Hook number `hook` has this feature. False: no known step begins like this one; from then on always.
+        """Note that hook number `hook` has this feature. Returns False once no cached step begins like this one, and from then
+        on always.
 
         Hooks since the last one that was told agreed with `current`. On True `current` is one that agrees up to this hook;
         another than before where this hook told them apart.
@@ -133,25 +134,25 @@ class StepCache(Generic[_Plan]):
 
     @property
     def current(self) -> CachedStep[_Plan] | None:
-        """The known step that the running one agrees with; after a deviation the last one that it agreed with."""
+        """The cached step that the running one agrees with; after a divergence the last one that it agreed with."""
         return self._current
 
     @property
     def agreed(self) -> int:
-        """How many first hooks of the running step are those of `current`, as far as was told."""
+        """Number of first hooks of the running step that are those of `current`, as far as was told."""
         return self._agreed
 
     @property
     def diverged(self) -> bool:
-        """Whether some hook was of no known step that agreed until then."""
+        """Whether some hook was of no cached step that agreed until then."""
         return self._diverged
 
     def entries(self) -> tuple[CachedStep[_Plan], ...]:
-        """All that are known, the least recently used first."""
+        """All cached steps, the least recently used first."""
         return tuple(self._entries.values())
 
     def agreeing(self) -> Iterator[CachedStep[_Plan]]:
-        """Every known step that the running one may be yet, as far as was told: `current` first. After a deviation none."""
+        """Every cached step that the running one may still be, as far as was told: `current` first. After a divergence none."""
         current = self._current
         if current is None or self._diverged:
             return
@@ -161,7 +162,7 @@ class StepCache(Generic[_Plan]):
                 yield other
 
     def end_step(self, record: StepRecord) -> CachedStep[_Plan] | None:
-        """The step is over, and was `record`. Returns the known one that it was; None: it was none, to the last hook.
+        """End the step, which was `record`. Returns the cached step that it was; None: it was none, to the last hook.
 
         Also for a step of which not every hook was given to `follow`.
         """
@@ -175,7 +176,7 @@ class StepCache(Generic[_Plan]):
         return entry
 
     def abandon_step(self) -> None:
-        """The step did not end: nothing is learned of it, and what comes next follows nothing."""
+        """End a step that did not complete: nothing is learned of it, and what comes next follows nothing."""
         self._current, self._diverged = None, False
         self._before, self._run = (), 0
 
@@ -225,11 +226,11 @@ class StepCache(Generic[_Plan]):
 
 
 def _contexts(before: _Context) -> list[_Context]:
-    """What the next step may be expected from: the last two steps, then the last one alone."""
+    """Contexts from which the next step may be expected: the last two steps, then the last one alone."""
     return [before[start:] for start in range(len(before))]
 
 
 def _common(one: StepRecord, other: StepRecord) -> int:
-    """How many of their first hooks are the same."""
+    """Number of first hooks that two steps have in common."""
     different = compress(count(), map(ne, one.features, other.features))
     return next(different, min(one.num_hooks, other.num_hooks))

@@ -1,4 +1,4 @@
-"""What the light profiler keeps of one step: a feature for every hook call, which save each use belongs to, where phases begin.
+"""Record of one step as the light profiler sees it: a feature for every hook call, the save of each use, where phases begin.
 
 hook      0      1      2      3      4      5      6   ...
           save   save   save   use    use    use    save          a save after a backward: the next micro-batch
@@ -17,46 +17,47 @@ import numpy as np
 from chameleon_mm.trace import StepPhase
 
 NOT_A_USE = -1
-"""In `StepRecord.save_of`: the hook is a save."""
+"""Value in `StepRecord.save_of` of a hook that is a save."""
 EARLIER_STEP = -2
-"""In `StepRecord.save_of`, and for `LightProfiler.used`: a use of what was saved before this step began."""
+"""Value in `StepRecord.save_of`, and for `LightProfiler.used`, of a use of what was saved before this step began."""
 
 Feature = tuple[Hashable, ...]
-"""What is known of one hook call, relative to those before it.
+"""Feature of one hook call, relative to those before it.
 
 A save: its class or that class's name, sizes, dtype, operators since the last save, hooks since its storage's last save, and
 behind them the phase if that is a backward. A use: the operator that asks, and how far its save is from the one used before.
 """
 
 _UNSIGNED = (1 << 64) - 1
-"""Python's hashes are signed; a trace's column of features is not."""
+"""Mask that makes Python's signed hashes the unsigned ones of a trace's column."""
 
 
 def feature_hash(feature: Feature) -> int:
-    """A feature as a trace has it: unsigned 64-bit, comparable within this process."""
+    """Hash of a feature as a trace has it: unsigned 64-bit, comparable within this process."""
     # Even numbers, because -1 and -2 have the same hash, and features that differ in nothing else are neighbours.
     return hash(tuple(2 * part if type(part) is int else part for part in feature)) & _UNSIGNED
 
 
 class SaveParts(NamedTuple):
-    """A save's feature, taken apart."""
+    """Parts of a save's feature."""
 
     signature: Feature
-    """What does not depend on other saves."""
+    """The part that does not depend on other saves."""
     operators: int
-    """Since the last save."""
+    """Number of operators since the last save."""
     since: int
-    """Hooks since the storage's last save, or as `LightProfiler.saved` has it: a new storage, or one that nobody moves."""
+    """Number of hooks since the storage's last save, or as `LightProfiler.saved` has it: a new storage, or one that never
+    moves."""
 
 
 def save_parts(feature: Feature) -> SaveParts:
-    """Of a save's feature."""
+    """Parts of a save's feature."""
     kind, sizes, dtype, operators, since, *phase = feature
     return SaveParts((kind, sizes, dtype, *phase), cast("int", operators), cast("int", since))
 
 
 class Boundary(NamedTuple):
-    """Where a phase begins."""
+    """The beginning of a phase."""
 
     hook: int
     """Number of its first hook."""
@@ -70,13 +71,13 @@ class StepRecord:
     save."""
 
     fingerprint: int
-    """Of the whole sequence of features. Comparable within this process alone, as the features' hashes are."""
+    """Hash of the whole sequence of features. Comparable within this process alone, as the features' hashes are."""
     features: tuple[Hashable, ...]
-    """(n,) compared as they are, so that no collision of hashes takes one for another. Equal ones are one object."""
+    """(n,) features, compared as they are, so that no collision of hashes takes one for another. Equal ones are one object."""
     save_of: array[int]
-    """(n,) type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
+    """(n,) saves, type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
-    """In the order of their hooks."""
+    """Boundaries of the phases, in the order of their hooks."""
 
     def __post_init__(self) -> None:
         if len(self.features) != len(self.save_of):
@@ -95,7 +96,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, features: Sequence[Feature], save_of: Sequence[int], boundaries: tuple[Boundary, ...]) -> StepRecord:
-        """The record of a step of these hooks, which are as the light profiler saw them."""
+        """Record of a step of these hooks, which are as the light profiler saw them."""
         same: dict[Feature, Feature] = {}  # layers are alike: a step has few features that differ
         shared = tuple(map(same.setdefault, features, features))
         hashes = {id(feature): feature_hash(feature) for feature in same}
@@ -120,5 +121,5 @@ class StepRecord:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward passes that saved something."""
+        """Number of forward passes that saved something."""
         return sum(boundary.phase is StepPhase.FORWARD for boundary in self.boundaries)

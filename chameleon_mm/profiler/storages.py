@@ -1,13 +1,13 @@
-"""The storages of one step: numbered by weak reference, with births, deaths, and what the device counts beside them.
+"""Table of the storages of one step: numbered by weak reference, with births, deaths, and what the device counts beside them.
 
-    book.settle()                         # before each tick: deaths so far end with the tick before
-    book.number_of(storage, born=tick)    # found, or new: a callback of its weak reference notes its death
-    book.read(allocated_bytes)            # what nobody showed us and is gone now was there before the step: a record of its own
+    table.record_deaths()                 # before each tick: deaths so far end with the tick before
+    table.add(storage, born=tick)         # a new one: a callback of its weak reference notes its death
+    table.read(allocated_bytes, ...)      # what was never seen and is gone now was there before the step: a record of its own
 
-A storage that swapping dropped is not dead: it dies with its last incarnation, once nobody claims it any more.
+A storage that swapping dropped is not dead: it dies with its last device copy, once nobody claims it any more.
 
-    claims:        0 --claim--> n --retired--> 0       handles that autograd holds
-    incarnations:  1 --died--> 0 --restored--> 1 ...   device memory that holds its bytes
+    claims:         0 --add_claim--> n --retired--> 0   handles that autograd holds
+    device copies:  1 --died--> 0 --restored--> 1 ...   device memory that holds its bytes
     both 0: it dies
 """
 
@@ -47,19 +47,19 @@ class TracedStorage:
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
         self.number = number
-        """In the trace."""
+        """Number in the trace."""
         self.nbytes = nbytes
         self.born = born
         self.kind = kind
-        """What it is known to be for; None: what it is seen to do will tell."""
+        """Kind that it is known to have; None: what it is seen to do will tell."""
         self.counted = counted
         """Whether the device counts it: fake memory it does not."""
         self.owner = owner
-        """Of the number: another recorder knows nothing of it."""
+        """Owner of the number: another recorder knows nothing of it."""
         self.device_copies = 1
         self.claims = 0
         self.aliases = 0
-        """Tensors over it that handles hold themselves: they do not keep it from being released."""
+        """Number of tensors over it that handles hold themselves: they do not keep it from having one holder alone."""
         self.saved = self.used = self.released = self.dead = False
         self.sendable = NEVER
         self.first_write = self.last_write = NEVER
@@ -67,18 +67,18 @@ class TracedStorage:
 
     @property
     def charged_bytes(self) -> int:
-        """What the allocator counts for it."""
+        """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes) if self.counted else 0
 
 
 class _Ref(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to one incarnation that knows whose it is. Its callback is given the reference itself."""
+    """A weak reference to one device copy that knows whose it is. Its callback is given the reference itself."""
 
     __slots__ = ("key", "over", "traced")
 
     key: int
     over: bool
-    """Whether the incarnation's end is booked: it may be found before the callback is read."""
+    """Whether the copy's end is recorded: it may be found before the callback is read."""
     traced: TracedStorage
 
 
@@ -89,14 +89,15 @@ class _Expected:
 
     def __init__(self, storage: torch.UntypedStorage, kind: TensorKind, rank: int) -> None:
         self.rank = rank
-        """How many were expected before it: their order must not depend on what id the next storage happens to get."""
+        """Number of storages expected before it: their order must not depend on what id the next storage happens to get."""
         self.ref = weakref.ref(storage)
         self.kind = kind
         self.nbytes = storage.nbytes()
 
 
 class StorageTable:
-    """The storages of one step, written into `builder`. Not thread-safe, but for deaths and `retired`: those come anywhere."""
+    """Table of the storages of one step, written into `builder`. Not thread-safe, but for deaths and `retired`: those come
+    anywhere."""
 
     def __init__(self, builder: TraceBuilder, *, allocated_bytes: int) -> None:
         self.owner = object()
@@ -104,25 +105,25 @@ class StorageTable:
         self.traced: list[TracedStorage] = []
         self._refs: dict[int, _Ref] = {}
         self._held: list[_Ref] = []
-        """Saved, not used yet, and held by somebody beside its handle when last looked at."""
+        """Storages that were saved, not used yet, and held by somebody beside their handle when last polled."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []
-        """Expected ones that died, and whose id another storage has."""
+        """Expected storages that died, and whose id another storage has."""
         self._deaths: deque[_Ref] = deque()
         self._retired: deque[TracedStorage] = deque()
         self._live_bytes = 0
         self.freed_bytes = 0
         """Bytes of device memory that storages known here gave back so far."""
         self._unknown = allocated_bytes
-        """What the device counts beside the storages known here, at the last reading."""
+        """Bytes that the device counts beside the storages in the table, at the last reading."""
         self._lowest_unknown = allocated_bytes
-        """Of that, what was there before the step and still is. More than this came unseen: a library's workspace."""
+        """Bytes among them that were there before the step and still are. More than this came unseen: a library's workspace."""
 
     # --- what is there
 
     def expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
-        """`storage` is of this kind. It gets a number when it is touched, or when it turns out to be gone."""
+        """Note that `storage` is of this kind. It gets a number when it is touched, or when it turns out to be gone."""
         traced = self.find(storage)
         if traced is not None:
             traced.kind = kind
@@ -132,7 +133,8 @@ class StorageTable:
             self._num_expected += 1
 
     def find(self, storage: torch.UntypedStorage) -> TracedStorage | None:
-        """By the object, compared by a weak reference: ids are recycled. One that was resized since is another from now on."""
+        """Find the record of a storage by its object, compared by a weak reference: ids are recycled. One that was resized
+        since is another from now on."""
         ref = self._refs.get(id(storage))
         if ref is None or ref() is not storage:
             return None
@@ -141,7 +143,7 @@ class StorageTable:
         return ref.traced
 
     def add(self, storage: torch.UntypedStorage, *, born: int, counted: bool) -> TracedStorage:
-        """A storage that `find` does not know. `born`: -1 before the step."""
+        """Add a storage that `find` does not know. `born`: -1 before the step."""
         expected = self._take_expected(storage)
         traced = self._record(storage.nbytes(), born, None if expected is None else expected.kind, counted=counted)
         self._add_copy(traced, storage)
@@ -152,7 +154,7 @@ class StorageTable:
     # --- ticks
 
     def record_deaths(self) -> None:
-        """Book deaths and retirements so far: they come after the tick that is the latest now. Call before every tick."""
+        """Record deaths and retirements so far: they come after the tick that is the latest now. Call before every tick."""
         while self._deaths:
             ref = self._deaths.popleft()
             if self._refs.get(ref.key) is ref:
@@ -165,7 +167,7 @@ class StorageTable:
             self._end_if_gone(traced)
 
     def poll(self) -> None:
-        """See which saved storages nobody but their handles holds any more, since the tick that is the latest now."""
+        """Find which saved storages nobody but their handles holds any more, since the tick that is the latest now."""
         still: list[_Ref] = []
         for ref in self._held:
             storage, traced = ref(), ref.traced
@@ -179,7 +181,7 @@ class StorageTable:
         self._held = still
 
     def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
-        """The device counts `allocated_bytes` now. Number `newcomers`, which it counts and an operator was given.
+        """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator was given.
 
         What it counts for the first time by this reading was made unseen just now (`torch.tensor` on a simulated device, which
         counts at first sight): born at `tick`, as all are if `fresh`. Others were there before the step.
@@ -199,7 +201,7 @@ class StorageTable:
     # --- saved storages
 
     def saved(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """A handle claims a storage that is known."""
+        """Note a handle's claim on a storage of the table."""
         ref = self._refs[id(storage)]
         traced = ref.traced
         traced.claims += 1
@@ -209,19 +211,19 @@ class StorageTable:
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
-        """`storage` holds its bytes too."""
+        """Note that `storage` holds its bytes too."""
         if self.find(storage) is None:
             traced.device_copies += 1
             self._add_copy(traced, storage)
 
     def retired(self, traced: TracedStorage) -> None:
-        """A claim on it ended. Any thread may say so, in the middle of anything."""
+        """Note that a claim on it ended. Any thread may call this, in the middle of anything."""
         self._retired.append(traced)
 
     # --- the end
 
     def end(self, *, fake: bool) -> int:
-        """The step is over: number what is known to be there and was never touched. `fake`: the step's memory is.
+        """End the step: number what is known to be there and was never touched. `fake`: the step's memory is.
 
         Returns the bytes of before the step that the device did not count.
         """
@@ -238,7 +240,7 @@ class StorageTable:
         return uncounted
 
     def forget(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching storages."""
         for watched in (self._refs, self._held, self._expected, self._gone, self._deaths, self._retired):
             watched.clear()
 
@@ -289,7 +291,8 @@ class StorageTable:
             self._builder.dies(traced.number)
 
     def _record_unseen_deaths(self, nbytes: int) -> None:
-        """`nbytes` of before the step are gone: what was expected and is no more, and beyond that what nobody knew."""
+        """Record that `nbytes` of before the step are gone: what was expected and is no more, and beyond that what nobody
+        knew."""
         gone = self._gone + [expected for expected in self._expected.values() if expected.ref() is None]
         self._gone = []
         self._expected = {key: expected for key, expected in self._expected.items() if expected.ref() is not None}

@@ -1,4 +1,4 @@
-"""Makes a trace tick by tick, as a recorder meets operators and hooks, or a test makes them up.
+"""Builds a trace tick by tick, as a recorder meets operators and hooks, or a test makes them up.
 
 b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
 w = b.tensor(nbytes, TensorKind.PARAMETER, born=-1)
@@ -29,7 +29,7 @@ class TraceBuilder:
 
     @property
     def num_ticks(self) -> int:
-        """Of the ticks so far; the next one has this number."""
+        """Number of ticks so far, which is the number of the next one."""
         return len(self._columns["op_tick"]) + len(self._columns["hook_tick"])
 
     @property
@@ -41,7 +41,7 @@ class TraceBuilder:
         return len(self._columns["hook_tick"])
 
     def tensor(self, nbytes: int, kind: TensorKind = TensorKind.TEMPORARY, *, born: int | None = None) -> int:
-        """A storage that begins with the next tick, or at tick `born`; -1: before the step. Returns its number."""
+        """Add a storage that begins with the next tick, or at tick `born`; -1: before the step. Returns its number."""
         self._columns["tensor_bytes"].append(nbytes)
         self._columns["tensor_kind"].append(kind)
         self._columns["tensor_born"].append(self.num_ticks if born is None else born)
@@ -60,7 +60,7 @@ class TraceBuilder:
         writes: Sequence[int] = (),
         inner_bytes: int = 0,
     ) -> int:
-        """An operator runs, and holds `inner_bytes` for itself meanwhile. Returns its number."""
+        """Add an operator that runs, and holds `inner_bytes` for itself meanwhile. Returns its number."""
         self._columns["op_tick"].append(self.num_ticks)
         self._columns["op_name"].append(self._names.setdefault(name, len(self._names)))
         self._columns["op_content"].append(content)
@@ -74,30 +74,30 @@ class TraceBuilder:
         return self.num_ops - 1
 
     def set_duration(self, op: int, duration_us: float) -> None:
-        """What operator number `op` took, known later than that it ran."""
+        """Set the time that operator number `op` took, known later than that it ran."""
         self._columns["op_us"][op] = duration_us
 
     def save(self, tensor: int, feature: int) -> int:
-        """Autograd saves a storage; -1: one that nobody may move. Returns the hook's number."""
+        """Add a save of a storage; -1: one that nobody may move. Returns the hook's number."""
         return self._hook(tensor, feature, use=False)
 
     def use(self, tensor: int, feature: int) -> int:
-        """Autograd uses what it saved. Returns the hook's number."""
+        """Add a use of what autograd saved. Returns the hook's number."""
         return self._hook(tensor, feature, use=True)
 
     def kind(self, tensor: int, kind: TensorKind) -> None:
         self._columns["tensor_kind"][tensor] = kind
 
     def released(self, tensor: int, tick: int | None = None) -> None:
-        """Nobody but a handle of ours holds it since the tick that is the latest now, or since `tick`."""
+        """Note that nobody but a handle of ours holds it since the tick that is the latest now, or since `tick`."""
         self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
 
     def sendable(self, tensor: int, hook: int) -> None:
-        """At hook number `hook` the operator that saved it is over."""
+        """Note that at hook number `hook` the operator that saved it is over."""
         self._columns["tensor_sendable"][tensor] = hook
 
     def dies(self, tensor: int) -> None:
-        """Its memory goes after the tick that is the latest now."""
+        """Note that its memory goes after the tick that is the latest now."""
         self._columns["tensor_dies"][tensor] = max(self.num_ticks - 1, self._columns["tensor_born"][tensor])
 
     def finish(self, fingerprint: int = 0) -> Trace:

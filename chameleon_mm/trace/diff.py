@@ -1,4 +1,4 @@
-"""What differs between two steps, in lines for people.
+"""Differences between two steps, in lines for people.
 
 diff_traces(before, after)  ->  ["operators 120 to 131: 12 inserted: aten::mm, aten::add, ...", ...]
 
@@ -51,7 +51,7 @@ def _operators(before: Trace, after: Trace) -> Iterator[str]:
 
 
 def _writes(before: Trace, after: Trace, old: OpRecord, new: OpRecord, number: int) -> Iterator[str]:
-    """Of two operators of equal contents."""
+    """Yield the differences between two operators of equal contents."""
     where = f"operator {number} ({new.name})"
     if old.phase != new.phase:
         yield f"{where}: in {old.phase.name.lower()}, now in {new.phase.name.lower()}"
@@ -106,7 +106,7 @@ def _listed(which: tuple[int, int], name: Callable[[int], str]) -> str:
 
 
 def _opcodes(old: Sequence[Hashable], new: Sequence[Hashable]) -> Iterator[tuple[str, int, int, int, int]]:
-    """As `SequenceMatcher.get_opcodes`, for sequences that are mostly equal at both ends."""
+    """Yield opcodes as `SequenceMatcher.get_opcodes` does, for sequences that are mostly equal at both ends."""
     shorter = min(len(old), len(new))
     front = next((k for k in range(shorter) if old[k] != new[k]), shorter)
     back = next((k for k in range(shorter - front) if old[-1 - k] != new[-1 - k]), shorter - front)

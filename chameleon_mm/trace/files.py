@@ -41,8 +41,8 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """The trace that `save_trace` wrote to `path`, equal in every column. A file of the schema before, "chameleon_mm.trace/1",
-    does not tell what operators hold inside themselves: they come back with 0 bytes.
+    """Load the trace that `save_trace` wrote to `path`, equal in every column. A file of the schema before,
+    "chameleon_mm.trace/1", does not tell what operators hold inside themselves: they come back with 0 bytes.
 
     Raises `ValueError` that names the line for a file that is cut short, of another schema or no such file at all, and
     `OSError` as opening and reading do.
@@ -92,7 +92,8 @@ def _lines(trace: Trace) -> Iterator[Any]:
 
 
 def _what_happened(trace: Trace) -> Iterator[list[Any]]:
-    """Tick by tick; each storage before the tick that it begins with, or where those before it in number allow."""
+    """Yield the lines tick by tick; each storage before the tick that it begins with, or where those before it in number
+    allow."""
     tensors = zip(
         trace.tensor_bytes.tolist(),
         trace.tensor_kind.tolist(),

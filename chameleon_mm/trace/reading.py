@@ -19,7 +19,7 @@ _PHASES = {phase.name.lower(): phase for phase in StepPhase}
 _KINDS = {kind.name.lower(): kind for kind in TensorKind}
 
 _MOST_DIGITS = 40
-"""Of whole numbers, with their sign: more than any that is 64 bits wide has."""
+"""Digits of whole numbers at most, with their sign: more than any that is 64 bits wide has."""
 
 _BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
 """The schema of files whose operators do not say what they hold inside themselves."""
@@ -44,7 +44,7 @@ class TraceReader:
         self._outlives: list[int] = []
 
     def line(self, text: str) -> None:
-        """The next line of the file."""
+        """Read the next line of the file."""
         self._number += 1
         try:
             line = json.loads(text, parse_constant=self._no_number, parse_int=self._whole)
@@ -110,12 +110,12 @@ class TraceReader:
             raise ValueError(f"{self._name}: {error}") from error
 
     def unreadable(self, why: str) -> NoReturn:
-        """The file has no next line that is text."""
+        """Fail, as the file has no next line that is text."""
         self._number += 1
         self.fail("UTF-8 text, whole where it is compressed", f"{why}; {_CUT}")
 
     def fail(self, expected: str, got: str) -> NoReturn:
-        """Of the line that is being read."""
+        """Raise `ValueError` for the line that is being read."""
         raise ValueError(f"{self._name}, line {self._number}: expected {expected}, got {got}")
 
     @property

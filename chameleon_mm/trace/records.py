@@ -1,4 +1,4 @@
-"""What a trace is made of, one record at a time: for reading and writing. `Trace` keeps the same in columns.
+"""Records of a trace, one at a time: for reading and writing. `Trace` keeps the same in columns.
 
 tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
        op       save     op       save     op
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class StepPhase(enum.IntEnum):
-    """Which part of a step an operator belongs to. With several micro-batches forward and backward alternate."""
+    """Part of a step that an operator belongs to. With several micro-batches forward and backward alternate."""
 
     FORWARD = 0
     """Begins with the step, and with the first save after a backward."""
@@ -22,14 +22,14 @@ class StepPhase(enum.IntEnum):
 
 
 class TensorKind(enum.IntEnum):
-    """What a storage is for."""
+    """Purpose of a storage."""
 
     PARAMETER = 0
     BUFFER = 1
     GRADIENT = 2
-    """Of a parameter, as the optimizer reads it."""
+    """Gradient of a parameter, as the optimizer reads it."""
     OPTIMIZER = 3
-    """What an optimizer keeps from step to step."""
+    """State that an optimizer keeps from step to step."""
     INPUT = 4
     """On the device before the step, none of the above."""
     ACTIVATION = 5
@@ -44,7 +44,7 @@ class OpRecord:
 
     tick: int
     name: str
-    """As torch has it: "aten::mm"."""
+    """Name as torch has it: "aten::mm"."""
     content: int
     """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
     phase: StepPhase
@@ -65,14 +65,14 @@ class TensorRecord:
     nbytes: int
     kind: TensorKind
     born: int
-    """-1: before the step."""
+    """Tick at which it is made; -1: before the step."""
     released: int
-    """Of a storage that a handle of ours holds: the last tick before its first use during which somebody else held it, so that
-    dropping it after that tick frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
+    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
+    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
     sendable: int
     """Number of the first hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
     dies: int
-    """The number of ticks: it outlives the step."""
+    """Last tick of its life; the number of ticks: it outlives the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class HookRecord:
 
     tick: int
     use: bool
-    """False: a save."""
+    """Whether it is a use; False: a save."""
     tensor: int
     """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
     feature: int

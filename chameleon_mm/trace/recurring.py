@@ -1,4 +1,4 @@
-"""A first step as those after it will be: what it made and kept is there when the next one begins.
+"""Turns the trace of a first step into that of the later ones: what it made and kept is there when the next one begins.
 
 again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first optimizer step, kept ever since
 again = with_extra(trace, nbytes)                        # something else is there too, all the time

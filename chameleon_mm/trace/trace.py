@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from chameleon_mm.trace.records import HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord
 
 NEVER = -2
-"""Of a tick or a hook: it did not happen."""
+"""Number of a tick or a hook that did not happen."""
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -39,7 +39,7 @@ class Trace:
     """
 
     device: str
-    """Where it was recorded, as `Device.name` has it."""
+    """Name of the device that it was recorded on, as `Device.name` has it."""
     simulated: bool
     start_bytes: int
     """Allocated on the device when the step began, storages that the step never touches included."""
@@ -52,7 +52,7 @@ class Trace:
     op_us: Float64s
     op_tick: Int32s
     read_offsets: Int64s
-    """(n + 1,): operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
+    """(n + 1,) offsets: operator i reads `read_tensors[read_offsets[i] : read_offsets[i + 1]]`."""
     read_tensors: Int32s
     write_offsets: Int64s
     write_tensors: Int32s
@@ -72,7 +72,7 @@ class Trace:
     hook_feature: UInt64s
 
     fingerprint: int = 0
-    """Of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
+    """Hash of the sequence of hook features, as the light profiler has it. Comparable within one process alone."""
 
     def __post_init__(self) -> None:
         self._check()
@@ -99,7 +99,7 @@ class Trace:
 
     @property
     def duration_us(self) -> float:
-        """Of the step, nothing swapped."""
+        """Time of the step, nothing swapped."""
         return float(self.op_us.sum())
 
     def clock_us(self) -> Float64s:

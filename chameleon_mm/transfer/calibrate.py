@@ -1,4 +1,4 @@
-"""What the link, the host and the kernels of this machine make of each path, measured, and where one path should end.
+"""Measures what each path costs on this machine's link, host and kernels, and decides where one path should end.
 
     measured = calibrate(device)             # well under 4 s, once the kernels were compiled
     measured.thresholds.path(nbytes)         # Path.PACK, ...
@@ -30,10 +30,10 @@ from chameleon_mm.transfer.route import Path, Thresholds
 from chameleon_mm.units import KIB, MIB, round_up
 
 SIZES_BYTES = tuple(4 * KIB << i for i in range(11))
-"""4 KiB to 4 MiB: from where nothing moves to where every path is at the link's rate."""
+"""Sizes that are measured, 4 KiB to 4 MiB: from where nothing moves to where every path is at the link's rate."""
 
 TOLERANCE = 0.1
-"""How much more than the path before it a plainer path may cost: packing takes staging memory and SMs, a batch cannot be
+"""Share by which a plainer path may cost more than the path before it: packing takes staging memory and SMs, a batch cannot be
 overtaken, and neither is in the figures."""
 
 _MOST_COPIES = 64  # about as many small tensors as a layer saves
@@ -45,13 +45,14 @@ _MOVING = (Path.PACK, Path.BATCH, Path.DIRECT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """`count` copies of `nbytes` each to the host, by one path, one after the other."""
+    """Measurement of `count` copies of `nbytes` each to the host, by one path, one after the other."""
 
     path: Path
     nbytes: int
     count: int
     gbps: float
-    """1e9 bytes a second, from when the first could begin until the last has arrived. A host that is slower shows here, too."""
+    """Rate in 1e9 bytes a second, from when the first copy could begin until the last has arrived. A host that is slower shows
+    here, too."""
     host_us: float
     """Host time per copy."""
 
@@ -63,7 +64,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured of one device, and the thresholds that follow."""
+    """Measurements of one device, and the thresholds that follow from them."""
 
     device: str
     driver: str
@@ -71,15 +72,15 @@ class Calibration:
     thresholds: Thresholds
     curve: tuple[CurvePoint, ...]
     h2d_gbps: float
-    """Pinned host to device, in pieces of 32 MiB, nothing the other way."""
+    """Rate from pinned host to device, in pieces of 32 MiB, nothing the other way."""
     d2h_gbps: float
     duplex_gbps: float
-    """Both directions added up, while both are busy."""
+    """Rate of both directions added up, while both are busy."""
     simulated: bool
     """Whether the figures are a simulator's: of its cost model, not of any machine."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What JSON can hold, and `from_dict` takes back."""
+        """Dictionary that JSON can hold, and `from_dict` takes back."""
         curve = [{**asdict(point), "path": point.path.value} for point in self.curve]
         return {**asdict(self), "curve": curve}
 
@@ -137,7 +138,7 @@ def calibrate(device: Device, *, budget_s: float = 4.0, rounds: int = 5) -> Cali
 
 
 def thresholds_of(curve: Sequence[CurvePoint]) -> Thresholds:
-    """Where each path ends, in sizes that were measured.
+    """Sizes at which each path ends, among those that were measured.
 
     A copy's cost is its time on the link plus its time on the host: which of the two a training step lacks is not known here.
     PACK ends at the first size from which on BATCH or DIRECT costs at most `TOLERANCE` more than it, BATCH where DIRECT does;
@@ -186,11 +187,11 @@ class _Bench:
         self._d2h, self._h2d = device.new_stream("d2h"), device.new_stream("h2d")
 
     def round(self) -> list[CurvePoint]:
-        """Every size by every path, once; paths take turns, so that what changes meanwhile changes for all."""
+        """Measure every size by every path, once; paths take turns, so that what changes meanwhile changes for all."""
         return [self._point(path, nbytes) for nbytes in SIZES_BYTES for path in _MOVING]
 
     def rates(self) -> tuple[float, float, float]:
-        """GB/s to the device, to the host, and both at once."""
+        """Rates in GB/s to the device, to the host, and both at once."""
         return (
             self._rate([(self._h2d, self._in_hbm, self._in_host)]),
             self._rate([(self._d2h, self._out_host, self._out_hbm)]),
@@ -222,7 +223,7 @@ class _Bench:
         return CurvePoint(path=path, nbytes=nbytes, count=count, gbps=gbps, host_us=host_us / count)
 
     def _rate(self, ways: list[tuple[Stream, Tensor, Tensor]]) -> float:
-        """GB/s of all `ways` together, for as long as every one of them is busy."""
+        """Rate in GB/s of all `ways` together, for as long as every one of them is busy."""
         start = self._compute.record(timed=True)
         events: list[list[Event]] = [[] for _ in ways]
         for stream, _, _ in ways:
@@ -237,7 +238,8 @@ class _Bench:
 
 
 def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
-    """GB/s of several streams together, while all are busy, from when each began and when each of its pieces was complete."""
+    """Rate in GB/s of several streams together while all are busy, from when each began and when each of its pieces was
+    complete."""
     begin, end = max(marks[0] for marks in marks_us), min(marks[-1] for marks in marks_us)
     moved = 0.0
     for marks in marks_us:
@@ -249,7 +251,7 @@ def busy_gbps(marks_us: Sequence[Sequence[float]], piece_bytes: int) -> float:
 
 @contextmanager
 def _bench(device: Device) -> Iterator[_Bench]:
-    """A bench whose memory goes back when it ends."""
+    """Context of a bench; frees its memory at the end."""
     compute = device.current_stream()
     with _pinned(device) as out_host, _pinned(device) as in_host:
         hbm = [compute.alloc(_PIECE_BYTES) for _ in range(2)]

@@ -1,6 +1,6 @@
-"""Calibrations kept from one process to the next: a JSON file for each device and driver.
+"""Cache of calibrations from one process to the next: a JSON file for each device and driver.
 
-    CalibrationCache().get(device)      # the kept one, else measured now and kept
+    CalibrationCache().get(device)      # the cached one, else measured now and stored
 
 What cannot be read, is another's or was measured with other versions is passed over with a line in the log, never an error.
 """
@@ -34,7 +34,7 @@ class CalibrationCache:
         self.path = Path("~", ".cache", "chameleon_mm") if path is None else Path(path)
 
     def get(self, device: Device) -> Calibration:
-        """`load(device)`, or a new one, stored. Raises what `calibrate` raises."""
+        """The calibration that `load(device)` finds, or a new one, stored. Raises what `calibrate` raises."""
         calibration = self.load(device)
         if calibration is None:
             calibration = calibrate(device)
@@ -42,7 +42,7 @@ class CalibrationCache:
         return calibration
 
     def load(self, device: Device) -> Calibration | None:
-        """What was measured of this device, under this driver and with the versions installed now; None where nothing was."""
+        """Calibration of this device under this driver and with the versions installed now; None where there is none."""
         if device.simulated:
             return None
         file: Path | None = None
@@ -65,7 +65,7 @@ class CalibrationCache:
         return calibration
 
     def store(self, calibration: Calibration) -> bool:
-        """Keep `calibration` for its device and driver. Returns whether it was kept: not if simulated, nor where the disk
+        """Store `calibration` for its device and driver. Returns whether it was stored: not if simulated, nor where the disk
         refuses, which is logged."""
         if calibration.simulated:
             return False
@@ -82,19 +82,19 @@ class CalibrationCache:
         return True
 
     def file(self, device: str, driver: str) -> Path:
-        """Where the calibration of that device and driver is kept. Raises `RuntimeError` for a user without a home."""
+        """Path of the file for that device and driver. Raises `RuntimeError` for a user without a home."""
         return self.path.expanduser() / f"calibration-{_slug(device)}-{_slug(driver)}.json"
 
 
 def thresholds_for(device: Device) -> Thresholds:
-    """Those that were measured of `device` on this machine and kept; where none were, the built-in ones. Measures nothing: a
-    machine is measured once, while it is idle, by `chameleon-mm doctor` or `CalibrationCache.get`."""
+    """Thresholds that were measured of `device` on this machine and cached; where there are none, the built-in ones. Measures
+    nothing: a machine is measured once, while it is idle, by `chameleon-mm doctor` or `CalibrationCache.get`."""
     cached = CalibrationCache().load(device)
     return Thresholds() if cached is None else cached.thresholds
 
 
 def _replace(file: Path, text: str) -> None:
-    """Give `file` another text at once: who reads it meanwhile reads the old one, whole."""
+    """Replace the text of `file` at once: who reads it meanwhile reads the old one, whole."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
         new = Path(written.name)
         try:

@@ -1,8 +1,8 @@
-"""One direction of the link: a queue of our own, and few copies outstanding in the device's.
+"""The copy queue of one direction of the link: moves wait in a queue of our own, few copies are outstanding in the device's.
 
-    move = lane.submit(dst, src, after=[ready, *block.pending_events])      # queued; at most two pieces are handed over
-    lane.pump()                                                               # at every hook: hand over more as they finish
-    done = lane.issue(move)                                                   # needed now: all of it, before what is queued
+    move = queue.submit(dst, src, after=[ready, *block.pending_events])     # queued; at most two pieces are handed over
+    queue.hand_over()                                                       # at every hook: hand over more as they finish
+    done = queue.issue(move)                                                # needed now: all of it, before what is queued
 
 A copy engine is one FIFO per direction, blind to priority: what was handed to it cannot be overtaken (51 KB waited 12 ms
 behind 200 MB). So moves are cut into pieces and at most `outstanding` of them are in the engine's queue, unless somebody is
@@ -26,14 +26,15 @@ from chameleon_mm.units import MIB
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * MIB
-"""99 % of the link's rate comes at 17 MB; 32 MiB take 0.6 ms at 55 GB/s: the longest an urgent copy waits is two of them."""
+"""Size of a piece. 99 % of the link's rate comes at 17 MB; 32 MiB take 0.6 ms at 55 GB/s: the longest an urgent copy waits is
+two of them."""
 
 OUTSTANDING = 2
 """Pieces in the engine's queue: one running, one to follow it without a gap."""
 
 
 class Piece(NamedTuple):
-    """A part of a timed move, or several small ones, handed over: between its two events lie its copies and nothing else."""
+    """A part of a timed move, or several small moves, handed over: between its two events lie its copies and nothing else."""
 
     start: Event
     end: Event
@@ -41,7 +42,8 @@ class Piece(NamedTuple):
 
 
 class Move:
-    """One buffer's way across. `done` is there once all its pieces are handed over. Raises `ValueError` for unequal sizes."""
+    """A copy of one buffer across the link. `done` is set once all its pieces are handed over. Raises `ValueError` for unequal
+    sizes."""
 
     __slots__ = ("after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed")
 
@@ -55,11 +57,11 @@ class Move:
         self.next_byte = 0
         self.timed = timed
         self.pieces: deque[Piece] = deque()
-        """Of a timed move: the pieces handed over, until the metrics takes them."""
+        """Pieces of a timed move that were handed over, until the metrics take them."""
         self.done: Event | None = None
         self.cancelled = False
         self.failed = False
-        """The device refused it. What was handed over before is complete, and nothing more will come."""
+        """Whether the device refused it. What was handed over before is complete, and nothing more will come."""
 
     @property
     def begun(self) -> bool:
@@ -73,7 +75,7 @@ class Move:
 
 
 class CopyQueue:
-    """One direction: a stream of its own and the moves that wait for it. Not thread-safe: `Transfer` holds the lock."""
+    """The moves of one direction, on a stream of its own. Not thread-safe: `Transfer` holds the lock."""
 
     def __init__(
         self,
@@ -149,7 +151,8 @@ class CopyQueue:
             self._running.popleft()
 
     def _hand_over_front(self, *, before: Move | None = None) -> None:
-        """The oldest, or a piece of it, or with it small ones that come `before`. A refusal is its owner's to find."""
+        """Hand over the oldest move, or a piece of it, or with it small ones that come `before`. A refusal is its owner's to
+        find."""
         together = self._small_ones_in_front(before)
         try:
             if len(together) > 1:
@@ -163,7 +166,8 @@ class CopyQueue:
             _log.warning("chameleon_mm: a copy on %s was refused: %s", self.stream.name, str(error))
 
     def _small_ones_in_front(self, before: Move | None) -> list[Move]:
-        """What one call may carry: small moves in a row from the oldest on, of which nothing was handed over, up to a piece."""
+        """Moves that one call may carry: small ones in a row from the oldest on, of which nothing was handed over, up to a
+        piece."""
         together, room = [], self._piece_bytes
         for move in self._queue:
             room -= move.nbytes
@@ -173,7 +177,7 @@ class CopyQueue:
         return together
 
     def _hand_over_together(self, moves: list[Move]) -> None:
-        """Enqueue whole moves in one call. Refused, all of them have failed."""
+        """Enqueue whole moves in one call. If it is refused, all of them have failed."""
         timed = any(move.timed for move in moves)
         try:
             for event in dict.fromkeys(event for move in moves for event in move.after):
@@ -210,20 +214,20 @@ class CopyQueue:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """The host waits for the device."""
+        """Make the host wait for the device."""
         try:
             self._synchronize()
         except RuntimeError as error:  # a device that cannot even be waited for runs nothing any more
             _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
-        """Out of the queue; from here on the executor's references keep both ends."""
+        """Take a move out of the queue; from here on the executor's references keep both ends."""
         move.dst, move.src, move.after = None, None, ()
         if move in self._queue:
             self._queue.remove(move)
 
     def _enqueue_piece(self, move: Move) -> bool:
-        """Returns whether it was the last."""
+        """Enqueue the next piece. Returns whether it was the last."""
         assert move.dst is not None and move.src is not None, "a finished move was handed over again"
         if move.next_byte == 0:
             for event in move.after:

@@ -1,7 +1,7 @@
-"""Both directions of one device's link, for any thread.
+"""Moves of both directions of one device's link, for any thread.
 
 move = transfer.swap_out(host, hbm, after)      # queued behind earlier ones
-transfer.pump()                                 # at every hook: hand over as much as may be outstanding
+transfer.hand_over()                            # at every hook: hand over as much as may be outstanding
 done = transfer.issue_out(move)                 # needed now: all of it, ahead of what is queued
 """
 
@@ -19,7 +19,7 @@ from chameleon_mm.transfer.route import Thresholds
 
 
 class Transfer:
-    """Both lanes of one device. Thread-safe: forward and backward may run on different threads.
+    """The two copy queues of one device. Thread-safe: forward and backward may run on different threads.
 
     Waiting moves of less than `batch_below_bytes` share one call.
     """
@@ -49,11 +49,11 @@ class Transfer:
     # whoever uses it gets eager's error instead of the bytes.
 
     def swap_out(self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
-        """Queue device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""
+        """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""
         return self._submit(self._out, Move(host, hbm, after, timed))
 
     def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
-        """Queue host to device, behind earlier ones; `issue_in` brings it forward."""
+        """Queue a copy from host to device, behind earlier ones; `issue_in` brings it forward."""
         return self._submit(self._in, Move(hbm, host, after, timed))
 
     def issue_out(self, move: Move) -> Event:
@@ -62,7 +62,7 @@ class Transfer:
             return self._out.issue(move)
 
     def issue_out_in_order(self, move: Move) -> Event:
-        """As `issue_out`, behind all that was queued before it."""
+        """Hand all of a swap-out over now, behind all that was queued before it, and return the event after it."""
         with self._lock:
             return self._out.issue_in_order(move)
 
@@ -72,7 +72,7 @@ class Transfer:
             return self._in.issue(move)
 
     def cancel_out(self, move: Move) -> bool:
-        """Take a swap-out back if none of it was handed over. Returns whether it was."""
+        """Cancel a swap-out if none of it was handed over. Returns whether it was cancelled."""
         with self._lock:
             return self._out.cancel(move)
 
@@ -82,12 +82,12 @@ class Transfer:
             return self._out.truncate(move)
 
     def cancel_in(self, move: Move) -> bool:
-        """Take a swap-in back if none of it was handed over. Returns whether it was."""
+        """Cancel a swap-in if none of it was handed over. Returns whether it was cancelled."""
         with self._lock:
             return self._in.cancel(move)
 
     def synchronize(self) -> None:
-        """The host waits for the device, as far as it still answers: what follows a failure needs no event then."""
+        """Make the host wait for the device, as far as it still answers: what follows a failure needs no event then."""
         self._out.synchronize()
 
     def out_is_idle(self) -> bool:

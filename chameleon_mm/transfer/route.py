@@ -1,4 +1,4 @@
-"""Which way a buffer of a given size goes.
+"""Chooses the way of a buffer across the link, by its size.
 
 thresholds.path(nbytes) -> Path.STAY | PACK | BATCH | DIRECT         # by size, smallest first
 """
@@ -12,12 +12,12 @@ from chameleon_mm.units import KIB, MIB
 
 
 class Path(enum.Enum):
-    """How a buffer crosses the link."""
+    """Ways of a buffer across the link."""
 
     STAY = "stay"
-    """It does not: below `stay_below_bytes` moving costs more than the memory is worth."""
+    """The buffer stays: below `stay_below_bytes` moving costs more than the memory is worth."""
     PACK = "pack"
-    """With others of its kind: one kernel packs them, one copy carries them. Below `pack_below_bytes`."""
+    """Packed with others of its kind: one kernel packs them, one copy moves them. Below `pack_below_bytes`."""
     BATCH = "batch"
     """A copy of its own, handed over with others that wait in one call. Below `batch_below_bytes`."""
     DIRECT = "direct"
@@ -26,25 +26,25 @@ class Path(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Where one path ends and the next begins, in bytes, and how much memory packing may take.
+    """Sizes at which one path ends and the next begins, in bytes, and how much memory packing may take.
 
     Raises `ValueError` for limits that are not in order, and for less staging than two packed tensors need.
     """
 
     stay_below_bytes: int = 4 * KIB
-    """A page: less is not worth a launch's share, and hardly any memory. Not measured: nothing that is measured tells it."""
+    """One page: less is not worth a launch's share, and hardly any memory. Not measured: nothing that is measured tells it."""
 
     pack_below_bytes: int = 128 * KIB
-    """From here on a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published for
-    an H200, against 2.3-7 us for cudaMemcpyAsync. `calibrate` measures it."""
+    """Size from which a copy takes the link about as long as it takes the host to ask for it: 2.4 us at the 55 GB/s published
+    for an H200, against 2.3-7 us for cudaMemcpyAsync. `calibrate` measures it."""
 
     batch_below_bytes: int = MIB
-    """From here on a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an H200.
+    """Size from which a copy alone reaches most of the link's rate: 86 % with a fixed cost of 3.1 us, as published for an H200.
     `calibrate` measures it."""
 
     staging_bytes: int = 64 * MIB
-    """Device memory that packed tensors may take, on their way out and back together: sixteen packs of 4 MiB. Where it is used
-    up, compute is ordered after the oldest pack's copy, whose memory goes, before another is made."""
+    """Device memory that packed groups may take, on their way out and back together: sixteen groups of 4 MiB. Where it is used
+    up, compute is ordered after the oldest group's copy, whose memory goes, before another is made."""
 
     def __post_init__(self) -> None:
         previous = 0
@@ -61,11 +61,11 @@ class Thresholds:
 
     @classmethod
     def direct(cls) -> Thresholds:
-        """Every buffer travels alone, whatever its size."""
+        """Thresholds by which every buffer moves alone, whatever its size."""
         return cls(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
 
     def path(self, nbytes: int) -> Path:
-        """The way of a buffer of `nbytes`."""
+        """Path of a buffer of `nbytes`."""
         if nbytes < self.stay_below_bytes:
             return Path.STAY
         if nbytes < self.pack_below_bytes:

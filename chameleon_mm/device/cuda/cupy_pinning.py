@@ -43,11 +43,8 @@ class CupyPinning:
         return error
 
     def events(self, device: Device) -> tuple[Event, ...]:
-        """Behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current stream.
-
-        An event on the null stream comes after the work of all blocking streams, and theirs after it. Another device than a
-        GPU has no stream of CuPy's: there it is the current one.
-        """
+        """Events behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current
+        stream."""
         if not isinstance(device, CudaDevice):
             return (device.current_stream().record(),)
         null = CudaStream(device, torch.cuda.default_stream(device.index), "null")

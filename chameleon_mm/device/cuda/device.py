@@ -54,7 +54,7 @@ class CudaDevice:
         if index is not None and not 0 <= index < count:
             raise ValueError(f"CudaDevice: expected an index from 0 to {count - 1}, got {index}")
         if (backend := torch.cuda.get_allocator_backend()) != "native":
-            # Others count differently: the odometer would stand still, and a budget would not hold.
+            # Others count differently: the cumulative count would stand still, and a budget would not hold.
             raise DeviceUnavailable(
                 f"CudaDevice: expected torch's native caching allocator, got {backend!r}: unset the backend option"
             )
@@ -110,15 +110,16 @@ class CudaDevice:
 
     @property
     def block_slack_bytes(self) -> int:
-        """1 MiB: torch's allocator hands out a cached block whole where cutting it would leave no more (`should_split` in
-        c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
+        """Slack of a block, 1 MiB: torch's allocator hands out a cached block whole where cutting it would leave no more
+        (`should_split` in c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
         return MIB
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.index}, {self.name}>"
 
     def current_stream(self) -> CudaStream:
-        """As `Device.current_stream`. Cheap enough for a hook: no `torch.cuda.Stream` is built for one that was seen before."""
+        """Return the stream as `Device.current_stream` does. Cheap enough for a hook: no `torch.cuda.Stream` is built for one
+        that was seen before."""
         # What torch.cuda.current_stream itself asks, without the Stream that it builds each time; in torch 2.11 to 2.13.
         stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(self.index)
         known = self._known_streams.get(stream_id)
@@ -150,8 +151,8 @@ class CudaDevice:
         return self._stat("allocated_bytes", "current")
 
     def read_memory(self) -> MemoryReading:
-        """As `Device.read_memory`. A user's reset of torch's accumulated statistics loses what was allocated between the
-        last reading and the reset, and never turns the odometer back."""
+        """Read memory as `Device.read_memory` does. A user's reset of torch's accumulated statistics loses what was allocated
+        between the last reading and the reset, and never turns the cumulative count back."""
         stats = self._stats()["allocated_bytes"]["all"]
         with self._cumulative_lock:
             now = int(stats["allocated"])
@@ -179,7 +180,8 @@ class CudaDevice:
         return nullcontext()
 
     def as_current(self) -> AbstractContextManager[Any]:
-        """Makes this the calling thread's current device, for calls that act on that one. Nothing to do where it is."""
+        """Context that makes this the calling thread's current device, for calls that act on that one. Does nothing where it
+        is."""
         return nullcontext() if self.is_current() else torch.cuda.device(self.index)
 
     def is_current(self) -> bool:

@@ -20,7 +20,7 @@ class VisibleGpu:
     total_bytes: int
     capability: str
     pci_id: str | None
-    """As sysfs names it, "0000:06:00.0"; None where torch does not tell."""
+    """PCI address as sysfs names it, "0000:06:00.0"; None where torch does not tell."""
 
 
 def cuda_is_available() -> bool:
@@ -46,7 +46,7 @@ def visible_gpus() -> list[VisibleGpu]:
 
 
 def pci_id(about: Any) -> str | None:
-    """Of a GPU's properties as torch gives them: its place as sysfs names it, or None where torch does not tell."""
+    """PCI address of a GPU by its properties, as sysfs names it, or None where torch does not tell."""
     # Not in torch's type stubs, and not in every build.
     domain, bus, slot = (getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
     return None if bus is None else f"{domain or 0:04x}:{bus:02x}:{slot or 0:02x}.0"

@@ -59,7 +59,8 @@ def pinning_calls(runtime: Any, index: int) -> PinningCalls:
 
 
 def driver_attribute(attribute: int, index: int) -> int:
-    """What the driver says of a GPU, 0 where it does not. torch has no call for it; the driver's numbers are the runtime's."""
+    """Value of a GPU's attribute by the driver, 0 where it does not tell. torch has no call for it; the driver's numbers are
+    the runtime's."""
     driver = ctypes.CDLL("libcuda.so.1")  # torch has loaded it already
     gpu, value = ctypes.c_int(), ctypes.c_int()
     known = driver.cuDeviceGet(ctypes.byref(gpu), index) == 0

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
 
 CODEC_PROGRAMS = 132
-"""Programs of a codec's kernel: as many as an H200 has SMs, for the kernel stands in compute's own way. Not measured."""
+"""Number of programs of a codec's kernel, as many as an H200 has SMs, for the kernel stands in compute's own way. Not
+measured."""
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
@@ -76,7 +77,7 @@ class CudaStream:
         return f"<CudaStream {self._name} of {self._device.torch_device}, {self._handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
-        """As `Stream.alloc`. On the current stream, the usual case, without any switch."""
+        """Allocate as `Stream.alloc` does. On the current stream, the usual case, without any switch."""
         current = self._device.current_stream()
         scope: AbstractContextManager[Any] = (
             nullcontext() if current.raw.stream_id == self.raw.stream_id else torch.cuda.stream(self.raw)
@@ -85,20 +86,16 @@ class CudaStream:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def free(self, buffer: Tensor) -> None:
-        """Nothing to do: when the last reference goes, the block is at once the allocating stream's again, in stream order.
-
-        `record_stream` has no place here: its block would come back only when the host polls an event, and the host runs
-        far ahead (Note [Reclaim]). The wait that the protocol asks for does the same on the device, at no such price.
-        """
+        """Does nothing: when the last reference goes, the block is at once the allocating stream's again, in stream order."""
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        """As `Stream.copy`. A speculative copy is a copy like any other here: only the simulator could mind."""
+        """Copy as `Stream.copy` does. A speculative copy is a copy like any other here: only the simulator could mind."""
         check_ends("copy", dst, src)
         if dst.numel():
             self._copy(dst, src)
 
     def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """As `Stream.copy_batch`, `speculative` as in `copy`. Whether ends share bytes only the simulator checks."""
+        """Copy as `Stream.copy_batch` does, `speculative` as in `copy`. Whether ends share bytes only the simulator checks."""
         for i, (dst, src) in enumerate(pairs):
             check_ends(f"copy_batch: pair {i}", dst, src)
         ways = [(dst.is_cuda, src.is_cuda) for dst, src in pairs]
@@ -119,7 +116,8 @@ class CudaStream:
             self._copy(dst, src)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """As `Stream.pack`. Whether places share bytes, or sources the staging buffer's, is checked where a kernel runs."""
+        """Pack as `Stream.pack` does. Whether places share bytes, or sources the staging buffer's, is checked where a kernel
+        runs."""
         with self._as_current():
             if self._device.packer.pack(self._plans, dst, sources, offsets):
                 return
@@ -127,7 +125,7 @@ class CudaStream:
             self.copy(dst[offset : offset + source.numel()], source)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
-        """As `Stream.unpack`, checked as `pack` is."""
+        """Unpack as `Stream.unpack` does, checked as `pack` is."""
         with self._as_current():
             if self._device.packer.unpack(self._plans, destinations, src, offsets):
                 return
@@ -152,7 +150,7 @@ class CudaStream:
                 dst.copy_(src, non_blocking=True)
 
     def _as_current(self) -> AbstractContextManager[Any]:
-        """Makes this stream, and with it its device, current: kernels start there. Nothing to do where they are."""
+        """Context that makes this stream, and with it its device, current: kernels start there. Does nothing where they are."""
         if self._device.current_stream().raw.stream_id == self.raw.stream_id and self._device.is_current():
             return nullcontext()
         return torch.cuda.stream(self.raw)

@@ -1,4 +1,4 @@
-"""What the simulator asks of the ends of a copy or a pack beyond what every device does: that they share no bytes.
+"""Checks of the ends of a copy or a pack that the simulator makes beyond those of every device: they share no bytes.
 
     check_copy(dst, src)                                    one copy
     check_batch(pairs)                                      no destination shares bytes with another end

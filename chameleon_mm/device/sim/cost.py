@@ -1,4 +1,4 @@
-"""What one operator costs on a GPU that is only a line in a table.
+"""Cost of one operator on a GPU that is only a line in a table.
 
     kernel_us = max(floating-point operations / rate of the dtype, bytes touched / memory bandwidth, shortest kernel)
 

@@ -27,7 +27,8 @@ from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
 
 _POISON_HOST_BELOW = 256 << 20
-"""Larger host allocations stay untouched, so that a simulated 64 GiB pool costs only what is used of it."""
+"""Size below which host allocations are filled with poison: larger ones stay untouched, so that a simulated 64 GiB pool costs
+only what is used of it."""
 
 
 class SimDevice:
@@ -87,11 +88,11 @@ class SimDevice:
     # --- memory
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
-        """As `Device.alloc_pinned`; below 256 MiB filled with poison."""
+        """Allocate as `Device.alloc_pinned` does; below 256 MiB filled with poison."""
         return self._host_memory(nbytes)
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
-        """As `Device.alloc_pageable`: priced as pinned memory is, for want of a measured rate."""
+        """Allocate as `Device.alloc_pageable` does: priced as pinned memory is, for want of a measured rate."""
         return self._host_memory(nbytes)
 
     def _host_memory(self, nbytes: int) -> Tensor:
@@ -102,7 +103,7 @@ class SimDevice:
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:
-        """As `Device.free_pinned`. Raises `ValueError` for all but a whole, live allocation, and `SimRaceError` while
+        """Free as `Device.free_pinned` does. Raises `ValueError` for all but a whole, live allocation, and `SimRaceError` while
         the host has not seen the device's work on it complete."""
         self._machine.forget_host_memory(memory)
 
@@ -115,7 +116,8 @@ class SimDevice:
         return tensor.is_cpu and tensor.layout is torch.strided and not self.is_host_memory(tensor)
 
     def allocated_bytes(self) -> int:
-        """As `Device.allocated_bytes`, each storage rounded up to 512. Raises `SimRaceError` for one freed under an access."""
+        """Count as `Device.allocated_bytes` does, each storage rounded up to 512. Raises `SimRaceError` for one freed under an
+        access."""
         with self._machine.lock:
             self._machine.ledger.settle()
             return self._machine.ledger.allocated_bytes
@@ -144,7 +146,7 @@ class SimDevice:
         return self._machine.make_stream(name, late=True)
 
     def capturing(self) -> bool:
-        """As `Device.capturing`: there are no graphs here, so False."""
+        """False: there are no graphs here."""
         return False
 
     def new_compute_stream(self, name: str = "compute") -> SimStream:
@@ -172,12 +174,13 @@ class SimDevice:
         return self._machine.copy_spans(direction)
 
     def compute(self) -> AbstractContextManager[SimDevice]:
-        """As `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""
+        """Context as `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""
         return _Compute(self, self._machine)
 
 
 class _Compute:
-    """An object rather than a generator: one that a thread left behind must not end its mode on whichever thread drops it."""
+    """Context manager as an object rather than a generator: one that a thread left behind must not end its mode on whichever
+    thread drops it."""
 
     def __init__(self, device: SimDevice, machine: Machine) -> None:
         self._device = device

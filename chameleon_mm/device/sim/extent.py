@@ -1,4 +1,4 @@
-"""Which bytes of its storage a tensor covers, exactly: two columns of one matrix share none, though their spans overlap.
+"""The bytes of its storage that a tensor covers, exactly: two columns of one matrix share none, though their spans overlap.
 
 extent_of(t)        -> Extent(start, end, pattern)      # pattern None: every byte of [start, end)
 share_bytes(a, b)   -> by their spans where both are dense, else byte by byte

@@ -38,7 +38,7 @@ class _End:
         return self.ref() is not None and start < address + nbytes and address < start + self.nbytes
 
     def lost(self) -> str:
-        """What became of the memory, or "" while it is where it was."""
+        """Text of what became of the memory, or "" while it is where it was."""
         storage = self.ref()
         if storage is None:
             return "dropped"
@@ -49,7 +49,7 @@ class _End:
 
 
 class LateCopy:
-    """Holds both ends weakly: dropping one too early is an error, not luck."""
+    """A copy that was issued and not carried out yet. Holds both ends weakly: dropping one too early is an error, not luck."""
 
     __slots__ = ("_dst", "_spoilt", "_src", "before", "done", "label")
 
@@ -62,7 +62,7 @@ class LateCopy:
         self._spoilt: list[tuple[int, Bytes]] = []
 
     def spoil(self, start: int, written: Bytes) -> None:
-        """The source was written while the copy may have been running, from byte `start` on where `written` is set:
+        """Note that the source was written while the copy may have been running, from byte `start` on where `written` is set:
         what arrives of them is anything. The others arrive."""
         self._spoilt.append((start, written))
         if self.done and self._dst.ref() is not None:
@@ -108,7 +108,7 @@ def carry_out(copies: Iterable[LateCopy]) -> None:
 
 
 def all_pending(copies: Iterable[LateCopy]) -> list[LateCopy]:
-    """Those of `copies` not carried out, and of all that each was ordered after."""
+    """Copies among `copies` not carried out, and all that each was ordered after."""
     stack = list(copies)
     seen: dict[int, LateCopy] = {}
     while stack:

@@ -27,7 +27,8 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class CopyEngine:
-    """One direction. `rate_gbps` alone, `shared_gbps` while the other direction is busy (1e9 bytes a second)."""
+    """The copy engine of one direction. `rate_gbps` alone, `shared_gbps` while the other direction is busy (1e9 bytes a
+    second)."""
 
     rate_gbps: float
     shared_gbps: float

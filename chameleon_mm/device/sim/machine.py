@@ -47,7 +47,7 @@ class Machine:
         self._default = self.make_stream("compute", late=False)
 
     def current_stream(self) -> SimStream:
-        """Where the calling thread's operators run."""
+        """The stream on which the calling thread's operators run."""
         stream: SimStream = getattr(self._thread, "stream", self._default)
         return stream
 
@@ -94,7 +94,7 @@ class Machine:
             self.ledger.adopt(memory.untyped_storage(), HOST, host=True)
 
     def forget_host_memory(self, memory: Tensor) -> None:
-        """Pinned memory goes back. Raises `SimRaceError` while the device may still be at work on it."""
+        """Free pinned memory. Raises `SimRaceError` while the device may still be at work on it."""
         with self.lock:
             storage = memory.untyped_storage()
             buffer = self.ledger.find(storage)
@@ -112,7 +112,7 @@ class Machine:
     # --- streams
 
     def begin(self, stream: SimStream) -> None:
-        """What is launched now comes after all that the host has seen and done."""
+        """Order what is launched now after all that the host has seen and done."""
         join(stream.clock, self._host_clock)
 
     def record(self, stream: SimStream, *, timed: bool) -> SimEvent:
@@ -140,7 +140,8 @@ class Machine:
             return buffer
 
     def hand_out(self, stream: SimStream, fresh: Tensor) -> None:
-        """Memory with nothing in it yet. It may be a block that `stream` still works on: a write at this point of it."""
+        """Note memory that is handed out with nothing in it yet. It may be a block that `stream` still works on: a write at
+        this point of it."""
         storage = fresh.untyped_storage()
         buffer = self.ledger.adopt(storage, stream.actor)
         poison(storage)
@@ -198,7 +199,8 @@ class Machine:
         self._move_packed(stream, "unpack", list(zip(destinations, parts, strict=True)))
 
     def _move_packed(self, stream: SimStream, what: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """One kernel. On a stream of copies it runs late as they do; on a compute stream in program order, as operators do."""
+        """Run one pack or unpack kernel. On a stream of copies it runs late as they do; on a compute stream in program order,
+        as operators do."""
         total = sum(src.numel() for _, src in pairs)
         if total == 0:
             return
@@ -223,7 +225,7 @@ class Machine:
     def run_codec(
         self, stream: SimStream, what: str, run: Callable[[], None], reads: Sequence[Tensor], writes: Sequence[Tensor]
     ) -> None:
-        """One kernel whose work `run` does, on a compute stream, in program order."""
+        """Run one kernel whose work `run` does, on a compute stream, in program order."""
         if stream.late:
             raise ValueError(f"{what}: expected a compute stream, got {stream.name}, which is for copies: use current_stream()")
         with self.lock:
@@ -263,7 +265,8 @@ class Machine:
         self._defer(stream, lates)
 
     def _defer(self, stream: SimStream, lates: Iterable[tuple[LateCopy, Tensor]]) -> None:
-        """Their bytes move later, or now on a compute stream. Each has its destination beside it; their order is open."""
+        """Move the bytes of copies later, or now on a compute stream. Each has its destination beside it; their order is
+        open."""
         moving = [(late, dst) for late, dst in lates if dst.numel()]
         if not moving:
             return
@@ -296,7 +299,8 @@ class Machine:
     def access(
         self, stream: SimStream, tensors: Iterable[Tensor], *, write: bool, label: str, spoils: LateCopy | None = None
     ) -> int:
-        """`stream` reads or writes these tensors now. Returns their bytes. Raises `SimRaceError`, `SimLifetimeError`."""
+        """Note that `stream` reads or writes these tensors now. Returns their bytes. Raises `SimRaceError`,
+        `SimLifetimeError`."""
         total = 0
         for t in tensors:
             storage = t.untyped_storage()
@@ -307,7 +311,7 @@ class Machine:
         return total
 
     def host_access(self, tensors: Iterable[Tensor], *, write: bool, label: str) -> None:
-        """The host itself reads or writes these tensors of pinned memory: before all that it launches from now on."""
+        """Note that the host itself reads or writes these tensors of pinned memory: before all that it launches from now on."""
         for t in tensors:
             storage = t.untyped_storage()
             buffer = self.ledger.adopt(storage, HOST, host=True)
@@ -339,7 +343,7 @@ class Machine:
 
 
 def _poison_destination(dst: Tensor, pending: Iterable[LateCopy]) -> None:
-    """Until the copy is done, its destination holds nothing. Not where an earlier copy has yet to read or write there."""
+    """Fill the destination with poison until the copy is done. Not where an earlier copy has yet to read or write there."""
     storage, start = dst.untyped_storage(), int(dst.storage_offset())
     if not any(copy.touches(storage.data_ptr() + start, dst.numel()) for copy in pending):
         poison(storage, start, dst.numel())

@@ -1,4 +1,4 @@
-"""Who holds which bytes: every storage the simulated device has seen, by weak reference, with its shadow.
+"""Every storage that the simulated device has seen, by weak reference, with the accesses to it.
 
     buffer = ledger.adopt(storage, owner)      # counted as allocated until the storage dies
     ... storage dies -> its weak reference's callback queues the death, with the clocks of that moment
@@ -42,7 +42,7 @@ def held_by_caller_alone(buffer: Tensor) -> bool:
 
 
 def _holders(buffer: Tensor) -> tuple[int, int]:
-    """Tensors (and the Python object) that hold the storage; Python references to that object."""
+    """Numbers of the tensors (and the Python object) that hold the storage, and of the Python references to that object."""
     storage = buffer.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
@@ -57,7 +57,7 @@ class Buffer:
     ) -> None:
         self.ref = ref
         self.address = address
-        """Of pinned host memory, 0 for device memory."""
+        """Address of pinned host memory, 0 for device memory."""
         self.owner = owner
         self.nbytes = nbytes
         self.host = host
@@ -71,7 +71,7 @@ class Buffer:
         return self.shadow.name
 
     def place(self, storage: torch.UntypedStorage, extent: Extent) -> Extent:
-        """What `extent` of `storage`, which is this buffer's or lies within it, covers of this buffer."""
+        """The bytes of this buffer that `extent` of `storage`, which is this buffer's or lies within it, covers."""
         shift = storage.data_ptr() - self.address if self.host and self.ref() is not storage else 0
         return extent._replace(start=extent.start + shift, end=extent.end + shift) if shift else extent
 
@@ -98,10 +98,8 @@ class Ledger:
         self._serial = 0
 
     def find(self, storage: torch.UntypedStorage) -> Buffer | None:
-        """The storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are recycled.
-
-        A storage that NumPy or DLPack made over a part of pinned memory is that memory all the same: its address says so.
-        """
+        """Find the storage's buffer if it was seen before. Keyed by the object, compared by a weak reference: ids are
+        recycled."""
         buffer = self._buffers.get(id(storage))
         if buffer is not None and buffer.ref() is storage:
             return buffer
@@ -152,13 +150,14 @@ class Ledger:
             )
 
     def lend(self, nbytes: int) -> None:
-        """An operator has `nbytes` for itself and gives them back. Raises `torch.OutOfMemoryError` when they do not fit."""
+        """Charge `nbytes` that an operator has for itself and frees again. Raises `torch.OutOfMemoryError` when they do not
+        fit."""
         self.make_room(nbytes)
         self.cumulative_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes + nbytes)
 
     def settle(self) -> None:
-        """Book the deaths so far. Raises `SimRaceError` for a block handed back under an access that was not ordered."""
+        """Record the deaths so far. Raises `SimRaceError` for a block handed back under an access that was not ordered."""
         error: SimRaceError | None = None
         while self._deaths:
             key, buffer, clocks = self._deaths.popleft()
@@ -196,7 +195,8 @@ class Ledger:
         buffer.shadow.check(Access(Extent(0, end), True, buffer.owner, 0, label, reuse=True), clock)
 
     def _resized(self, buffer: Buffer, nbytes: int) -> None:
-        """A storage has another size than when it was last seen: its old block went back to its owner, it has a new one."""
+        """Note that a storage has another size than when it was last seen: its old block went back to its owner, it has a new
+        one."""
         charge = 0 if buffer.host else allocated_size(nbytes)
         self.make_room(max(0, charge - buffer.charged_bytes))
         if not buffer.host and buffer.shadow.foreign_to(buffer.owner):

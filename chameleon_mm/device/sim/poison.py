@@ -1,4 +1,4 @@
-"""What memory holds that nothing was written to yet: one byte, everywhere, that no computation likes."""
+"""Byte that memory holds that nothing was written to yet: the same everywhere, one that no computation likes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 POISON_BYTE = 0xFB
-"""As float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""
+"""Value of the byte, as float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""
 
 
 def poison(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> None:

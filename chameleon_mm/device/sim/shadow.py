@@ -19,11 +19,11 @@ from chameleon_mm.errors import SimRaceError
 Clock = dict[int, int]
 
 HOST = -1
-"""The host as an actor; streams count from 0."""
+"""Number of the host as an actor; streams count from 0."""
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """Everything ordered before `other` is now ordered before `clock` too."""
+    """Order everything that is ordered before `other` before `clock` too."""
     for actor, tick in other.items():
         if clock.get(actor, 0) < tick:
             clock[actor] = tick

@@ -77,50 +77,53 @@ class SimStream:
         return f"<SimStream {self._name} at {self.ready_us:.1f} us>"
 
     def alloc(self, nbytes: int) -> Tensor:
-        """As `Stream.alloc`, filled with poison; other streams must be ordered after this point before they touch it."""
+        """Allocate as `Stream.alloc` does, filled with poison; other streams must be ordered after this point before they touch
+        it."""
         return self._machine.allocate(self, nbytes)
 
     def free(self, buffer: Tensor) -> None:
-        """As `Stream.free`. Where nobody else holds the memory, raises `SimRaceError` for an access that is not ordered before;
-        whoever uses it in spite of this gets poison, or `SimLifetimeError`. Else the last holder's end is what is checked."""
+        """Free as `Stream.free` does. Where nobody else holds the memory, raises `SimRaceError` for an access that is not
+        ordered before; whoever uses it in spite of this gets poison, or `SimLifetimeError`. Else the last holder's end is what
+        is checked."""
         self._machine.free(self, buffer)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
-        """As `Stream.copy`. Raises `ValueError` also for ends that overlap or both lie in host memory, `SimRaceError`. A
-        speculative copy whose source an operator writes meanwhile delivers poison where it was written."""
+        """Copy as `Stream.copy` does. Raises `ValueError` also for ends that overlap or both lie in host memory,
+        `SimRaceError`. A speculative copy whose source an operator writes meanwhile delivers poison where it was written."""
         self._machine.copy(self, dst, src, speculative=speculative)
 
     def copy_batch(self, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool = False) -> None:
-        """As `Stream.copy_batch`. The host pays for one call and a little for each copy; on the engine each copy takes what it
-        takes alone, which is conservative. Raises as `copy` does, and `ValueError` for pairs that share bytes."""
+        """Copy as `Stream.copy_batch` does. The host pays for one call and a little for each copy; on the engine each copy
+        takes what it takes alone, which is conservative. Raises as `copy` does, and `ValueError` for pairs that share bytes."""
         self._machine.copy_batch(self, pairs, speculative=speculative)
 
     def pack(self, dst: Tensor, sources: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        """As `Stream.pack`, for one launch and the bytes' way through device memory. Raises `ValueError` also for host memory
-        and for places that share bytes, `SimRaceError`."""
+        """Pack as `Stream.pack` does, for one launch and the bytes' way through device memory. Raises `ValueError` also for
+        host memory and for places that share bytes, `SimRaceError`."""
         self._machine.pack(self, dst, sources, offsets)
 
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
-        """As `Stream.unpack`, priced and checked as `pack` is."""
+        """Unpack as `Stream.unpack` does, priced and checked as `pack` is."""
         self._machine.unpack(self, destinations, src, offsets)
 
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        """As `Stream.encode`, by the codec's torch reference, for one launch and the bytes' way through device memory. Raises
-        `ValueError` also for host memory and on a stream of copies, `SimRaceError`."""
+        """Encode as `Stream.encode` does, by the codec's torch reference, for one launch and the bytes' way through device
+        memory. Raises `ValueError` also for host memory and on a stream of copies, `SimRaceError`."""
         self._machine.run_codec(
             self, f"encode {codec.name}", lambda: codec.encode_reference(src, dst, status), [src], [dst, status]
         )
 
     def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        """As `Stream.decode`, priced and checked as `encode` is."""
+        """Decode as `Stream.decode` does, priced and checked as `encode` is."""
         self._machine.run_codec(self, f"decode {codec.name}", lambda: codec.decode_reference(src, dst), [src], [dst])
 
     def record(self, *, timed: bool = False) -> SimEvent:
-        """As `Stream.record`."""
+        """Record as `Stream.record` does."""
         return self._machine.record(self, timed=timed)
 
     def wait(self, event: Event) -> None:
-        """As `Stream.wait`. Raises `TypeError` for another kind's event, `ValueError` for another simulated device's."""
+        """Wait as `Stream.wait` does. Raises `TypeError` for another kind's event, `ValueError` for another simulated
+        device's."""
         if not isinstance(event, SimEvent):
             raise TypeError(f"wait: expected an event of the simulator, got {type(event).__name__}: use one device throughout")
         if event.machine is not self._machine:
@@ -130,12 +133,12 @@ class SimStream:
     # --- what the machine asks
 
     def tick(self, extent: Extent, *, write: bool, label: str, spoils: LateCopy | None = None) -> Access:
-        """This stream's next access."""
+        """Number of this stream's next access."""
         self.clock[self.actor] += 1
         return Access(extent, write, self.actor, self.clock[self.actor], label, spoils=spoils)
 
     def order_after(self, copies: tuple[LateCopy, ...]) -> None:
-        """What this stream does next sees what `copies` have moved."""
+        """Order what this stream does next after the moves of `copies`."""
         if self.late:
             live = {id(copy): copy for copy in (*self.pending, *copies) if not copy.done}
             self.pending = tuple(live.values())

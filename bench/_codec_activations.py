@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.text import draw_batches, read_text
-from chameleon_mm.executor.handles import flat_bytes
+from chameleon_mm.saved.handles import flat_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,9 @@ from chameleon_mm.bench._stand_in import NO_TRITON
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.device.stand_in import is_stand_in
-from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.executor.swap_outs import GROUP_BYTES
+from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
 
 Layout = Literal["contiguous", "strided"]

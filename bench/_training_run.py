@@ -16,15 +16,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from chameleon_mm.adaptive import link_cost_for
+from chameleon_mm.adaptive.adaptation import Adaptation
+from chameleon_mm.adaptive.link_rates import rates_of
+from chameleon_mm.adaptive.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.executor import link_cost_for
-from chameleon_mm.executor.adaptation import Adaptation
-from chameleon_mm.executor.link_rates import rates_of
-from chameleon_mm.executor.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.session import TIMED_EVERY, SwapSession
 from chameleon_mm.trace import Trace

@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from chameleon_mm.adaptive import Adaptation
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Adaptation, CopySpan
-from chameleon_mm.executor.metrics import Metrics, StepKind
 from chameleon_mm.executor.peak import Peak
 from chameleon_mm.pinned import PoolStats
+from chameleon_mm.saved import CopySpan
+from chameleon_mm.saved.metrics import Metrics, StepKind
 from chameleon_mm.units import format_size, format_us
 
 _LANES = {"out": (1, "d2h: swap out"), "in": (2, "h2d: swap in")}

@@ -17,9 +17,10 @@ import torch
 
 from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.executor import Executor
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.units import MIB, parse_size
 

@@ -24,15 +24,18 @@ from typing import Self, TypeVar
 import torch
 from torch import nn
 
+from chameleon_mm.adaptive import link_cost_for, plan_steps
 from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor, ProtectedStorages, StepRunner, codecs_by_name, link_cost_for, plan_steps
+from chameleon_mm.executor import Executor
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.executor.peak import Peak, PeakWatch
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
+from chameleon_mm.rerun import StepRunner
+from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.units import MIB, format_size, parse_size
 

@@ -22,10 +22,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.handles import Handle
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.saved.handles import Handle
 from tests._op_samples import OPS, BareMode, Outcome, differentiable, run, samples_of
 from tests._unwatched import Unwatched
 

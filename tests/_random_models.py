@@ -18,12 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive import Adaptation, plan_steps
+from chameleon_mm.adaptive.plan_follower import PlanFollower
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.executor import Adaptation, Executor, ProtectedStorages, plan_steps
-from chameleon_mm.executor.plan_follower import PlanFollower
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits, LinkCost, SwapPlan
+from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
 

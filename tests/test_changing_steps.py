@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive.adaptation import CACHED_STEPS
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
-from chameleon_mm.executor.adaptation import CACHED_STEPS
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -230,7 +230,7 @@ def test_a_known_sequence_that_comes_back_is_not_recorded_again() -> None:
 
 
 def test_the_cache_of_known_steps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.executor.adaptation.CACHED_STEPS", 2)
+    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.CACHED_STEPS", 2)
     works = [Work(micro_batches=count) for count in (1, 2, 3, 1, 1, 1)]
     got = assert_exact_within(works, 0.7)
     assert recordings(works, got)[PLAIN] == 2  # forgotten meanwhile, recorded again, known from then on

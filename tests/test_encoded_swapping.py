@@ -20,11 +20,12 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device, Stream
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView, codecs_by_name
-from chameleon_mm.executor.encoding import Encoding
-from chameleon_mm.executor.saved_storage import State
-from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages, SwappedView, codecs_by_name
+from chameleon_mm.saved.encoding import Encoding
+from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB
 

@@ -16,7 +16,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimEvent, SimStream
 from chameleon_mm.executor import swap_outs
-from chameleon_mm.executor.metrics import Metrics
+from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.transfer import Thresholds, Transfer
 from chameleon_mm.units import KIB
 

@@ -19,11 +19,12 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device, Stream
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.saved_storage import State
-from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 
 ROWS, ROW = 64, 1024

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive.planned_step import RECENT_STEPS
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, compute
-from chameleon_mm.executor.planned_step import RECENT_STEPS
 from chameleon_mm.units import KIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")

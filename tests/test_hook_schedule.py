@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.executor.hook_schedule import DueActions, HookSchedule
+from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule
 from chameleon_mm.policy import Action
 from tests._traces import chain, plan_of, random_plan, random_step
 

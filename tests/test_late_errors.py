@@ -14,7 +14,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
-from chameleon_mm.executor.saved_storage import SavedStorage
+from chameleon_mm.saved.saved_storage import SavedStorage
 from tests._unwatched import Unwatched, deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")

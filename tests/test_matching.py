@@ -33,8 +33,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.adaptive.matching import STEADY_RUN, Matcher
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
-from chameleon_mm.profiler.matching import STEADY_RUN, Matcher
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 NEIGHBOURS = 4

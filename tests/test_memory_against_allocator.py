@@ -18,11 +18,11 @@ from functools import cache
 import pytest
 from torch import nn
 
+from chameleon_mm.adaptive.adaptation import SLACK_PART
 from chameleon_mm.bench._memory_models import MODELS
 from chameleon_mm.bench._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
 from chameleon_mm.device import SimDevice
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.executor.adaptation import SLACK_PART
 from chameleon_mm.units import allocated_size
 
 pytestmark = pytest.mark.gpu

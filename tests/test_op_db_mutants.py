@@ -12,7 +12,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, op_call, operators
-from chameleon_mm.executor.handles import Handle
+from chameleon_mm.saved.handles import Handle
 from tests import _op_sweep
 from tests._op_samples import OPS, run
 from tests._op_sweep import (

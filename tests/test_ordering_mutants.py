@@ -16,10 +16,11 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor, SwappedView
-from chameleon_mm.executor.claims import Claim
-from chameleon_mm.executor.saved_bytes import SavedBytes
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import SaveFacts
+from chameleon_mm.saved import SwappedView
+from chameleon_mm.saved.claims import Claim
+from chameleon_mm.saved.saved_bytes import SavedBytes
 from tests._ordering import (
     BYTES,
     WAITS,
@@ -111,7 +112,7 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
 
     step()
     numbers = iter(range(1_000_000))
-    monkeypatch.setattr("chameleon_mm.executor.op_number.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
+    monkeypatch.setattr("chameleon_mm.saved.op_number.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
     with pytest.raises(RED):
         step()
 

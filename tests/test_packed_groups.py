@@ -18,11 +18,12 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Stream
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView, swap_outs
-from chameleon_mm.executor.packed_group import PackedGroup
-from chameleon_mm.executor.saved_storage import State
-from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.executor import Executor, swap_outs
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
 

@@ -22,8 +22,9 @@ from chameleon_mm.demo.program import TrainConfig
 from chameleon_mm.demo.text import draw_batches, read_text
 from chameleon_mm.demo.train import train
 from chameleon_mm.device.sim.memory import Ledger
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.units import KIB, MIB
 
 RECORDED, STEADY = 0, 1

@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
+from chameleon_mm.adaptive.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.executor import Executor
-from chameleon_mm.executor.planned_step import MOST_PLANS, SAMPLES
 from chameleon_mm.policy import LinkCost, least_memory, memory_curve
 from chameleon_mm.profiler.op_times import EventTimes
 from tests._random_models import SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, train

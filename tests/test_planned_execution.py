@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive.adaptation import SLACK_PART, SPARE_PART
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.executor import Executor
-from chameleon_mm.executor.adaptation import SLACK_PART, SPARE_PART
 from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least_memory, memory_curve, simulate
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
@@ -44,7 +44,7 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return planner(trace, link)
 
-    monkeypatch.setattr("chameleon_mm.executor.adaptation.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", plans)
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:

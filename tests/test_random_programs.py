@@ -25,10 +25,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.adaptive import plan_steps
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
-from chameleon_mm.executor import Executor, ProtectedStorages, plan_steps
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.transfer import Thresholds
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
 from tests._unseen_writes import unseen_writes

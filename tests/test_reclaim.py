@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.metrics import Metrics
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_storage import SavedStorage, SwapContext
-from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_storage import SavedStorage, SwapContext
+from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Transfer
 
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import chameleon_mm as cm
-from chameleon_mm.executor.adaptation import RECORDINGS
+from chameleon_mm.adaptive.adaptation import RECORDINGS
 from chameleon_mm.profiler.dispatch_state import is_on
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, UNMOVABLE, Recorder

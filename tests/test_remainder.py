@@ -12,13 +12,13 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim.poison import poison
-from chameleon_mm.executor.metrics import Metrics
-from chameleon_mm.executor.remainder import Remainder
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
-from chameleon_mm.executor.streams import ComputeStreams
-from chameleon_mm.executor.verify import Checksums
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.remainder import Remainder
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.streams import ComputeStreams
+from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
 from tests._random_models import adaptation_of, far_ahead, planning, train
@@ -318,7 +318,7 @@ def _moving(action: Action, nbytes: int) -> Action:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.executor.adaptation.candidate_plans", in_part(Random(seed)))
+    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", in_part(Random(seed)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     expected, parameters = train(seed, far_ahead())
@@ -329,7 +329,7 @@ def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, mon
 
 
 def test_a_graph_kept_for_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.executor.adaptation.candidate_plans", in_part(Random(1)))
+    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", in_part(Random(1)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     executor = planning(device, pool=pool)

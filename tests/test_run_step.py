@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.dense import dense_bytes
-from chameleon_mm.executor.step_retry import LEAST_CUT, MAX_RETRIES, tighter
+from chameleon_mm.rerun.dense import dense_bytes
+from chameleon_mm.rerun.step_retry import LEAST_CUT, MAX_RETRIES, tighter
 from chameleon_mm.units import KIB
 
 SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."
@@ -244,7 +244,7 @@ def test_a_graph_from_before_the_step_that_saved_a_buffer_stays_good(sim: cm.Sim
 
 @pytest.mark.usefixtures("no_gc")
 def test_nothing_of_the_failed_run_is_alive_in_the_next(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.executor.step_retry.gc.collect", lambda: 0)  # by references alone
+    monkeypatch.setattr("chameleon_mm.rerun.step_retry.gc.collect", lambda: 0)  # by references alone
     made: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[int] = []
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.profiler.step_cache import CONTEXTS_PER_STEP, StepCache
+from chameleon_mm.adaptive.step_cache import CONTEXTS_PER_STEP, StepCache
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 
 

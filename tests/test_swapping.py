@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor, KeptTensor, ProtectedStorages, SwappedView
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
 from tests._unwatched import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")

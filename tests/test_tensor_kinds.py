@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor, ProtectedStorages
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages
 
 NO_GC = pytest.mark.usefixtures("no_gc")
 # Torch says so of some layouts and of complex32, once a process.

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
-from chameleon_mm.executor import Executor, ProtectedStorages, SwappedView
-from chameleon_mm.executor.saved_storage import SavedStorage
+from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.transfer import Transfer
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.executor.saved_storage import SavedStorage
-from chameleon_mm.executor.verify import Checksums
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.verify import Checksums
 from tests._random_models import far_ahead, planning, train
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -23,11 +23,11 @@ from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.forecast import Forecast, LearnedForecast
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
-from chameleon_mm.executor.metrics import Metrics
-from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.saved_storage import SavedStorage, State
 from chameleon_mm.units import allocated_size
 
 PREFETCH_HORIZON = 8

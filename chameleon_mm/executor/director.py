@@ -21,10 +21,10 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.handles import NO_HOOK
-from chameleon_mm.executor.metrics import StepKind
-from chameleon_mm.executor.saved_storage import SavedStorage
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.saved.handles import NO_HOOK
+from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.saved.saved_storage import SavedStorage
 
 
 class HookActions(NamedTuple):

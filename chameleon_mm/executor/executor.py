@@ -26,28 +26,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.claims import Claim, Claims, Found
-from chameleon_mm.executor.classify import ProtectedStorages, facts_of
 from chameleon_mm.executor.director import Director
-from chameleon_mm.executor.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.late_errors import LateErrors
-from chameleon_mm.executor.metrics import Metrics
 from chameleon_mm.executor.recording import Recording
-from chameleon_mm.executor.registry import StorageRegistry
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_part import SavedPart
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.staging import Staging
-from chameleon_mm.executor.streams import ComputeStreams
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
-from chameleon_mm.executor.verify import Checksums, scratch_bytes
-from chameleon_mm.executor.wrappers import save_parts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
+from chameleon_mm.saved.claims import Claim, Claims, Found
+from chameleon_mm.saved.classify import ProtectedStorages, facts_of
+from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.registry import StorageRegistry
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_part import SavedPart
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.streams import ComputeStreams
+from chameleon_mm.saved.verify import Checksums, scratch_bytes
+from chameleon_mm.saved.wrappers import save_parts
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:

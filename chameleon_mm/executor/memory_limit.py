@@ -23,10 +23,10 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import LargestGrowth, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.saved.saved_storage import SavedStorage, State
 from chameleon_mm.units import allocated_size
 
 FORECAST_SHARE = 0.9

@@ -15,12 +15,12 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.packed_group import PackedGroup
-from chameleon_mm.executor.registry import StorageRegistry
-from chameleon_mm.executor.saved_part import SavedPart
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.policy import UseOrder
+from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.registry import StorageRegistry
+from chameleon_mm.saved.saved_part import SavedPart
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
 
 PREFETCH_WINDOW = 32
 """Number of coming uses that are considered for a prefetch at each use."""

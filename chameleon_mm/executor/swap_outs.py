@@ -18,15 +18,15 @@ import torch
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.encoding import Encoding
-from chameleon_mm.executor.op_number import OperatorNumber, current_operator
-from chameleon_mm.executor.packed_group import PackedGroup
-from chameleon_mm.executor.registry import StorageRegistry
-from chameleon_mm.executor.saved_part import SavedPart
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
+from chameleon_mm.saved.encoding import Encoding
+from chameleon_mm.saved.op_number import OperatorNumber, current_operator
+from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.registry import StorageRegistry
+from chameleon_mm.saved.saved_part import SavedPart
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
 from chameleon_mm.transfer import Path, Thresholds
 from chameleon_mm.units import MIB
 

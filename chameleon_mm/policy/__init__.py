@@ -8,7 +8,7 @@ from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.learned import Headroom, LargestGrowth, UseOrder
 from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_curve, peak_memory, smallest_budget
-from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
+from chameleon_mm.policy.plan import Action, ActionKind, StorageAction, SwapPlan
 from chameleon_mm.policy.planner import candidate_plans, generate_plan
 from chameleon_mm.policy.recomputation import Recomputation, full_recomputation
 from chameleon_mm.policy.rule import CodecRule, DefaultRule, Limits, SaveFacts
@@ -30,6 +30,7 @@ __all__ = [
     "Recomputation",
     "SaveFacts",
     "Simulator",
+    "StorageAction",
     "SwapPlan",
     "Timeline",
     "UseOrder",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
-from chameleon_mm.profiler.matching import Matcher
-from chameleon_mm.profiler.step_cache import CachedStep, StepCache
 from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
 
 __all__ = [
@@ -13,9 +11,6 @@ __all__ = [
     "NEW_STORAGE",
     "NOT_A_USE",
     "Boundary",
-    "CachedStep",
     "LightProfiler",
-    "Matcher",
-    "StepCache",
     "StepRecord",
 ]

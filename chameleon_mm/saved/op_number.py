@@ -20,7 +20,8 @@ sequence_nr = torch._C._autograd._get_sequence_nr
 """Returns the number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note
 [Swap-out]."""
 
-_OF_HOOKS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_PACKAGE = Path(__file__).parents[1]
+_OF_HOOKS = (str(_PACKAGE / "executor"), str(_PACKAGE / "saved"), str(Path(torch.__file__).parent / "_dynamo"))
 """Files whose code runs between the operator and here: this package's, and what keeps dynamo from compiling the hooks."""
 
 CallSite = tuple[int, int]

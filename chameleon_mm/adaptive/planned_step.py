@@ -19,12 +19,12 @@ from statistics import median
 
 import numpy as np
 
-from chameleon_mm.executor.extra_memory import ExtraMemory
-from chameleon_mm.executor.hook_schedule import HookSchedule
-from chameleon_mm.executor.step_timing import StepTime
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.hook_schedule import HookSchedule
+from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
-from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.saved.step_timing import StepTime
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.recurring import with_times
 from chameleon_mm.units import allocated_size

@@ -28,11 +28,13 @@ class ComputeStreams:
         return stream
 
     def join_all(self, alloc_stream: Stream) -> None:
-        """Order all streams after what each has been given so far. Costs nothing while `home` is the only one."""
+        """Order all streams after what each has been given so far. Costs nothing while `alloc_stream` is the only one."""
         others = [other for other in self._seen if other is not alloc_stream]
         for other in others:
-            alloc_stream.wait(other.record())  # what they did with a block -> what follows on `home`
+            alloc_stream.wait(other.record())  # what they did with a block -> what follows on `alloc_stream`
         if others:
             so_far = alloc_stream.record()
             for other in others:
-                other.wait(so_far)  # what anybody did with it, copies that `home` waited for too -> its owner's next use of it
+                other.wait(
+                    so_far
+                )  # what anybody did with it, copies that `alloc_stream` waited for too -> its owner's next use of it

@@ -19,16 +19,17 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
+from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.executor.extra_memory import ExtraMemory
-from chameleon_mm.executor.metrics import Metrics, StepKind
-from chameleon_mm.executor.planned_step import PlannedStep, PlanTrial
-from chameleon_mm.executor.step_timing import StepTiming
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_cache import CachedStep, StepCache
 from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.metrics import Metrics, StepKind
+from chameleon_mm.saved.step_timing import StepTiming
 from chameleon_mm.trace import TensorKind
 from chameleon_mm.trace.recurring import there_before
 
@@ -244,6 +245,10 @@ class Adaptation:
 
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
         """Make plans for the step from what is known of it now."""
+        with annotation("chameleon::plan"):
+            self._make_plans(planned, at_most)
+
+    def _make_plans(self, planned: PlannedStep, at_most: int) -> None:
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
 
 
 class SavedPart(SavedStorage):
@@ -38,11 +39,10 @@ class SavedPart(SavedStorage):
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
         assert self.state is State.ON_DEVICE and self.device is not None and not self.gathered
-        self._context.streams.join_all(
-            self._alloc_stream
-        )  # Note [Swap-out]: the source was written by home, and `current` reads it
-        packed = self.part.pack(self.device)
-        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        self._join_streams()  # Note [Swap-out]: the source was written by others, and `current` reads it
+        with annotation("chameleon::gather"):
+            packed = self.part.pack(self.device)
+        self._join_streams()  # Note [Reclaim]: its next owner comes after that read
         self._alloc_stream.free(flat_bytes(self.device))
         self.device, self._alloc_stream, self.gathered = packed, current, True
         self.latest = weakref.ref(packed)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.handles import flat_bytes
 from chameleon_mm.kernels.arguments import UNIT_BYTES
+from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.units import round_up
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.executor.step_timing import EVENT_GAP_US, Direction, StepTiming
+from chameleon_mm.saved.step_timing import EVENT_GAP_US, Direction, StepTiming
 from chameleon_mm.transfer import Move, Piece
 
 MAX_SPANS = 20_000

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.streams import ComputeStreams
+from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.streams import ComputeStreams
 
 
 class Remainder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from chameleon_mm.executor.dense import dense_bytes
+from chameleon_mm.rerun.dense import dense_bytes
 
 
 class BufferCopies:

@@ -19,9 +19,10 @@ import torch
 
 from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
-from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
 
 
 class PackedGroup(SavedStorage):
@@ -36,12 +37,12 @@ class PackedGroup(SavedStorage):
         packed = compute.alloc(total)
         alloc_streams = list(dict.fromkeys(member.alloc_stream for member in members))
         for alloc_stream in alloc_streams:
-            context.streams.join_all(
-                alloc_stream
-            )  # Note [Swap-out]: the sources were written by home, and `compute` reads them
+            # Note [Swap-out]: the sources were written by others, and `compute` reads them
+            context.streams.join_all(alloc_stream)
         # Made once for both: on the host a flat tensor costs several times what packing it does.
         sources = [flat_bytes(member.device) for member in members if member.device is not None]
-        compute.pack(packed, sources, places)
+        with annotation("chameleon::pack"):
+            compute.pack(packed, sources, places)
         for alloc_stream in alloc_streams:
             context.streams.join_all(alloc_stream)  # Note [Reclaim]: the next owner of a source comes after that read
         super().__init__(
@@ -70,7 +71,8 @@ class PackedGroup(SavedStorage):
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
         buffers = [compute.alloc(member.nbytes) for member, _ in members]
-        compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
+        with annotation("chameleon::unpack"):
+            compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
         for (member, _), buffer in zip(members, buffers, strict=True):
             member.unpacked_into(buffer.untyped_storage(), compute)
         return [buffer.untyped_storage() for buffer in buffers]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from chameleon_mm.executor.classify import unwrapped
-from chameleon_mm.executor.handles import Handle, KeptTensor, WrapperHandle
+from chameleon_mm.saved.classify import unwrapped
+from chameleon_mm.saved.handles import Handle, KeptTensor, WrapperHandle
 
 
 def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:

@@ -15,20 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from chameleon_mm.policy import Action, SwapPlan, memory_curve
+from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
 from chameleon_mm.policy.moves import BACK, OUT, RECLAIM_IN_PART, Moves, in_order
 from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
-
-
-class StorageAction(NamedTuple):
-    """What the plan does with one storage."""
-
-    tensor: int
-    """Number of the storage in the trace."""
-    action: Action | None
-    """Its action; None: it stays on the device."""
 
 
 class DueActions(NamedTuple):

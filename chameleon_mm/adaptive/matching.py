@@ -24,8 +24,8 @@ from itertools import count
 from math import inf, log
 from typing import NamedTuple
 
+from chameleon_mm.adaptive.save_index import FIXED, Pairs, RunningSave, SaveIndex, split_feature
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
-from chameleon_mm.profiler.save_index import FIXED, Pairs, RunningSave, SaveIndex, split_feature
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord
 
 MAX_CHAINS = 8

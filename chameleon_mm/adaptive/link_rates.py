@@ -15,9 +15,9 @@ from statistics import median
 import numpy as np
 
 from chameleon_mm.device import Device
-from chameleon_mm.executor.metrics import CopySpan
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.cost import FASTEST_GBPS, SLOWEST_GBPS
+from chameleon_mm.saved.metrics import CopySpan
 from chameleon_mm.trace.trace import Float64s
 from chameleon_mm.transfer import CalibrationCache
 

@@ -23,25 +23,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from chameleon_mm.adaptive.adaptation import Adaptation, FollowedStep, StepEntry, Steps
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
+from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, rates_of
+from chameleon_mm.adaptive.matching import Matcher
+from chameleon_mm.adaptive.planned_step import PlanTrial
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.adaptation import Adaptation, FollowedStep, StepEntry, Steps
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.executor.extra_memory import ExtraMemory
 from chameleon_mm.executor.forecast import HighestForecast, PlanForecast
-from chameleon_mm.executor.handles import NO_HOOK
-from chameleon_mm.executor.hook_schedule import DueActions, HookSchedule, ScheduleCursor
-from chameleon_mm.executor.link_rates import UNMEASURED_LINK, rates_of
-from chameleon_mm.executor.metrics import StepKind
-from chameleon_mm.executor.planned_step import PlanTrial
-from chameleon_mm.executor.saved_storage import SavedStorage, State
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
-from chameleon_mm.profiler.matching import Matcher
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
+from chameleon_mm.saved.handles import NO_HOOK
+from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.saved.saved_storage import SavedStorage, State
 
 _NONE = -1
 """In place of a hook of the cached step: none of them."""

@@ -15,7 +15,7 @@ import weakref
 
 from torch import Tensor
 
-from chameleon_mm.executor.handles import VersionProbe
+from chameleon_mm.saved.handles import VersionProbe
 
 
 class SavedBytes:

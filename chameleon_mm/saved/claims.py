@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.saved_storage import LastSave, SavedStorage
 from chameleon_mm.policy import DefaultRule, SaveFacts
+from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_storage import LastSave, SavedStorage
 
 
 class Claim:

@@ -17,8 +17,8 @@ from torch.utils.weak import TensorWeakRef
 
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.executor.dense import dense_bytes
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.rerun.dense import dense_bytes
 
 
 class GradientOnHost:

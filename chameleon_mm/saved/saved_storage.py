@@ -21,22 +21,23 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
-from chameleon_mm.executor.encoding import Encoding
-from chameleon_mm.executor.gather import Part
-from chameleon_mm.executor.handles import flat_bytes
-from chameleon_mm.executor.metrics import Metrics
-from chameleon_mm.executor.op_number import CallSite, OperatorNumber, call_site, current_operator, made_before
-from chameleon_mm.executor.remainder import Remainder
-from chameleon_mm.executor.saved_bytes import SavedBytes
-from chameleon_mm.executor.streams import ComputeStreams
-from chameleon_mm.executor.verify import Checksums, StorageChecksum
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
+from chameleon_mm.policy import StorageAction
+from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.encoding import Encoding
+from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.op_number import CallSite, OperatorNumber, call_site, current_operator, made_before
+from chameleon_mm.saved.remainder import Remainder
+from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.streams import ComputeStreams
+from chameleon_mm.saved.verify import Checksums, StorageChecksum
 from chameleon_mm.transfer import Move, Transfer
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.hook_schedule import StorageAction
-    from chameleon_mm.executor.packed_group import PackedGroup
     from chameleon_mm.profiler.storages import TracedStorage
+    from chameleon_mm.saved.packed_group import PackedGroup
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,17 @@ class State(enum.Enum):
     """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
     RETIRED = "retired"
     """Nowhere: the last handle is gone, and nothing is held any more."""
+
+
+_NEXT = {
+    State.ON_DEVICE: (State.SWAPPING_OUT, State.ON_HOST, State.RETIRED),
+    State.SWAPPING_OUT: (State.ON_HOST, State.ON_DEVICE, State.RETIRED),
+    State.ON_HOST: (State.SWAPPING_IN, State.RESTORED, State.RETIRED),
+    State.SWAPPING_IN: (State.RESTORED, State.ON_HOST, State.RETIRED),
+    State.RESTORED: (State.RESTORED, State.ON_HOST, State.RETIRED),
+    State.RETIRED: (),
+}
+"""States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,15 @@ class SavedStorage:
         last.epoch, last.hook = epoch, hook
         return first, hooks_ago
 
+    def _to(self, state: State) -> None:
+        """Go from one state to the next. Every change of `state` is made here."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
+        self.state = state
+
+    def _join_streams(self) -> None:
+        self._context.streams.join_all(self._alloc_stream)
+
     # --- out
 
     @property
@@ -194,13 +215,9 @@ class SavedStorage:
         block = self._context.pool.allocate(encoding.nbytes)
         try:
             encoded = current.alloc(encoding.nbytes)
-            self._context.streams.join_all(
-                self._alloc_stream
-            )  # Note [Swap-out]: the source was written by home, and `current` reads it
+            self._join_streams()  # Note [Swap-out]: the source was written by others, and `current` reads it
             encoding.encode(self.device, encoded, current)
-            self._context.streams.join_all(
-                self._alloc_stream
-            )  # ... and home, after which the copy comes, follows what was written here
+            self._join_streams()  # ... and the allocating stream, after which the copy comes, follows what was written here
         except BaseException:
             block.release()
             raise
@@ -232,18 +249,17 @@ class SavedStorage:
         after = [ready, *block.pending_events]
         if self._checksum is not None:
             assert self.device is not None
-            self._context.streams.join_all(
-                self._alloc_stream
-            )  # the checksum is taken on the current stream, which need not be home
+            self._join_streams()  # the checksum is taken on the current stream, which need not be the allocating one
             self._checksum.close(flat_bytes(self.device))
-        out = self._context.transfer.swap_out(block.buffer, source, after, timed=self._context.metrics.timed)
+        with annotation("chameleon::swap_out"):
+            out = self._context.transfer.swap_out(block.buffer, source, after, timed=self._context.metrics.timed)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self._block, self._out = block, out
         self._context.metrics.moved(self._out, "out", self.transfer_bytes)
         self._began_in = current_operator(), call_site()
-        self.state = State.SWAPPING_OUT
+        self._to(State.SWAPPING_OUT)
 
     # --- in a group
 
@@ -260,7 +276,8 @@ class SavedStorage:
             self._checksum.close(packed)
         self._alloc_stream.free(packed)
         self._began_in = current_operator(), call_site()
-        self.device, self.group, self.state = None, group, State.ON_HOST
+        self.device, self.group = None, group
+        self._to(State.ON_HOST)
 
     def unpacked_into(self, storage: torch.UntypedStorage, compute: Stream) -> None:
         """Note that its bytes were unpacked into `storage`, on `compute`, the current stream."""
@@ -270,7 +287,7 @@ class SavedStorage:
         self.device, self._alloc_stream, self.latest = storage, compute, weakref.ref(storage)
         self.swap_in_number += 1
         self.uses_left = self.views
-        self.state = State.RESTORED
+        self._to(State.RESTORED)
 
     # --- reclaim
 
@@ -332,10 +349,11 @@ class SavedStorage:
                     self.reclaim()  # as it is, this time
                 return
         remainder_copied = self._copy_remainder()
-        # Note [Reclaim]: the block's next owner on compute comes after the copy
-        self._context.metrics.wait(self._alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
-        if remainder_copied:
-            self._drop_device()
+        with annotation("chameleon::reclaim"):
+            # Note [Reclaim]: the block's next owner on compute comes after the copy
+            self._context.metrics.wait(self._alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+            if remainder_copied:
+                self._drop_device()
 
     def _copy_remainder(self) -> bool:
         """Copy what is to stay on the device. Returns whether there was memory for it; else all of the storage stays."""
@@ -363,7 +381,7 @@ class SavedStorage:
         self._drop_encoded()
         self._out = self._encoding = None
         self._remainder = Remainder(0, self._context.streams)
-        self.state = State.ON_DEVICE
+        self._to(State.ON_DEVICE)
 
     def _drop_encoded(self) -> None:
         if self._encoded is not None:
@@ -372,12 +390,12 @@ class SavedStorage:
 
     def _drop_device(self) -> None:
         assert self.device is not None
-        self._context.streams.join_all(self._alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._join_streams()  # Note [Reclaim]: its next owner is whichever stream allocated it
         self._drop_encoded()
         self._alloc_stream.free(flat_bytes(self.device))
         self.device = None
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self._remainder.nbytes
-        self.state = State.RETIRED if self._block is None else State.ON_HOST
+        self._to(State.RETIRED if self._block is None else State.ON_HOST)
 
     # --- back
 
@@ -395,7 +413,8 @@ class SavedStorage:
         # copy must be whole before it is read.
         after = [compute.record(), done_out]
         arriving = crossing[self._remainder.nbytes :]
-        back = self._context.transfer.swap_in(arriving, self._block.buffer, after, timed=self._context.metrics.timed)
+        with annotation("chameleon::swap_in"):
+            back = self._context.transfer.swap_in(arriving, self._block.buffer, after, timed=self._context.metrics.timed)
         if back.failed:
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self._remainder.copy_back(destination, compute)
@@ -409,7 +428,7 @@ class SavedStorage:
         self._arrived_on = None
         self.swap_in_number += 1
         self.uses_left = self.views
-        self.state = State.SWAPPING_IN
+        self._to(State.SWAPPING_IN)
         return self.device
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
@@ -417,14 +436,14 @@ class SavedStorage:
         use."""
         assert self.device is not None
         if self.group is not None:
-            return self.device  # unpacked on the stream that is its home
+            return self.device  # unpacked on the stream that allocated it
         assert self._in is not None
         arrived = self._read = self._context.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
             if not arrived.query():
                 tensor = None if self.planned is None else self.planned.tensor
-                # Note [Swap-in]: use after the bytes are there
-                self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
+                with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
+                    self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
             elif prefetched:
                 self._context.metrics.on_time()
             self._arrived_on = compute
@@ -433,7 +452,7 @@ class SavedStorage:
             self._drop_encoded()
         if self._checksum is not None and self.state is State.SWAPPING_IN:
             self._checksum.check(flat_bytes(self.device))
-        self.state = State.RESTORED
+        self._to(State.RESTORED)
         return self.device
 
     def drop_restored(self) -> None:
@@ -448,7 +467,7 @@ class SavedStorage:
         self._drop_encoded()
         self._alloc_stream.free(flat_bytes(self.device))
         self.device = None
-        self.state = State.ON_HOST
+        self._to(State.ON_HOST)
 
     @property
     def swap_in_failed(self) -> bool:
@@ -464,7 +483,7 @@ class SavedStorage:
         if self._remainder.nbytes:
             return
         self.device = None
-        self.state = State.ON_HOST
+        self._to(State.ON_HOST)
 
     def is_record_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether `storage` is the one that was saved, and still has its size."""
@@ -567,7 +586,7 @@ class SavedStorage:
         self._release_block()
         self._remainder.drop()
         self.device = self._encoded = None
-        self.state = State.RETIRED
+        self._to(State.RETIRED)
 
     def _release_block(self) -> None:
         if self._block is None:

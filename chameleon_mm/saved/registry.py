@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from chameleon_mm.executor.saved_storage import SavedStorage
+from chameleon_mm.saved.saved_storage import SavedStorage
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.packed_group import PackedGroup
+    from chameleon_mm.saved.packed_group import PackedGroup
 
 NO_STEP = -1
 """Epoch of storages that belong to no step."""

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.executor.inplace_error import Origin, inplace_message
+from chameleon_mm.saved.inplace_error import Origin, inplace_message
 
 if TYPE_CHECKING:
-    from chameleon_mm.executor.claims import Claim
+    from chameleon_mm.saved.claims import Claim
 
 
 class VersionProbe:

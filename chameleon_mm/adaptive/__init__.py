@@ -1,0 +1,9 @@
+"""Recording, planning and following: which step comes, which plan it follows, and what the steps teach."""
+
+from __future__ import annotations
+
+from chameleon_mm.adaptive.adaptation import Adaptation, PlanPhase
+from chameleon_mm.adaptive.link_rates import link_cost_for
+from chameleon_mm.adaptive.plan_follower import plan_steps
+
+__all__ = ["Adaptation", "PlanPhase", "link_cost_for", "plan_steps"]

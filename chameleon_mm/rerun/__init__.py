@@ -1,0 +1,7 @@
+"""Steps that ran out of memory, run again from a snapshot of their beginning."""
+
+from __future__ import annotations
+
+from chameleon_mm.rerun.step_retry import StepRunner
+
+__all__ = ["StepRunner"]

@@ -1,0 +1,10 @@
+"""Saved storages: the record of each, its states and forms, the handles that autograd holds, and counters of it all."""
+
+from __future__ import annotations
+
+from chameleon_mm.saved.classify import ProtectedStorages
+from chameleon_mm.saved.encoding import codecs_by_name
+from chameleon_mm.saved.handles import KeptTensor, SwappedView
+from chameleon_mm.saved.metrics import CopySpan, Totals
+
+__all__ = ["CopySpan", "KeptTensor", "ProtectedStorages", "SwappedView", "Totals", "codecs_by_name"]

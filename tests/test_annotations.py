@@ -1,0 +1,51 @@
+"""The library's work has names in torch.profiler's traces, and nothing changes when nobody profiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import chameleon_mm as cm
+from chameleon_mm.saved.annotations import annotation
+from tests._random_models import far_ahead
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the profiler's own, about what it will do in later versions
+
+
+def trained(*, profiled: bool) -> tuple[list[torch.Tensor], Counter[str]]:
+    """Gradients of three steps, and how often each range of ours came in the last one."""
+    device = far_ahead()
+    torch.manual_seed(0)
+    with device.compute():
+        x = torch.randn(64, 64, requires_grad=True)
+        budget = device.allocated_bytes() + 6 * x.nbytes
+    gradients, names = [], Counter[str]()
+    with cm.SwapSession(budget, "8MiB", device, min_bytes=1024) as session:
+        for step in range(3):
+            with profile(activities=[ProfilerActivity.CPU]) if profiled and step == 2 else annotation("none") as profiler:
+                with session.step():
+                    y = x
+                    for _ in range(8):
+                        y = torch.tanh(y * 1.5)
+                    (gradient,) = torch.autograd.grad(y.sum(), x)
+            gradients.append(gradient)
+            if isinstance(profiler, profile):
+                names.update(event.name for event in profiler.events() if event.name.startswith("chameleon::"))
+    return gradients, names
+
+
+def test_copies_and_waits_are_ranges_of_the_profilers_trace() -> None:
+    plain, nothing = trained(profiled=False)
+    gradients, names = trained(profiled=True)
+    assert not nothing
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
+    assert names["chameleon::swap_out"] > 0
+    assert names["chameleon::swap_in"] > 0
+    assert names["chameleon::reclaim"] > 0
+
+
+def test_without_a_profiler_a_range_is_one_object_that_does_nothing() -> None:
+    assert annotation("chameleon::swap_out") is annotation("chameleon::reclaim")

@@ -35,6 +35,4 @@ class ComputeStreams:
         if others:
             so_far = alloc_stream.record()
             for other in others:
-                other.wait(
-                    so_far
-                )  # what anybody did with it, copies that `alloc_stream` waited for too -> its owner's next use of it
+                other.wait(so_far)  # what anybody did with it, copies that were waited for too -> its owner's next use of it

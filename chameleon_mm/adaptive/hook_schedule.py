@@ -2,15 +2,16 @@
 
 schedule = HookSchedule.of(trace, plan)
 schedule.storage_action(hook)           # action of the storage that is first saved there; None: nothing is known of it
-schedule.growth(hook)              # how much more is allocated at most until the next check of memory
+schedule.growth[hook]              # how much more is allocated at most until the next check of memory
 cursor = schedule.begin_step()
 cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import attrgetter
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +26,10 @@ from chameleon_mm.trace.trace import Int64s
 class DueActions(NamedTuple):
     """Actions that are due now, each kind in the plan's order."""
 
-    reclaims: Sequence[Action]
+    reclaims: list[Action]
     """Storages to reclaim: whole ones first."""
-    outs: Sequence[Action]
-    ins: Sequence[Action]
+    outs: list[Action]
+    ins: list[Action]
 
 
 class HookSchedule:
@@ -46,9 +47,16 @@ class HookSchedule:
         self.plan = plan
         self.allocated_bytes = allocated_bytes
         """(ticks,) most bytes allocated during each tick."""
-        self._growth = growth
+        self.growth = growth
+        """By hook, bytes: how far allocation grows at most from when its reclaims are done until the next check of memory."""
         self._storage_actions = storage_actions
         self.reclaims, self.outs, self.ins = due
+        by_hook: dict[int, DueActions] = {}
+        for kind, (actions, name) in enumerate(zip(due, ("reclaim_at", "out_at", "in_at"), strict=True)):
+            for action in actions:
+                by_hook.setdefault(getattr(action, name), DueActions([], [], []))[kind].append(action)
+        self._hooks = sorted(by_hook)
+        self._due = [by_hook[hook] for hook in self._hooks]
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> HookSchedule:
@@ -83,59 +91,33 @@ class HookSchedule:
         """Action of the storage that is saved for the first time at hook number `hook`; None: nothing is known of it."""
         return self._storage_actions.get(hook)
 
-    def growth(self, hook: int) -> int:
-        """The most by which allocation grows from when the reclaims of hook number `hook` are done until the next check of
-        memory."""
-        return self._growth[hook]
-
     def begin_step(self) -> ScheduleCursor:
-        return ScheduleCursor(self)
+        return ScheduleCursor(self._hooks, self._due)
 
 
 class ScheduleCursor:
     """Position of a step in its schedule. Only ever goes forward."""
 
-    __slots__ = ("_next_hook", "_queues")
+    __slots__ = ("_at", "_due", "_hooks", "next_hook")
 
-    def __init__(self, schedule: HookSchedule) -> None:
-        self._queues = (
-            _Queue(schedule.reclaims, attrgetter("reclaim_at")),
-            _Queue(schedule.outs, attrgetter("out_at")),
-            _Queue(schedule.ins, attrgetter("in_at")),
-        )
-        self._next_hook = min(queue.next_hook for queue in self._queues)
-        """First hook at which anything is due."""
+    def __init__(self, hooks: Sequence[int], due: Sequence[DueActions]) -> None:
+        """`due`: what comes at each of `hooks`, which rise."""
+        self._hooks = hooks
+        self._due = due
+        self._at = 0
+        self.next_hook = hooks[0] if hooks else _BEHIND_ALL
+        """First hook at which anything is due yet."""
 
     def advance_to(self, hook: int) -> DueActions | None:
         """Actions due up to hook number `hook` that were not returned before; None: there are none."""
-        if hook < self._next_hook:
+        if hook < self.next_hook:
             return None
-        due = DueActions(*(queue.until(hook) for queue in self._queues))
-        self._next_hook = min(queue.next_hook for queue in self._queues)
-        return due
-
-
-class _Queue:
-    """Actions ordered by one of their hooks."""
-
-    __slots__ = ("_actions", "_at", "_hook_of", "next_hook")
-
-    def __init__(self, actions: Sequence[Action], hook_of: Callable[[Action], int]) -> None:
-        self._actions = actions
-        self._hook_of = hook_of
-        self._at = 0
-        self.next_hook = self._hook()
-
-    def until(self, hook: int) -> Sequence[Action]:
-        """Take out and return the actions due up to `hook`."""
         begin = self._at
-        while self.next_hook <= hook:
-            self._at += 1
-            self.next_hook = self._hook()
-        return self._actions[begin : self._at]
-
-    def _hook(self) -> int:
-        return self._hook_of(self._actions[self._at]) if self._at < len(self._actions) else _BEHIND_ALL
+        end = self._at = bisect_right(self._hooks, hook, begin)
+        self.next_hook = self._hooks[end] if end < len(self._hooks) else _BEHIND_ALL
+        if end == begin + 1:
+            return self._due[begin]
+        return DueActions(*(list(chain.from_iterable(kind)) for kind in zip(*self._due[begin:end], strict=True)))
 
 
 _BEHIND_ALL = 1 << 62

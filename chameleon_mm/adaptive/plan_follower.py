@@ -31,7 +31,7 @@ from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.planned_step import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import Director, HookActions
+from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.forecast import HighestForecast, PlanForecast
 from chameleon_mm.pinned import PinnedPool
@@ -46,7 +46,7 @@ from chameleon_mm.saved.saved_storage import SavedStorage, State
 _NONE = -1
 """In place of a hook of the cached step: none of them."""
 
-_NOTHING_DUE = DueActions((), (), ())
+_NOTHING_DUE = DueActions([], [], [])
 
 
 class PlanFollower(Director):
@@ -89,7 +89,7 @@ class PlanFollower(Director):
             self._unused,
             self._exceeded_plan,
             self._had_plan,
-            self.follows_plan,
+            self._budget is not None and self._budget.forecast.follows_plan,
         )
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
@@ -136,11 +136,6 @@ class PlanFollower(Director):
         if self._budget is not None:
             self._budget.forecast = self._budget.learned_forecast
         self._budget = None
-
-    @property
-    def follows_plan(self) -> bool:
-        """Whether the step agrees, hook for hook, with the one that was planned."""
-        return self._budget is not None and self._budget.forecast.follows_plan
 
     # --- the hooks
 
@@ -197,13 +192,14 @@ class PlanFollower(Director):
             self._follow_or_diverge(self._steps, self._budget, hook)
         cached_hook = self._matched(save) if self._diverged else hook
         if self._schedule is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.growth_bytes = self._schedule.growth(cached_hook)
+            self._plan_forecast.growth_bytes = self._schedule.growth[cached_hook]
         self._cached_hooks.append(cached_hook)
         if cached_hook > self._reached:
             self._reached = cached_hook
             if self._cursor is not None:
                 self._had_plan = True
-                self._due = self._cursor.advance_to(cached_hook) or _NOTHING_DUE
+                due = self._cursor.advance_to(cached_hook) if cached_hook >= self._cursor.next_hook else None
+                self._due = due or _NOTHING_DUE
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
@@ -313,21 +309,24 @@ class PlanFollower(Director):
     # --- what is due
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
+        reclaims, outs, _ = self._due
+        if not (reclaims or outs or finished):
+            return NOTHING_DUE
         storages = self._storages
-        reclaims = [(storages[a.tensor], a.nbytes) for a in self._due.reclaims if a.tensor in storages]
         swap_outs: list[tuple[SavedStorage, int | None]] = [
-            (storages[a.tensor], a.nbytes) for a in self._due.outs if a.tensor in storages
+            (storages[a.tensor], a.nbytes) for a in outs if a.tensor in storages
         ]
         for saved in finished:
             if saved.planned is None:
                 swap_outs.append((saved, None))
             elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
                 swap_outs.append((saved, saved.planned.action.nbytes))
-        return HookActions(reclaims, swap_outs, check_memory=bool(self._due.reclaims))
+        to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages]
+        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims))
 
     def take_prefetches(self) -> Sequence[SavedStorage]:
-        due, self._due = self._due, _NOTHING_DUE
-        return [self._storages[action.tensor] for action in due.ins if action.tensor in self._storages]
+        due, self._due = self._due.ins, _NOTHING_DUE
+        return [self._storages[action.tensor] for action in due if action.tensor in self._storages] if due else ()
 
 
 def plan_steps(

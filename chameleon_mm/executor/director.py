@@ -38,16 +38,14 @@ class HookActions(NamedTuple):
     """Whether memory is to be checked at this hook, whatever it saves or uses."""
 
 
+NOTHING_DUE = HookActions()
+
+
 class Director:
     """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
 
     plans = False
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
-
-    @property
-    def follows_plan(self) -> bool:
-        """Whether the step agrees, hook for hook, with the one that was planned: then the plan has room for what comes."""
-        return False
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         """A step begins, whose storages are of that epoch. Returns what is to record it; None: nothing."""
@@ -65,7 +63,7 @@ class Director:
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
         """What is due at this hook, `finished` included."""
-        return HookActions(swap_outs=[(saved, None) for saved in finished])
+        return HookActions(swap_outs=[(saved, None) for saved in finished]) if finished else NOTHING_DUE
 
     def take_prefetches(self) -> Sequence[SavedStorage]:
         """Storages to swap in now, each once."""

@@ -153,8 +153,8 @@ class Executor:
             if is_hook:
                 hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
             self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
-            if hook != NO_HOOK:
-                self._prefetch_due(self._streams.current())
+            if hook != NO_HOOK and (prefetches := self.director.take_prefetches()):
+                self._prefetch(prefetches, self._streams.current())
             if claim is not None and saved_bytes is not None:
                 handle = SwappedView(claim, t, saved_bytes.probe)
             elif handle is None:
@@ -201,8 +201,9 @@ class Executor:
             self._count_use(handle, saved)
             if is_hook:
                 director.note_restored(saved, storage)
-                self._prefetch_due(compute)
-            if saved.planned is None or not director.follows_plan:
+                if prefetches := director.take_prefetches():
+                    self._prefetch(prefetches, compute)
+            if saved.planned is None or not self._budget.forecast.follows_plan:
                 self._ins.prefetch_after(saved, compute)
             return handle.rebuild(storage)
 
@@ -214,7 +215,8 @@ class Executor:
             finished = self._outs.finished()
             self.director.on_use(handle.saved_at, None, finished)
             self._advance(finished, check_memory=False)
-            self._prefetch_due(self._streams.current())
+            if prefetches := self.director.take_prefetches():
+                self._prefetch(prefetches, self._streams.current())
 
     def _keep(self, t: Tensor, reason: str) -> KeptTensor:
         self.metrics.totals.kept_by_reason[reason] += 1
@@ -418,12 +420,12 @@ class Executor:
         if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable:
             self._outs.swap_out_planned(saved, min(last_bytes, saved.nbytes))
 
-    def _prefetch_due(self, compute: Stream) -> None:
-        """Queue the copies back that are due."""
-        for saved in self.director.take_prefetches():
+    def _prefetch(self, prefetches: Sequence[SavedStorage], compute: Stream) -> None:
+        """Queue the copies back that are due by plan."""
+        for saved in prefetches:
             if saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
                 continue
-            if not self.director.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
+            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
                 return
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
                 self._ins.prefetch(saved, compute)

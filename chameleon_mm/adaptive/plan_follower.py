@@ -1,17 +1,11 @@
-"""Follows a running step along the cached step that it agrees with, and collects what that one's plan has due at each hook.
+"""Follows a running step along the cached step that it agrees with, and says what that one's plan has due at each hook.
 
-    follower.begin_step(known, recorder, ...)      # the step that is expected, if any
-    hook = follower.on_save(t, saved, finished)    # every save: which hook of the planned step it is, and its storage's action
-    follower.on_use(saved_at, saved, finished)     # every use
-    follower.reclaim_due(); follower.swap_out_due(finished)     # at this hook, in the order that policy/plan.py sets down
-    follower.note_growth(nbytes)                   # at a check of memory: what the model allocated since the one before
-    follower.note_restored(saved, storage)         # ... the use's own swap-in ...
-    follower.prefetch_due(compute)
-    outcome = follower.end_step()
+    adaptation = plan_steps(executor, pool)      # from the next step on: recorded, planned, followed
 
 A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: its hooks are matched by
 features with those of the last one that it agreed with. What is found there goes by that plan, what is not falls to the default
-rule, and memory is checked as if there were no plan. Note [No plan, no harm].
+rule, and memory is checked as if there were no plan. Note [No plan, no harm]. The methods, and the order in which they are
+called: `executor/director.py`.
 """
 
 from __future__ import annotations

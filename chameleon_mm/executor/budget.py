@@ -53,7 +53,7 @@ class Budget:
         order: UseOrder,
         metrics: Metrics,
         *,
-        live: Callable[[], Iterable[SavedStorage]],
+        storages: Callable[[], Iterable[SavedStorage]],
         swap_outs: Callable[[], PendingSwapOuts | None],
         small: SmallTensors | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Budget:
         self._limits = limits
         self._order = order
         self._metrics = metrics
-        self._registry = live
+        self._storages = storages
         self._swap_outs = swap_outs
         self.memory_limit: SwapMemoryLimit | None = None
         """Limit by what the device has free, where there is no budget."""
@@ -237,19 +237,19 @@ class Budget:
 
     def _restored(self) -> list[SavedStorage]:
         """Storages that both host and device hold, the one that is used last first."""
-        both = [saved for saved in self._registry() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
+        both = [saved for saved in self._storages() if saved.state in (State.SWAPPING_IN, State.RESTORED)]
         return sorted(both, key=lambda saved: self._order.rank(saved.index), reverse=True)
 
     def _resident(self) -> list[SavedStorage]:
         """Storages that are on the device alone, and may be copied."""
         return [
-            saved for saved in self._registry() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
+            saved for saved in self._storages() if saved.state is State.ON_DEVICE and saved.op_is_over and saved.is_copyable
         ]
 
     def room_for(self, nbytes: int) -> bool:
         """Whether a prefetch of `nbytes` leaves room for the model's growth."""
         if self._limits.ahead_bytes is not None:
-            ahead = sum(saved.nbytes for saved in self._registry() if saved.state is State.SWAPPING_IN)
+            ahead = sum(saved.nbytes for saved in self._storages() if saved.state is State.SWAPPING_IN)
             if ahead + nbytes > self._limits.ahead_bytes:
                 return False
         return nbytes <= self.spare_until_used_bytes()

@@ -1,14 +1,14 @@
-"""Decides in each step what becomes of the storages that its hooks save and use. The executor carries it out.
+"""The director of a step decides what becomes of the storages that the step's hooks save and use; the executor carries it out.
 
     recorder = director.begin_step(epoch, budget, compute)
     at each hook:  director.on_save(t, saved, finished) | director.on_use(saved_at, saved, finished)
-                   actions = director.due(finished)         # what is due there; carried out by the executor
+                   actions = director.due(finished)         # carried out by the executor
                    director.note_growth(nbytes)             # where memory was checked
                    director.note_restored(saved, storage)   # a use: where its bytes are
                    director.take_prefetches()               # what is to be swapped in, after the use's own
     kind = director.end_step(recorder, compute, growth_bytes, completed=...)
 
-`Director` itself decides nothing: every storage goes by the default rule, and no step is recorded.
+`Director` itself leaves every storage to the default rule and records no step. `adaptive.PlanFollower` follows plans.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Director:
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
-        """A step begins, whose storages are of that epoch. Returns what is to record it; None: nothing."""
+        """Begin a step, whose storages are of that epoch. Returns what is to record it; None: nothing."""
         return None
 
     def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
@@ -62,11 +62,11 @@ class Director:
         """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        """What is due at this hook, `finished` included."""
+        """Return what is due at this hook, `finished` included."""
         return HookActions(swap_outs=[(saved, None) for saved in finished]) if finished else NOTHING_DUE
 
     def take_prefetches(self) -> Sequence[SavedStorage]:
-        """Storages to swap in now, each once."""
+        """Return the storages to swap in now, each once."""
         return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
@@ -77,8 +77,8 @@ class Director:
         """Note that `storage` holds the bytes of `saved`, which is used now."""
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
-        """The step is over; it teaches something if it `completed`. `growth_bytes` as `note_growth` has them."""
+        """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
     def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Another budget from the next step on. Between steps."""
+        """Set another budget from the next step on. Called between steps."""

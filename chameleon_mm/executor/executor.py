@@ -97,7 +97,7 @@ class Executor:
             limits,
             self._order,
             self.metrics,
-            live=registry.all,
+            storages=registry.all,
             swap_outs=lambda: outs(),  # noqa: PLW0108 - it is there only later
             small=self._small,
         )

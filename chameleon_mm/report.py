@@ -22,7 +22,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor.peak import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.saved import CopySpan
-from chameleon_mm.saved.metrics import Metrics, StepKind
+from chameleon_mm.saved.metrics import Counters, Metrics, StepKind
 from chameleon_mm.units import format_size, format_us
 
 _LANES = {"out": (1, "d2h: swap out"), "in": (2, "h2d: swap in")}
@@ -43,17 +43,14 @@ text{font-size:12px;fill:currentColor}
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwapReport:
+@dataclass(slots=True, kw_only=True)
+class SwapReport(Counters):
     """Figures of one session. Bytes are bytes, `_us` microseconds of the device's clock (virtual on the simulator)."""
 
     device: str
     simulated: bool
     steps: int
     """Steps that ended without an exception."""
-    timed_steps: int
-    """Timed steps: steps begun whose copies and waits were timed. `stall_us`, `copy_us` and `hidden_fraction` are about
-    these."""
     detailed_steps: int
     """Steps recorded operator by operator."""
     plans: int
@@ -71,22 +68,12 @@ class SwapReport:
     """The most device memory of such a step, by the same simulation."""
     measured_step_us: float | None
     """Median time of the latest of such steps; None: none was timed."""
-    bytes_swapped_out: int
-    bytes_swapped_in: int
-    bytes_reclaimed: int
-    """HBM reclaimed after a swap-out while the tensor was still needed later."""
-    swap_ins_on_demand: int
-    """Swap-ins that nobody had started before the use."""
-    prefetches: int
-    """Swap-ins started before the use."""
     prefetches_timed: int | None
     """Prefetches in timed steps that were used, each counted at its first use."""
     prefetches_late: int | None
     """Prefetches among them that compute had to wait for."""
     late_us: float | None
     """Time that compute waited for late prefetches. A part of `stall_us`."""
-    uses_on_device: int
-    """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     hidden_fraction: float | None
     """1 - stall / copy time: the share of the copies' time that compute did not wait for."""
     stall_us: float | None
@@ -99,30 +86,16 @@ class SwapReport:
     """An upper bound of it; None: not known. Both are the peak where it is known, that is where the process had not reached it
     before, and nobody reset the device's peak meanwhile."""
     hbm_budget_bytes: int
-    budget_misses: int
-    """Checks of memory that found the budget passed with nothing left to reclaim."""
     peak_host_bytes: int
     """The most pinned memory that live blocks held."""
     host_reserved_bytes: int
     """Pinned memory that the pool has got from the device."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
-    fallbacks: int
-    """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
-    gathers: int
-    """Small views that were kept without the rest of their storage."""
-    packed_groups: int
-    """Packed groups of small storages: each crossed the link in one copy."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
     refused_by_codec: dict[str, int]
     """Storages that a codec was tried on and could not encode exactly: they crossed as they are."""
-    pageable_swap_outs: int
-    """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
-    oom_retries: int
-    """Swap-ins, and operators of recorded steps, that found no memory at first and were tried again."""
-    steps_run_again: int
-    """Runs of steps by `run_step` after the first, each within a tighter budget than `hbm_budget_bytes`."""
     lowered_budget_bytes: int | None
     """The tighter budget within which steps run since then; None: no step was run again."""
     problems: tuple[str, ...]
@@ -154,7 +127,6 @@ class SwapReport:
             device=device.name,
             simulated=device.simulated,
             steps=steps,
-            timed_steps=totals.timed_steps,
             detailed_steps=0 if adaptation is None else adaptation.detailed_steps,
             plans=0 if adaptation is None else adaptation.plans,
             plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
@@ -163,36 +135,24 @@ class SwapReport:
             planned_step_us=None if followed is None else followed.schedule.plan.step_us,
             planned_peak_bytes=None if followed is None else followed.schedule.plan.peak_bytes,
             measured_step_us=None if followed is None or not followed.times_us else median(followed.times_us),
-            bytes_swapped_out=totals.bytes_swapped_out,
-            bytes_swapped_in=totals.bytes_swapped_in,
-            bytes_reclaimed=totals.bytes_reclaimed,
-            swap_ins_on_demand=totals.swap_ins_on_demand,
-            prefetches=totals.prefetches,
             prefetches_timed=totals.prefetches_timed if timed else None,
             prefetches_late=totals.prefetches_late if timed else None,
             late_us=totals.late_us if timed else None,
-            uses_on_device=totals.uses_on_device,
             hidden_fraction=totals.hidden_fraction,
             stall_us=totals.stall_us if timed else None,
             copy_us=totals.copy_us if timed else None,
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
-            budget_misses=totals.budget_misses,
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
-            fallbacks=totals.fallbacks,
-            gathers=totals.gathers,
-            packed_groups=totals.packed_groups,
             encoded_by_codec=_by_codec(totals.encoded),
             refused_by_codec=_by_codec(totals.refused_by_codec),
-            pageable_swap_outs=totals.pageable_swap_outs,
-            oom_retries=totals.oom_retries,
-            steps_run_again=totals.steps_run_again,
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             spans=spans,
+            **totals.counters(),
         )
 
     def to_dict(self) -> dict[str, Any]:

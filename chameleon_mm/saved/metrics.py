@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.saved.step_timing import EVENT_GAP_US, Direction, StepTiming
@@ -47,15 +47,20 @@ class CopySpan:
     nbytes: int
 
 
-@dataclass(slots=True)
-class Totals:
-    """Sums since the executor began."""
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Counts of what swapping did, as a report has them."""
 
+    timed_steps: int = 0
+    """Steps begun whose copies and waits were timed: `stall_us`, `copy_us` and `hidden_fraction` are about these."""
     bytes_swapped_out: int = 0
     bytes_swapped_in: int = 0
     bytes_reclaimed: int = 0
+    """Device memory reclaimed after a swap-out while the tensor was still needed later."""
     swap_ins_on_demand: int = 0
+    """Swap-ins that nobody had started before the use."""
     prefetches: int = 0
+    """Swap-ins started before the use."""
     uses_on_device: int = 0
     """Uses that found their storage on the device: never left, still alive elsewhere, or prefetched."""
     budget_misses: int = 0
@@ -65,18 +70,23 @@ class Totals:
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
     packed_groups: int = 0
-    """Packed groups of small storages."""
+    """Packed groups of small storages: each crossed the link in one copy."""
     pageable_swap_outs: int = 0
-    """Storages that went to ordinary host memory, because no more could be pinned and the budget did not let them stay."""
+    """Swap-outs to ordinary host memory, because no more could be pinned and the budget did not let the storage stay."""
     oom_retries: int = 0
     """Allocations of swap-ins, and operators of recorded steps, that found no memory and were tried again."""
     steps_run_again: int = 0
-    """Runs of steps after the first, each within a tighter budget."""
+    """Runs of steps by `run_step` after the first, each within a tighter budget."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals(Counters):
+    """Sums since the executor began."""
+
     steps_by_kind: Counter[StepKind] = field(default_factory=Counter)
     """Steps that ended, on a device that could be asked: not in a graph's capture, nor in a forked child."""
     stall_us: float = 0.0
     copy_us: float = 0.0
-    timed_steps: int = 0
     prefetches_timed: int = 0
     """Swap-ins in timed steps that were begun before their use and have been used."""
     prefetches_late: int = 0
@@ -88,6 +98,10 @@ class Totals:
     """Storages that crossed in a codec's form, by codec and dtype; `refused_by_codec`: those that it could not encode
     exactly."""
     refused_by_codec: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    def counters(self) -> dict[str, int]:
+        """The counters alone, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(Counters)}
 
     @property
     def hidden_fraction(self) -> float | None:

@@ -74,11 +74,12 @@ class PlanFollower(Director):
         if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
             self._compare_growth(self._growth_bytes + growth_bytes, self._checked_at, self.light.num_hooks)
         whole = self._recorder is not None
+        recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
             self.light.end_step(),
             self.followed,
             whole,
-            self.light.num_hooks if whole else self._recorded_hooks,
+            recorded_hooks,
             ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes),
             self._unused,
             self._exceeded_plan,

@@ -102,7 +102,7 @@ def test_a_wait_orders_a_copy_after_the_kernels_before_it(either: CudaDevice) ->
     d2h, compute = either.new_stream("d2h"), either.current_stream()
     hbm = compute.alloc(MIB)
     hbm.fill_(1)
-    torch.cuda._sleep(200_000_000)  # about 0.1 s: a copy that did not wait would see ones
+    torch.cuda._sleep(1_000_000_000)  # about 0.5 s: a copy that did not wait would see ones
     hbm.fill_(2)
     ready = compute.record()
     assert not ready.query()  # or the sleep was no test

@@ -182,7 +182,7 @@ class Ways:
         return host_us
 
     def _carried(self, sources: Sequence[Tensor]) -> list[Move]:
-        """As the executor's packed groups: as many as fit one, packed by a kernel, in one move."""
+        """Packed groups, as the executor makes them: as many as fit one, packed by a kernel, in one move."""
         work, moves, size = self._work, [], GROUP_BYTES // self._work.nbytes
         for first in range(0, len(sources), size):
             group = sources[first : first + size]

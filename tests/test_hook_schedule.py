@@ -54,7 +54,8 @@ def test_hooks_that_were_passed_over_are_made_up_for() -> None:
 def test_whole_storages_go_before_those_in_part() -> None:
     one, two = saved(0), saved(1)
     schedule = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12, nbytes=512), action(two, 2, 4, 11)]))
-    assert [a.tensor for a in schedule.reclaims] == [two, one]
+    reclaims, _, _ = tensors(schedule.begin_step().advance_to(19))
+    assert reclaims == [two, one]
 
 
 def test_what_begins_with_its_wait_is_not_due_before() -> None:
@@ -64,7 +65,7 @@ def test_what_begins_with_its_wait_is_not_due_before() -> None:
     assert tensors(cursor.advance_to(19)) == ([one], [], [])
 
 
-def test_a_role_is_for_the_first_save_of_a_storage_that_may_move() -> None:
+def test_an_action_is_for_the_first_save_of_a_storage_that_may_move() -> None:
     one, two = saved(0), saved(1)
     schedule = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12)]))
     storage_action = schedule.storage_action(0)

@@ -95,7 +95,7 @@ Steps = StepCache[PlannedStep | None]
 
 
 class FollowedStep(NamedTuple):
-    """What a step was that ended."""
+    """Facts about a step that ended."""
 
     record: StepRecord
     followed: PlanTrial | None

@@ -1,7 +1,7 @@
 """A plan arranged by hook, for a running step: the action of the storage that a hook saves, and the actions that are due there.
 
 schedule = HookSchedule.of(trace, plan)
-schedule.storage_action(hook)           # action of the storage that is first saved there; None: nothing is known of it
+schedule.storage_action(hook)      # action of the storage that is first saved there; None: nothing is known of it
 schedule.growth[hook]              # how much more is allocated at most until the next check of memory
 cursor = schedule.begin_step()
 cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
-from chameleon_mm.policy.moves import BACK, OUT, RECLAIM_IN_PART, Moves, in_order
+from chameleon_mm.policy.moves import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, Moves, in_order
 from chameleon_mm.policy.planned_memory import PlannedMemory
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
@@ -32,31 +32,29 @@ class DueActions(NamedTuple):
     ins: list[Action]
 
 
+_COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
+"""Column of `DueActions`, by kind of event."""
+
+
 class HookSchedule:
-    """One plan by hook, for any number of steps. Not changed by them."""
+    """A plan by hook, for any number of steps, which do not change it."""
 
     def __init__(
         self,
         plan: SwapPlan,
         storage_actions: dict[int, StorageAction],
-        due: DueActions,
+        due: dict[int, DueActions],
         growth: Sequence[int],
         allocated_bytes: Int64s,
     ) -> None:
-        """`due`: all that the plan has. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
+        """`due`: what is due, by hook, the first hook first. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
         self.allocated_bytes = allocated_bytes
         """(ticks,) most bytes allocated during each tick."""
         self.growth = growth
-        """By hook, bytes: how far allocation grows at most from when its reclaims are done until the next check of memory."""
+        """Bytes, by hook, that allocation grows at most from when its reclaims are done until the next check of memory."""
         self._storage_actions = storage_actions
-        self.reclaims, self.outs, self.ins = due
-        by_hook: dict[int, DueActions] = {}
-        for kind, (actions, name) in enumerate(zip(due, ("reclaim_at", "out_at", "in_at"), strict=True)):
-            for action in actions:
-                by_hook.setdefault(getattr(action, name), DueActions([], [], []))[kind].append(action)
-        self._hooks = sorted(by_hook)
-        self._due = [by_hook[hook] for hook in self._hooks]
+        self._hooks, self._due = list(due), list(due.values())
 
     @classmethod
     def of(cls, trace: Trace, plan: SwapPlan) -> HookSchedule:
@@ -76,16 +74,15 @@ class HookSchedule:
                 seen.add(tensor)
                 storage_actions[hook] = StorageAction(tensor, actions.get(tensor))
         moves = Moves.of(plan.actions, trace)
-        events = in_order(moves)
-        reclaims, outs, ins = (
-            [plan.actions[j] for j in events.which[asked].tolist()]
-            for asked in (events.kinds <= RECLAIM_IN_PART, events.kinds == OUT, events.kinds == BACK)
-        )
+        due: dict[int, DueActions] = {}
+        for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
+            if kind != USE:
+                due.setdefault(hook, DueActions([], [], []))[_COLUMN[kind]].append(plan.actions[j])
         in_reach = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
         memory = PlannedMemory(trace, memory_curve(trace))
         allocated = memory.allocated(in_reach)
         growth = memory.growth_until_next_check(in_reach, allocated).tolist()
-        return cls(plan, storage_actions, DueActions(reclaims, outs, ins), growth, allocated)
+        return cls(plan, storage_actions, due, growth, allocated)
 
     def storage_action(self, hook: int) -> StorageAction | None:
         """Action of the storage that is saved for the first time at hook number `hook`; None: nothing is known of it."""

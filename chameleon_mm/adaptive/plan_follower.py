@@ -27,7 +27,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.executor.forecast import HighestForecast, PlanForecast
+from chameleon_mm.executor.forecast import PlanForecast
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
@@ -76,15 +76,15 @@ class PlanFollower(Director):
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
-            self.light.end_step(),
-            self.followed,
-            whole,
-            recorded_hooks,
-            ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes),
-            self._unused,
-            self._exceeded_plan,
-            self._had_plan,
-            self._budget is not None and self._budget.forecast.follows_plan,
+            record=self.light.end_step(),
+            followed=self.followed,
+            whole=whole,
+            recorded_hooks=recorded_hooks,
+            extra=ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes),
+            unused=self._unused,
+            exceeded_plan=self._exceeded_plan,
+            had_plan=self._had_plan,
+            followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
         )
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
@@ -211,7 +211,7 @@ class PlanFollower(Director):
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
             self._diverged = True
-            budget.forecast = HighestForecast(budget.headroom)
+            budget.forecast = budget.highest_forecast
             if self._matcher is not None:
                 self._matcher.begin_step(hook)
 
@@ -258,9 +258,9 @@ class PlanFollower(Director):
             beyond_bytes = min(beyond_bytes, self._budget.peak_allocated_bytes() - int(allocated.max()))
         if beyond_bytes > room_bytes:
             self._spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
-            # What took more than its trace has may do so again: for the rest of this step the plan's forecast is not enough.
+            # A step that took more than its trace has may do so again: for the rest of it the plan's forecast is not enough.
             self._exceeded_plan = True
-            self._budget.forecast = HighestForecast(self._budget.headroom)
+            self._budget.forecast = self._budget.highest_forecast
 
     def _matched(self, save: int | None) -> int:
         if self._matcher is None:
@@ -290,7 +290,7 @@ class PlanFollower(Director):
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
         elif planned is None or self.light.num_hooks > 0:
-            budget.forecast = HighestForecast(budget.headroom)  # it may be like no step before
+            budget.forecast = budget.highest_forecast  # it may be like no step before
         else:  # a step that is known to have no plan is like the one before it, hook for hook
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():

@@ -43,7 +43,7 @@ RECENT_STEPS = 16
 
 
 class PlanTrial:
-    """One plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
+    """A plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
     storage."""
 
     __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "schedule", "time", "times_us")

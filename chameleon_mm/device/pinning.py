@@ -215,8 +215,8 @@ def populated_pages(
 ) -> Tensor:
     """A flat uint8 tensor over fresh anonymous pages that are all there (zero), in huge pages where the kernel has them.
 
-    `place` is told of them before the first touch. The tensor and its views keep the mapping, and so does `held` if the address
-    is in it when the last of them goes. Raises `OSError` when there is no such memory.
+    `prefer_pages` is told of them before the first touch. The tensor and its views keep the mapping, and so does `held` if the
+    address is in it when the last of them goes. Raises `OSError` when there is no such memory.
     """
     memory = _mapped(nbytes, held)
     start = memory.data_ptr()

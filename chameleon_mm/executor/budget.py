@@ -21,7 +21,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.forecast import Forecast, LearnedForecast
+from chameleon_mm.executor.forecast import Forecast, HighestForecast, LearnedForecast
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
@@ -65,6 +65,7 @@ class Budget:
         """Swap-outs by a plan: reclaimed when it says so, or under pressure."""
         self.headroom = Headroom()
         self.learned_forecast = LearnedForecast(self.headroom)
+        self.highest_forecast = HighestForecast(self.headroom)
         self.forecast: Forecast = self.learned_forecast
         """How far the model's allocation will grow; another one for as long as a step follows a plan, or may be a new one."""
         self.peak_seen_bytes = 0
@@ -141,10 +142,10 @@ class Budget:
         """Bytes that may be allocated now and held for a while, as far as the model's growth meanwhile is known."""
         if self.memory_limit is not None:
             return self.memory_limit.spare_bytes()
-        budget, need = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
+        budget, growth_bytes = self._limits.hbm_budget_bytes, self.forecast.growth(PREFETCH_HORIZON)
         if budget is None:
             return _NO_BOUND
-        return 0 if need is None else max(0, budget - self._allocated - need)
+        return 0 if growth_bytes is None else max(0, budget - self._allocated - growth_bytes)
 
     def note_allocated(self, nbytes: int) -> None:
         """Note that a swap-in was allocated."""
@@ -163,15 +164,15 @@ class Budget:
             self.memory_limit.make_room(nbytes, exclude)
         self._make_room(nbytes, self.forecast.growth(), exclude)
 
-    def _make_room(self, nbytes: int, need: int | None, exclude: SavedStorage | None) -> None:
+    def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: SavedStorage | None) -> None:
         """`growth_bytes`: growth of the model until the next check; None: not known."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return
-        if need is None and len(self.reclaim):  # nothing learned yet: the least possible stays
+        if growth_bytes is None and len(self.reclaim):  # nothing learned yet: the least possible stays
             self.reclaim.reclaim_until(lambda: False)
             self._allocated = self._device.allocated_bytes()
-        limit = budget - nbytes - (need or 0)
+        limit = budget - nbytes - (growth_bytes or 0)
         if self._allocated <= limit:
             return
 

@@ -7,28 +7,28 @@ PlanForecast()                # what the plan says, as long as the step is the o
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from chameleon_mm.policy import Headroom
 
 
-class Forecast(Protocol):
+class Forecast(ABC):
     """Growth of the model's allocation, in bytes."""
 
-    follows_plan: bool
+    follows_plan = False
     """Whether a plan has room for what comes, hook for hook."""
 
+    @abstractmethod
     def growth(self, checks: int = 0) -> int | None:
         """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
 
     def growth_from_check(self) -> int | None:
-        """The same as a check of memory sees it: a plan counts on what is reclaimed and prefetched at that hook."""
+        """The growth until the next check, as a check of memory leaves it free."""
+        return self.growth()
 
 
-class LearnedForecast:
+class LearnedForecast(Forecast):
     """Forecast from the same checks of the step before."""
-
-    follows_plan = False
 
     def __init__(self, headroom: Headroom) -> None:
         self._headroom = headroom
@@ -36,14 +36,9 @@ class LearnedForecast:
     def growth(self, checks: int = 0) -> int | None:
         return self._headroom.need(checks)
 
-    def growth_from_check(self) -> int | None:
-        return self._headroom.need()
 
-
-class HighestForecast:
+class HighestForecast(Forecast):
     """Forecast of the most that the step before took between any two checks."""
-
-    follows_plan = False
 
     def __init__(self, headroom: Headroom) -> None:
         self._headroom = headroom
@@ -51,10 +46,8 @@ class HighestForecast:
     def growth(self, checks: int = 0) -> int | None:
         return self._headroom.most()
 
-    growth_from_check = growth
 
-
-class PlanForecast:
+class PlanForecast(Forecast):
     """Forecast of a plan that has room for the model and for its own swap-ins."""
 
     follows_plan = True
@@ -67,4 +60,4 @@ class PlanForecast:
         return 0
 
     def growth_from_check(self) -> int:
-        return self.growth_bytes
+        return self.growth_bytes  # a plan counts on what it reclaims and prefetches at that hook

@@ -45,16 +45,13 @@ class PendingSwapOuts(Protocol):
     @property
     def waiting_bytes(self) -> int:
         """Bytes of the small storages that wait for more of their kind."""
-        ...
 
     @property
     def fresh_bytes(self) -> int:
         """Bytes saved by operators that are not known to be over."""
-        ...
 
     def pack_small(self) -> None:
         """Swaps out the small storages that wait."""
-        ...
 
 
 def swap_out_now(saved: SavedStorage) -> None:

@@ -204,7 +204,7 @@ class PinnedBlock:
         """Make a block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
 
         It takes over what is known of earlier users, so that this one has nothing pending until `set_pending` says what
-        `owner.take_back` was told; then this one may be released. `serial` tells the owner's blocks apart. Raises
+        `owner.note_released` was told; then this one may be released. `serial` tells the owner's blocks apart. Raises
         `BlockReleasedError` after the release.
         """
         self._check_live("lend")

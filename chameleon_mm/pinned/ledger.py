@@ -2,9 +2,9 @@
 
 with ledger.lock:                       # held for microseconds: nothing slow of the device is called under it
     ledger.drain()                      # released blocks back to the free list, their events beside them
-    block = ledger.carve(pool, nbytes)  # best fit over all chunks; None: growth has to get another chunk
+    block = ledger.allocate(pool, nbytes)  # best fit over all chunks; None: growth has to get another chunk
 
-pool.take_back -> ledger.returned.append(...)       # a release: no lock, for it runs in the middle of any line
+pool.note_released -> ledger.returned.append(...)       # a release: no lock, for it runs in the middle of any line
 """
 
 from __future__ import annotations

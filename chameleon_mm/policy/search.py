@@ -229,7 +229,7 @@ class Search:
         return inf if peak_bytes > self._budget else self._evaluate_time(scheduled, peak_bytes, at_most=at_most)
 
     def _evaluate_time(self, scheduled: Scheduled, peak_bytes: int, *, at_most: float) -> float:
-        """Keep a plan as `_judge` does, if it is known to be within the device's budget."""
+        """Keep a plan as `_evaluate` does, if it is known to be within the device's budget."""
         problem, (who, moves) = self._problem, scheduled
         host_bytes = pinned_peak(len(problem.level), moves, problem.candidates.last_use[who])
         self.least_host_bytes = min(host_bytes, self.least_host_bytes or host_bytes)

@@ -40,7 +40,7 @@ def spread_evenly(problem: Problem) -> Sequence[float]:
 
 
 def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
-    """Rank as `evenly` over the bytes that are copied out, which where sizes differ is another order."""
+    """Rank as `spread_evenly` over the bytes that are copied out, which where sizes differ is another order."""
     mean = sum(problem.size) / max(1, len(problem.size))
     before = accumulate(problem.size, initial=0)
     return [(there + size / 2) / mean * _GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]

@@ -99,8 +99,8 @@ class Simulator:
         )
 
     def _checked(self, plan: SwapPlan) -> tuple[Moves, Candidates]:
-        """The plan's moves, and of which candidates they are. That it is of this trace is what `Script` asks for, too; here
-        somebody must be able to carry it out as well."""
+        """The plan's moves, and of which candidates they are. That it is of this trace is what `HookSchedule` asks for, too;
+        here somebody must be able to carry it out as well."""
         trace, again = self.trace, "make a plan for this trace"
         plan.check_made_for(trace)
         for action in plan.actions:

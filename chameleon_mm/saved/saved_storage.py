@@ -322,7 +322,7 @@ class SavedStorage:
         self._context.metrics.encoded(encoding.codec.name, str(encoding.dtype), exact=exact)
         if exact:
             return True
-        self._context.metrics.totals.bytes_swapped_out += self.transfer_bytes  # `_stay` takes off what did cross
+        self._context.metrics.totals.bytes_swapped_out += self.transfer_bytes  # `_undo_swap_out` takes off what did cross
         self._undo_swap_out()
         if self.is_copyable:
             with suppress(HostMemoryExhausted, TransferFailed):

@@ -23,7 +23,8 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.saved_storage import SavedStorage, State
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 
 SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)

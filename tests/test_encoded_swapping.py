@@ -23,8 +23,8 @@ from chameleon_mm.device import SPECS, Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView, codecs_by_name
-from chameleon_mm.saved.encoding import Encoding
-from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.encoded_form import EncodedForm
+from chameleon_mm.saved.state import State
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB
@@ -158,7 +158,7 @@ def test_another_crosses_as_it_is_and_is_soon_not_tried(kind: str, swapping: Swa
 
 
 def test_without_the_status_a_wrong_number_passes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Encoding, "is_exact", lambda self, host: True)
+    monkeypatch.setattr(EncodedForm, "stands_for_it", lambda self, host: True)
     swapping = Swapping(device)
     with device.compute():
         handle, expected = swapping.saved_and_gone(OTHERS["fp32"])

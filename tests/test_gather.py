@@ -23,7 +23,7 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.gather import Part
-from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.state import State
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 

@@ -22,7 +22,7 @@ from chameleon_mm.executor import Executor, swap_outs
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.packed_group import PackedGroup
-from chameleon_mm.saved.saved_storage import State
+from chameleon_mm.saved.state import State
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
@@ -159,7 +159,7 @@ def test_a_carrier_lives_as_long_as_its_last_member(slow: cm.SimDevice) -> None:
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.executor.end_step(completed=False)
-        group = handles[0].claim.saved.group
+        group = handles[0].claim.saved.form.group
         assert isinstance(group, PackedGroup)
         del handles[:9]
         assert group.members_left == 1
@@ -279,7 +279,7 @@ def test_the_next_steps_prefetch_the_carrier(slow: cm.SimDevice) -> None:
         swapping.next_op()
         swapping.executor.end_step(completed=False)
         assert torch.equal(swapping.executor.use(after), whole)  # saved last, used first: the group comes next
-        group = handles[0].claim.saved.group
+        group = handles[0].claim.saved.form.group
         assert group is not None and group.state is State.SWAPPING_IN
         swapping.assert_exact(handles[::-1], expected[::-1])
         del handles, large, after
@@ -404,7 +404,7 @@ def test_another_carrier_waits_for_the_oldest_ones_copy(slow: cm.SimDevice) -> N
         large = swapping.keep_the_link_busy()
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
-        packed_groups = [first[0].claim.saved.group, second[0].claim.saved.group]
+        packed_groups = [first[0].claim.saved.form.group, second[0].claim.saved.form.group]
         assert [group.state for group in packed_groups if group is not None] == [State.SWAPPING_OUT, State.SWAPPING_OUT]
         before = slow.current_stream().record()
         third, at_last = swapping.save_small(8)  # 192 KiB in three packed_groups: one too many
@@ -422,7 +422,7 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
         large = swapping.keep_the_link_busy()
         first, expected = swapping.save_small(8)
         second, also_expected = swapping.save_small(8)
-        outgoing = second[0].claim.saved.group
+        outgoing = second[0].claim.saved.form.group
         assert outgoing is not None
         before = outgoing.device
         assert torch.equal(swapping.executor.use(first[0]), expected[0])

@@ -14,7 +14,8 @@ from chameleon_mm.device import Device
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import SavedStorage, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import SwapContext
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Transfer
 

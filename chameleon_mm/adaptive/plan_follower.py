@@ -35,7 +35,8 @@ from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
 from chameleon_mm.saved.handles import NO_HOOK
 from chameleon_mm.saved.metrics import StepKind
-from chameleon_mm.saved.saved_storage import SavedStorage, State
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
 
 _NONE = -1
 """In place of a hook of the cached step: none of them."""
@@ -148,7 +149,7 @@ class PlanFollower(Director):
         if self._recorder is not None:
             self._note_copyable(self._recorder, finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
-                saved.traced = self._recorder.add_claim(saved.device)
+                saved.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
         cached_hook = self._locate(hook, None, expected=expected)
         if first and saved is not None and saved.part is None:
@@ -297,9 +298,10 @@ class PlanFollower(Director):
             self._assign_action(saved, hook)
 
     def _assign_action(self, saved: SavedStorage, cached_hook: int) -> None:
-        saved.planned = None if self._schedule is None else self._schedule.storage_action(cached_hook)
-        if saved.planned is not None:
-            self._storages[saved.planned.tensor] = saved
+        action = None if self._schedule is None else self._schedule.storage_action(cached_hook)
+        saved.assign(action)
+        if action is not None:
+            self._storages[action.tensor] = saved
 
     # --- what is due
 

@@ -27,7 +27,8 @@ from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.saved_storage import SavedStorage, State
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
 from chameleon_mm.units import allocated_size
 
 PREFETCH_HORIZON = 8

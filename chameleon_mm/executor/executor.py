@@ -44,7 +44,8 @@ from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.saved_part import SavedPart
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.saved.verify import Checksums, scratch_bytes
 from chameleon_mm.saved.wrappers import save_parts
@@ -357,7 +358,7 @@ class Executor:
             retired = True
             self._registry.remove(saved)
             self._claims.forget(saved)
-            group = saved.group
+            group = saved.form.group
             try:
                 saved.retire()
                 self._recording.retired(saved.traced)
@@ -403,7 +404,7 @@ class Executor:
                 self._swap_out_planned(saved, nbytes)
             if saved.state is State.SWAPPING_OUT:
                 saved.reclaim(in_plan_order=True)
-                self._budget.note_allocated(saved.remainder_bytes)
+                self._budget.note_allocated(saved.form.device_bytes)
         for saved, last_bytes in due.swap_outs:
             if last_bytes is None:
                 self._outs.swap_out(saved)
@@ -423,7 +424,7 @@ class Executor:
     def _prefetch(self, prefetches: Sequence[SavedStorage], compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
         for saved in prefetches:
-            if saved.state is not State.ON_HOST or saved.group is not None or saved.first() is not None:
+            if saved.state is not State.ON_HOST or saved.form.group is not None or saved.first() is not None:
                 continue
             if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
                 return
@@ -440,8 +441,7 @@ class Executor:
             claim = self._new_claim(t, saved_bytes, compute, found)
         elif found.extends_copy and claim.saved.state is State.ON_DEVICE:
             self._outs.add(claim.saved)
-        claim.saved.views += 1
-        claim.saved.uses_left += 1
+        claim.saved.add_view()
         return claim
 
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
@@ -464,9 +464,7 @@ class Executor:
         if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)
-        if handle.swap_in_number != saved.swap_in_number:
-            handle.swap_in_number = saved.swap_in_number
-            saved.uses_left -= 1
+        handle.swap_in_number = saved.count_use(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses_left <= 0 and not self._budget.forecast.follows_plan:
             saved.drop_if_held_elsewhere()  # a moment before autograd would; a plan counts on that moment, as the trace has it
 

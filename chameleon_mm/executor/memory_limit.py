@@ -26,7 +26,8 @@ from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import LargestGrowth, UseOrder
 from chameleon_mm.reclaim import ReclaimQueue
-from chameleon_mm.saved.saved_storage import SavedStorage, State
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
 from chameleon_mm.units import allocated_size
 
 FORECAST_SHARE = 0.9

@@ -19,7 +19,8 @@ from chameleon_mm.saved.handles import KeptTensor, SwappedView
 from chameleon_mm.saved.op_number import OperatorNumber, current_operator
 from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 
 _PRUNE_FROM = 1024
 """Number of entries below which dead ones are not looked for."""
@@ -94,12 +95,11 @@ class SmallTensors:
             )
             if found.before is not None:
                 saved.supersedes(found.before.saved)
-            saved.op_is_over = True
+            saved.op_ended()
             claim = self._new_claim(saved)
             self._claims.add(claim)
         saved = claim.saved
-        saved.views += 1
-        saved.uses_left += 1
+        saved.add_view()
         view = SwappedView(claim, t, saved_bytes.probe)
         if saved.state is State.ON_DEVICE:
             swap_out(saved)

@@ -20,7 +20,8 @@ from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.packed_group import PackedGroup
 from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_part import SavedPart
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 
 PREFETCH_WINDOW = 32
 """Number of coming uses that are considered for a prefetch at each use."""
@@ -57,8 +58,8 @@ class SwapIns:
             return
         for index in self._order.upcoming(saved.index, PREFETCH_WINDOW):
             coming = self._registry.get(index)
-            if coming is not None and coming.group is not None and coming.state is State.ON_HOST:
-                coming = coming.group
+            if coming is not None and coming.form.group is not None and coming.state is State.ON_HOST:
+                coming = coming.form.group
                 if not self._staging.fits(coming.nbytes):
                     return
             if coming is None or coming.state is not State.ON_HOST or coming.first() is not None:
@@ -85,8 +86,9 @@ class SwapIns:
         totals = self._context.metrics.totals
         if saved.state in (State.SWAPPING_IN, State.RESTORED) and (saved.swap_in_failed or not saved.is_allocated_on(compute)):
             saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
-        if saved.group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
-            self._unpack(saved.group, saved, compute)
+        group = saved.form.group
+        if group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
+            self._unpack(group, saved, compute)
         if saved.state is State.SWAPPING_OUT and saved.cancel_swap_out():
             self._budget.note_on_device(saved)
         if saved.state is State.ON_HOST:

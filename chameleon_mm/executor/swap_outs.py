@@ -21,12 +21,14 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
-from chameleon_mm.saved.encoding import Encoding
+from chameleon_mm.saved.encoded_form import EncodedForm
 from chameleon_mm.saved.op_number import OperatorNumber, current_operator
 from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_part import SavedPart
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.transfer import Path, Thresholds
 from chameleon_mm.units import MIB
 
@@ -74,7 +76,7 @@ class SwapOuts:
 
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
-        saved.op_is_over = False
+        saved.op_began()
         self._fresh.append((saved, current_operator()))
 
     @property
@@ -107,7 +109,7 @@ class SwapOuts:
         for saved, _ in waiting:
             over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
         for saved in over:
-            saved.op_is_over = True
+            saved.op_ended()
         return list(over)
 
     def swap_out(self, saved: SavedStorage) -> None:
@@ -135,7 +137,7 @@ class SwapOuts:
             if last_bytes == saved.nbytes:
                 self._swap_out(saved)
             else:
-                saved.swap_out(last_bytes=last_bytes)
+                saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
         else:
@@ -181,11 +183,11 @@ class SwapOuts:
         self._context.metrics.totals.fallbacks += 1
 
     def _swap_out(self, saved: SavedStorage) -> None:
-        encoding = self._encoding_for(saved)
-        if encoding is not None:
+        encoded = self._encoded_form_for(saved)
+        if encoded is not None:
             with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
-                saved.swap_out_encoded(encoding, self._context.streams.current())
-                self._budget.note_allocated(encoding.nbytes)
+                saved.swap_out(encoded)
+                self._budget.note_allocated(encoded.nbytes)
                 return
         try:
             saved.swap_out()
@@ -194,7 +196,7 @@ class SwapOuts:
                 raise
             saved.swap_out(pageable=True)
 
-    def _encoding_for(self, saved: SavedStorage) -> Encoding | None:
+    def _encoded_form_for(self, saved: SavedStorage) -> EncodedForm | None:
         """The shorter form in which it should cross, if the rule asks for one."""
         if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
             return None
@@ -207,7 +209,7 @@ class SwapOuts:
             encoded={name: totals.encoded[name, dtype] for name in candidates},
             refused={name: totals.refused_by_codec[name, dtype] for name in candidates},
         )
-        return None if name is None else Encoding(candidates[name], saved.nbytes, saved.dtype)
+        return None if name is None else EncodedForm(candidates[name], saved.nbytes, saved.dtype, self._context)
 
     def _pack(self, members: Sequence[SavedStorage]) -> None:
         with suppress(torch.OutOfMemoryError):  # then they stay

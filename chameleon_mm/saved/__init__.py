@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from chameleon_mm.saved.classify import ProtectedStorages
-from chameleon_mm.saved.encoding import codecs_by_name
+from chameleon_mm.saved.encoded_form import codecs_by_name
 from chameleon_mm.saved.handles import KeptTensor, SwappedView
 from chameleon_mm.saved.metrics import CopySpan, Totals
 

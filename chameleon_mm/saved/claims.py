@@ -19,8 +19,9 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.policy import DefaultRule, SaveFacts
 from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.save_record import LastSave
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import LastSave, SavedStorage
+from chameleon_mm.saved.saved_storage import SavedStorage
 
 
 class Claim:
@@ -122,10 +123,10 @@ class Claims:
         saved = claim.saved
         last = self._last_saves.get(saved.storage_id)
         if last is not None and last.storage() is saved.first():
-            saved.last_save = last
+            saved.share_last_save(last)
         else:
             self._last_saves[saved.storage_id] = saved.last_save
-        saved.last_save.claims += 1
+        saved.last_save.num_claims += 1
         self._claims[_key(saved.storage_id, saved.part)] = weakref.ref(claim)
         if saved.part is not None:
             self._parts.setdefault(saved.storage_id, []).append(saved.part)
@@ -136,8 +137,8 @@ class Claims:
         claim = self._claims.get(key)
         if claim is not None and claim() is None:
             del self._claims[key]
-        saved.last_save.claims -= 1
-        if not saved.last_save.claims and self._last_saves.get(saved.storage_id) is saved.last_save:
+        saved.last_save.num_claims -= 1
+        if not saved.last_save.num_claims and self._last_saves.get(saved.storage_id) is saved.last_save:
             del self._last_saves[saved.storage_id]
         if saved.part is None:
             return

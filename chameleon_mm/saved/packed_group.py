@@ -3,7 +3,7 @@
     group = PackedGroup(members, compute, resources, epoch=...)    # packed on compute; the members' own memory goes at once
     group.swap_out() ...                                     # a saved storage like any other
     group.unpack(members, packed, compute)                   # all members that are still wanted, by one kernel
-    member retires -> group.remove(member)                   # the group retires with its last member
+    member retires -> its PackedForm is dropped              # the group retires with its last member
 
 A copy of 16 KiB takes the link 0.3 us and the host ten times that. Packed, they cost the host a launch for all of them, and the
 members' memory is free in stream order as soon as the kernel is queued. They were saved within a few operators of each other,
@@ -20,9 +20,11 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.form import Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 
 
 class PackedGroup(SavedStorage):
@@ -48,20 +50,15 @@ class PackedGroup(SavedStorage):
         super().__init__(
             packed, SavedBytes(packed), compute, context, epoch=epoch, index=max(member.index for member in members)
         )
-        self.op_is_over = True
+        self.op_ended()
         self._checksum = None  # each member has its own, which names its tensor
         # Weak: members hold their group, and nothing here may need the collector.
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
         """Number of members that still need the group."""
         for member, source in zip(members, sources, strict=True):
-            member.pack_into(self, source)
+            member.leave_in(PackedForm(self), source)
             self.members_left += 1
-
-    def remove(self, member: SavedStorage) -> None:
-        """Take out `member`, which has retired."""
-        member.group = None
-        self.members_left -= 1
 
     def unpack(
         self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
@@ -74,10 +71,25 @@ class PackedGroup(SavedStorage):
         with annotation("chameleon::unpack"):
             compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
         for (member, _), buffer in zip(members, buffers, strict=True):
-            member.unpacked_into(buffer.untyped_storage(), compute)
+            member.restored_in(buffer.untyped_storage(), compute)
         return [buffer.untyped_storage() for buffer in buffers]
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
         """Members whose bytes are in the group alone, each with its offset."""
         members = [(ref(), place) for ref, place in self._members]
-        return [(m, place) for m, place in members if m is not None and m.group is self and m.state is State.ON_HOST]
+        return [(m, place) for m, place in members if m is not None and m.form.group is self and m.state is State.ON_HOST]
+
+
+class PackedForm(Form):
+    """The form of a member: its group has its bytes, and unpacks them."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: PackedGroup) -> None:
+        self.group: PackedGroup | None = group
+
+    def drop(self) -> None:
+        """Note that one member less needs the group."""
+        if self.group is not None:
+            self.group.members_left -= 1
+        self.group = None

@@ -15,7 +15,8 @@ from chameleon_mm.saved.annotations import annotation
 from chameleon_mm.saved.gather import Part
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 
 
 class SavedPart(SavedStorage):
@@ -43,8 +44,8 @@ class SavedPart(SavedStorage):
         with annotation("chameleon::gather"):
             packed = self.part.pack(self.device)
         self._join_streams()  # Note [Reclaim]: its next owner comes after that read
-        self._alloc_stream.free(flat_bytes(self.device))
-        self.device, self._alloc_stream, self.gathered = packed, current, True
+        self.alloc_stream.free(flat_bytes(self.device))
+        self.device, self.alloc_stream, self.gathered = packed, current, True
         self.latest = weakref.ref(packed)
         self.nbytes = packed.nbytes()
         self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes

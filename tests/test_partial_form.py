@@ -14,9 +14,10 @@ import chameleon_mm as cm
 from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.remainder import Remainder
+from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.saved_bytes import SavedBytes
-from chameleon_mm.saved.saved_storage import SavedStorage, State, SwapContext
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.trace import Trace
@@ -57,7 +58,7 @@ class Life:
             getattr(self, place)()
 
     def leave(self) -> None:
-        self.saved.swap_out(last_bytes=LAST)
+        self.saved.swap_out(PartialForm(HEAD, self.streams))
 
     def reclaim(self) -> None:
         self.saved.reclaim()
@@ -128,7 +129,7 @@ def test_what_it_takes_at_each_place() -> None:
     assert life.saved.transfer_bytes == LAST
     device.reset_peaks()
     life.reclaim()
-    assert device.allocated_bytes() == life.saved.remainder_bytes == HEAD
+    assert device.allocated_bytes() == life.saved.form.device_bytes == HEAD
     assert device.peak_allocated_bytes() == NBYTES + HEAD  # a moment in which both are there
     device.reset_peaks()
     life.arrive()
@@ -153,7 +154,7 @@ def test_without_memory_for_the_head_all_of_it_stays() -> None:
     life = Life(hbm_bytes=NBYTES + HEAD - 1024)
     life.go("leave", "reclaim")
     assert life.saved.state is State.ON_DEVICE
-    assert life.saved.remainder_bytes == 0
+    assert life.saved.form.device_bytes == 0
     assert life.pool.stats().live_bytes == 0
     assert life.saved.device is not None
     life.saved.retire()
@@ -178,7 +179,7 @@ def test_one_that_moves_whole_keeps_nothing() -> None:
     life = Life()
     life.saved.swap_out()
     life.reclaim()
-    assert life.saved.remainder_bytes == 0
+    assert life.saved.form.device_bytes == 0
     assert life.device.allocated_bytes() == 0
     life.go("arrive", "use")
     life.saved.retire()
@@ -220,8 +221,8 @@ def test_without_the_streams_meeting_the_race_is_named(monkeypatch: pytest.Monke
         def join_all(self, alloc_stream: Any) -> None:
             pass
 
-    init = Remainder.__init__
-    monkeypatch.setattr(Remainder, "__init__", lambda self, nbytes, streams: init(self, nbytes, Strangers(streams._device)))
+    init = PartialForm.__init__
+    monkeypatch.setattr(PartialForm, "__init__", lambda self, nbytes, streams: init(self, nbytes, Strangers(streams._device)))
     with pytest.raises(cm.SimRaceError, match="not ordered after"):
         used_on_another_stream()
 
@@ -237,41 +238,37 @@ def one_way_there_and_back() -> None:
 
 
 def forgets_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Remainder, "copy_back", lambda self, whole, compute: self.drop())
+    monkeypatch.setattr(PartialForm, "put_back", lambda self, whole, compute: self.drop())
 
 
 def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is given back first: what is copied then is what the next owner finds."""
-    copy_out = Remainder.copy_out
+    keep = PartialForm.keep
 
-    def late(self: Remainder, storage: torch.UntypedStorage, alloc_stream: Any) -> None:
+    def late(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> None:
         alloc_stream.free(torch.empty(0, dtype=torch.uint8).set_(storage))
         poison(storage)
-        copy_out(self, storage, alloc_stream)
+        keep(self, storage, alloc_stream)
 
-    monkeypatch.setattr(Remainder, "copy_out", late)
+    monkeypatch.setattr(PartialForm, "keep", late)
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = SavedStorage._queue_copy
-    monkeypatch.setattr(SavedStorage, "_queue_copy", lambda self, block, source: send(self, block, self.device_head(source)))
-    monkeypatch.setattr(
-        SavedStorage,
-        "device_head",
-        lambda self, source: torch.empty(0, dtype=torch.uint8).set_(self.device)[: source.numel()],
-        raising=False,
-    )
+    def first_bytes(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8).set_(storage)[: storage.nbytes() - self.device_bytes]
+
+    monkeypatch.setattr(PartialForm, "source", first_bytes)
 
 
 def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
-    copy_back = Remainder.copy_back
+    put_back = PartialForm.put_back
 
-    def leaking(self: Remainder, whole: Tensor, compute: Any) -> None:
+    def leaking(self: PartialForm, whole: Tensor, compute: Any) -> None:
         held.append(self._buffer)
-        copy_back(self, whole, compute)
+        put_back(self, whole, compute)
 
-    monkeypatch.setattr(Remainder, "copy_back", leaking)
+    monkeypatch.setattr(PartialForm, "put_back", leaking)
 
 
 MUTANTS = [forgets_the_head, keeps_it_after_the_drop, sends_the_first_bytes, leaks_the_head]

@@ -1,0 +1,57 @@
+"""States of a saved storage, which may follow which, and what all storages of one executor share.
+
+ON_DEVICE --swap_out--> SWAPPING_OUT --reclaim--> ON_HOST --swap_in--> SWAPPING_IN --use--> RESTORED --drop--> ON_HOST
+    ^__ cancel_swap_out _____|                         any of them --retire (last handle gone)--> RETIRED
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.streams import ComputeStreams
+from chameleon_mm.saved.verify import Checksums
+from chameleon_mm.transfer import Transfer
+
+
+class State(enum.Enum):
+    """State of a saved storage: where its bytes are."""
+
+    ON_DEVICE = "resident"
+    """On the device alone. Begins when it is saved; ends when its copy out is queued."""
+    SWAPPING_OUT = "leaving"
+    """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the HBM is dropped."""
+    ON_HOST = "on_host"
+    """On the host. Begins when its HBM is dropped; ends when a copy back is queued, or it is unpacked from its group, wherever
+    that is."""
+    SWAPPING_IN = "arriving"
+    """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
+    RESTORED = "restored"
+    """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
+    RETIRED = "retired"
+    """Nowhere: the last handle is gone, and nothing is held any more."""
+
+
+NEXT = {
+    State.ON_DEVICE: (State.SWAPPING_OUT, State.ON_HOST, State.RETIRED),
+    State.SWAPPING_OUT: (State.ON_HOST, State.ON_DEVICE, State.RETIRED),
+    State.ON_HOST: (State.SWAPPING_IN, State.RESTORED, State.RETIRED),
+    State.SWAPPING_IN: (State.RESTORED, State.ON_HOST, State.RETIRED),
+    State.RESTORED: (State.RESTORED, State.ON_HOST, State.RETIRED),
+    State.RETIRED: (),
+}
+"""States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapContext:
+    """Everything that a storage needs to be swapped: one set per executor."""
+
+    pool: PinnedPool
+    transfer: Transfer
+    metrics: Metrics
+    streams: ComputeStreams
+    checksums: Checksums | None = None
+    """Checksums of what goes out, compared with what comes back; None: not checked."""

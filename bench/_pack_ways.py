@@ -27,8 +27,8 @@ from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.executor.swap_outs import GROUP_BYTES
-from chameleon_mm.saved.gather import Part
 from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.transfer import Move, Path, Thresholds, Transfer
 
 Layout = Literal["contiguous", "strided"]

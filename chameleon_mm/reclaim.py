@@ -37,33 +37,34 @@ class ReclaimQueue:
     """Buffers on their way out, oldest first."""
 
     def __init__(self) -> None:
-        self._entries: deque[Reclaimable] = deque()
+        self.entries: deque[Reclaimable] = deque()
+        """Buffers on their way out, oldest first. To be read alone."""
         self.pending_bytes = 0
         """Bytes of the entries; one that was reclaimed in another way counts until it is the oldest."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def add(self, entry: Reclaimable) -> None:
-        self._entries.append(entry)
+        self.entries.append(entry)
         self.pending_bytes += entry.nbytes
 
     def reclaim_complete(self) -> int:
         """Drop the buffers whose copies are complete, from the oldest on. Returns the bytes reclaimed."""
         freed = 0
-        while self._entries:
-            if not self._entries[0].reclaimed:
-                if not self._entries[0].copied():
+        while self.entries:
+            if not self.entries[0].reclaimed:
+                if not self.entries[0].copied():
                     break
-                freed += self._entries[0].nbytes
+                freed += self.entries[0].nbytes
             self._forget_oldest()
         return freed
 
     def reclaim_until(self, enough: Callable[[], bool]) -> int:
         """Reclaim oldest first until `enough()`. Returns the bytes reclaimed."""
         freed = 0
-        while self._entries and not enough():
-            oldest = self._entries[0]
+        while self.entries and not enough():
+            oldest = self.entries[0]
             if not oldest.reclaimed:
                 oldest.reclaim()  # if this raises, the entry is still here: nobody else would end it
                 freed += oldest.nbytes
@@ -71,4 +72,4 @@ class ReclaimQueue:
         return freed
 
     def _forget_oldest(self) -> None:
-        self.pending_bytes -= self._entries.popleft().nbytes
+        self.pending_bytes -= self.entries.popleft().nbytes

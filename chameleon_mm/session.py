@@ -268,7 +268,7 @@ class SwapSession:
             steps=self._steps,
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
-            peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.peak_seen_bytes),
+            peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.budget.peak_seen_bytes),
             problems=() if problem is None else (problem,),
             adaptation=self._adaptation,
         )

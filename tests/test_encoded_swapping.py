@@ -23,9 +23,9 @@ from chameleon_mm.device import SPECS, Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView, codecs_by_name
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.encoded_form import EncodedForm
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB
 
@@ -112,7 +112,7 @@ class Swapping:
     def assert_nothing_left(self) -> None:
         self.device.synchronize()
         self.next_op()
-        assert self.executor.live_storages == 0
+        assert len(self.executor._registry) == 0
         assert self.pool.stats().num_live == 0
 
 
@@ -265,7 +265,7 @@ def test_any_life_is_exact_and_leaves_nothing(actions: list[tuple[str, int]], sl
             elif what == "op":
                 swapping.next_op()
             elif what == "squeeze":
-                swapping.executor._budget.reclaim_all(exclude=None)
+                swapping.executor.budget.reclaim_all(exclude=None)
             elif what == "wait":
                 device.synchronize()
             elif alive and what == "use":

@@ -22,9 +22,9 @@ from chameleon_mm.device import SPECS, Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.gather import Part
+from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 
 ROWS, ROW = 64, 1024
@@ -197,7 +197,7 @@ def test_many_views_end_in_one_copy_of_all(rows: int, alone: int, device: Device
     assert swapper.metrics.totals.bytes_swapped_out == alone * rows * ROW * 4 + BIG_BYTES
     handles.clear()
     del handle
-    assert swapper.live_storages == 0
+    assert len(swapper._registry) == 0
     assert not swapper._claims._parts
 
 
@@ -288,7 +288,7 @@ def gathered_and_used(*, gathered_on_side: bool, used_on_side: bool) -> None:
                 assert torch.equal(swapper.use(handle), expected)
         assert torch.equal(swapper.use(handle), expected)
         del again, handle
-    assert swapper.live_storages == 0
+    assert len(swapper._registry) == 0
 
 
 @pytest.mark.parametrize("used_on_side", [False, True])

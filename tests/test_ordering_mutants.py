@@ -20,7 +20,7 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import SaveFacts
 from chameleon_mm.saved import SwappedView
 from chameleon_mm.saved.claims import Claim
-from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.version import SavedBytes
 from tests._ordering import (
     BYTES,
     WAITS,
@@ -112,7 +112,7 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
 
     step()
     numbers = iter(range(1_000_000))
-    monkeypatch.setattr("chameleon_mm.saved.op_number.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
+    monkeypatch.setattr("chameleon_mm.saved.calling_thread.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
     with pytest.raises(RED):
         step()
 

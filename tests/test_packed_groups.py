@@ -21,9 +21,9 @@ from chameleon_mm.device.sim import SimStream
 from chameleon_mm.executor import Executor, swap_outs
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.packed_group import PackedGroup
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
 
@@ -103,7 +103,7 @@ class Swapping:
     def assert_nothing_left(self) -> None:
         self.device.synchronize()
         self.next_op()
-        assert self.executor.live_storages == 0
+        assert len(self.executor._registry) == 0
         assert not self.executor._registry.packed_groups
         assert self.pool.stats().num_live == 0
 
@@ -179,7 +179,7 @@ def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> N
         swapping.executor.end_step(completed=False)
         swapping.assert_exact(handles[:1], expected[:1])
         assert places(handles)[1:] == [State.RESTORED] * 9
-        swapping.executor._budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=None)
         assert places(handles) == [State.ON_HOST] * 10
         swapping.assert_exact(handles, expected)
         swapping.assert_exact(handles, expected)  # and again, as for retain_graph
@@ -298,7 +298,7 @@ def test_verify_names_the_member(slow: cm.SimDevice, monkeypatch: pytest.MonkeyP
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.assert_exact(handles, expected)
-        swapping.executor._budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=None)
         monkeypatch.setattr(SimStream, "unpack", flipped)
         with pytest.raises(cm.SwapMismatch, match=r"\(2048,\) torch.float32"):
             swapping.assert_exact(handles, expected)
@@ -369,7 +369,7 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
     elif what == "op":
         swapping.next_op()
     elif what == "squeeze":
-        swapping.executor._budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=None)
     elif what == "wait":
         swapping.device.synchronize()
     elif alive and what == "use":

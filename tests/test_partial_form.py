@@ -13,13 +13,13 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.partial_form import PartialForm
-from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.saved.verify import Checksums
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
 from tests._random_models import adaptation_of, far_ahead, planning, train

@@ -153,7 +153,7 @@ class Run:
         return [*self.losses, *self.model.parameters(), *buffers, *grads, *state, torch.get_rng_state()]
 
     def leftovers(self) -> tuple[int, int, int]:
-        return self.device.allocated_bytes(), self.session.pool.stats().num_live, self.session._executor.live_storages
+        return self.device.allocated_bytes(), self.session.pool.stats().num_live, len(self.session._executor._registry)
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -62,7 +62,7 @@ class Training:
                 (got,) = torch.autograd.grad(self._run(x, word), x)
             self.executor.end_step(completed=completed)
             assert torch.equal(got, expected)
-        assert self.executor.live_storages == 0
+        assert len(self.executor._registry) == 0
         assert self.pool.stats().live_bytes == 0
         return phase
 
@@ -225,5 +225,5 @@ def test_a_graph_from_one_step_is_used_in_the_next() -> None:
         executor.end_step(completed=True)
     assert torch.equal(got, expected)
     del out
-    assert executor.live_storages == 0
+    assert len(executor._registry) == 0
     assert training.pool.stats().live_bytes == 0

@@ -8,11 +8,18 @@ from array import array
 import numpy as np
 import pytest
 
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
-from chameleon_mm.adaptive.planned_step import MOST_PLANS, RECENT_STEPS, SAMPLES, WORTH_A_PLAN, PlannedStep, PlanTrial
+from chameleon_mm.adaptive.planned_step import (
+    MOST_PLANS,
+    RECENT_STEPS,
+    SAMPLES,
+    WORTH_A_PLAN,
+    ExtraMemory,
+    PlannedStep,
+    PlanTrial,
+)
 from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
-from chameleon_mm.saved.step_timing import StepTime
+from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.units import MIB, allocated_size
 from tests._traces import H200_LINK, chain, plan_of
 

@@ -12,11 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import SwapContext
-from chameleon_mm.saved.streams import ComputeStreams
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Transfer
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm.saved.op_number import current_operator, made_before
-from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.calling_thread import current_operator, made_before
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.version import SavedBytes
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

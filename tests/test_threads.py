@@ -217,7 +217,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
     del first
     assert torch.equal(swapper.use(again[0]), t)
     again.clear()
-    assert swapper.live_storages == 0
+    assert len(swapper._registry) == 0
 
 
 # --- streams

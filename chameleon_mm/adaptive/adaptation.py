@@ -19,17 +19,15 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple
 
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
-from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
+from chameleon_mm.adaptive.planned_step import ExtraMemory, PlannedStep, PlanTrial
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import StepRecord
-from chameleon_mm.saved.annotations import annotation
-from chameleon_mm.saved.metrics import Metrics, StepKind
-from chameleon_mm.saved.step_timing import StepTiming
+from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
 from chameleon_mm.trace import TensorKind
 from chameleon_mm.trace.recurring import there_before
 

@@ -18,16 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_mm.adaptive.adaptation import Adaptation, FollowedStep, StepEntry, Steps
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.adaptive.matching import Matcher
-from chameleon_mm.adaptive.planned_step import PlanTrial
+from chameleon_mm.adaptive.planned_step import ExtraMemory, PlanTrial
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.budget import Budget, PlanForecast
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.executor.forecast import PlanForecast
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
@@ -306,9 +304,10 @@ class PlanFollower(Director):
     # --- what is due
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        reclaims, outs, _ = self._due
-        if not (reclaims or outs or finished):
+        due, self._due = self._due, _NOTHING_DUE
+        if due is _NOTHING_DUE and not finished:
             return NOTHING_DUE
+        reclaims, outs, ins = due
         storages = self._storages
         swap_outs: list[tuple[SavedStorage, int | None]] = [
             (storages[a.tensor], a.nbytes) for a in outs if a.tensor in storages
@@ -319,11 +318,8 @@ class PlanFollower(Director):
             elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
                 swap_outs.append((saved, saved.planned.action.nbytes))
         to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages]
-        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims))
-
-    def take_prefetches(self) -> Sequence[SavedStorage]:
-        due, self._due = self._due.ins, _NOTHING_DUE
-        return [self._storages[action.tensor] for action in due if action.tensor in self._storages] if due else ()
+        prefetches = [storages[a.tensor] for a in ins if a.tensor in storages]
+        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches)
 
 
 def plan_steps(
@@ -337,7 +333,7 @@ def plan_steps(
     device = executor.device
     adaptation = Adaptation(
         metrics,
-        hbm_budget_bytes=executor.hbm_budget_bytes,
+        hbm_budget_bytes=executor.budget.hbm_budget_bytes,
         slack_bytes=device.block_slack_bytes,
         host_budget=lambda: pool.limit_bytes,
         make_recorder=lambda: Recorder(

@@ -5,7 +5,6 @@
                    actions = director.due(finished)         # carried out by the executor
                    director.note_growth(nbytes)             # where memory was checked
                    director.note_restored(saved, storage)   # a use: where its bytes are
-                   director.take_prefetches()               # what is to be swapped in, after the use's own
     kind = director.end_step(recorder, compute, growth_bytes, completed=...)
 
 `Director` itself leaves every storage to the default rule and records no step. `adaptive.PlanFollower` follows plans.
@@ -36,6 +35,8 @@ class HookActions(NamedTuple):
     """Storages whose copy out is to be queued, and the bytes at their end that go; None: as the default rule has it."""
     check_memory: bool = False
     """Whether memory is to be checked at this hook, whatever it saves or uses."""
+    prefetches: Sequence[SavedStorage] = ()
+    """Storages to swap in, after the one that the hook is of."""
 
 
 NOTHING_DUE = HookActions()
@@ -62,12 +63,8 @@ class Director:
         """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        """Return what is due at this hook, `finished` included."""
+        """Return what is due at this hook, `finished` included: each once."""
         return HookActions(swap_outs=[(saved, None) for saved in finished]) if finished else NOTHING_DUE
-
-    def take_prefetches(self) -> Sequence[SavedStorage]:
-        """Return the storages to swap in now, each once."""
-        return ()
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
         """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that

@@ -1,6 +1,6 @@
 """Counts of hooks, inside of steps and between them: they tell whether a session is used as it is meant.
 
-counts.saved(); counts.used()                    # at every hook of autograd's
+counts.saves += 1; counts.uses += 1              # at every hook of autograd's
 counts.begin_step(session's own hook); counts.end_step(completed=...)
 misuse(counts, thread="MainThread")              # -> "session.step() was never called: ..."
 """
@@ -32,15 +32,10 @@ class HookCounts:
         self.saves_between = 0
         """Saves outside of steps."""
         self.uses_between = 0
-        self._saves = self._uses = 0
+        self.saves = self.uses = 0
+        """Hooks since the last step began or ended; hooks count them here."""
         self._in_step: tuple[bool, bool] | None = None
         """Whether gradients are on, and the session's hooks on top, in the step that runs; None outside of steps."""
-
-    def saved(self) -> None:
-        self._saves += 1
-
-    def used(self) -> None:
-        self._uses += 1
 
     def begin_step(self, pack_hook: object) -> None:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
@@ -53,21 +48,21 @@ class HookCounts:
         if completed and self._in_step is not None:
             gradients, on_top = self._in_step
             self.steps += 1
-            if not self._saves:
+            if not self.saves:
                 self.steps_without_saves += 1
                 self.steps_without_gradients += not gradients
                 self.steps_under_others += not on_top
-            elif not self._uses:
+            elif not self.uses:
                 self.steps_without_uses += 1
-        self._saves = self._uses = 0
+        self.saves = self.uses = 0
         self._in_step = None
 
     def count_between_steps(self) -> None:
         """Add hooks since the last step to the counts between steps; in a step there is nothing to add."""
         if self._in_step is None:
-            self.saves_between += self._saves
-            self.uses_between += self._uses
-            self._saves = self._uses = 0
+            self.saves_between += self.saves
+            self.uses_between += self.uses
+            self.saves = self.uses = 0
 
 
 _STEP = "`with session.step():`"

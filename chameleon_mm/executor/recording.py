@@ -28,9 +28,13 @@ class Recording:
         self._entered = False
         self._left_within: list[Recorder] = []  # backwards that were not over yet
 
+        self.is_over = True
+        """Whether there is no recorder any more, and none that autograd may put back: hooks do nothing about it."""
+
     def begin(self, recorder: Recorder | None) -> None:
         self.leave_restored()
         self._recorder = recorder
+        self._note_whether_over()
         self._entered = recorder is not None
         if recorder is not None:
             recorder.__enter__()
@@ -56,6 +60,7 @@ class Recording:
             recorder.leave_if_on()
         if not in_backward():
             self._left_within.clear()
+        self._note_whether_over()
 
     def retired(self, traced: TracedStorage | None) -> None:
         """Note that the claim on a traced storage has ended."""
@@ -67,7 +72,11 @@ class Recording:
         recorder, self._recorder = self._recorder, None
         if recorder is not None and self._entered:
             self._leave(recorder)
+        self._note_whether_over()
         return recorder
+
+    def _note_whether_over(self) -> None:
+        self.is_over = self._recorder is None and not self._left_within
 
     def _leave(self, recorder: Recorder) -> None:
         self._entered = False

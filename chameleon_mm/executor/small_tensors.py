@@ -14,13 +14,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from chameleon_mm.device import Stream
-from chameleon_mm.saved.claims import Claim, Claims
+from chameleon_mm.saved.calling_thread import OperatorNumber, current_operator
+from chameleon_mm.saved.claims import Claim, Claims, StorageRegistry
 from chameleon_mm.saved.handles import KeptTensor, SwappedView
-from chameleon_mm.saved.op_number import OperatorNumber, current_operator
-from chameleon_mm.saved.registry import StorageRegistry
-from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.version import SavedBytes
 
 _PRUNE_FROM = 1024
 """Number of entries below which dead ones are not looked for."""

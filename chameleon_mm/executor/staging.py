@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES
+from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup
-from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.units import round_up

@@ -6,7 +6,7 @@ ins.prefetch_after(saved, compute)           # those that the previous step used
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -17,8 +17,8 @@ from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.policy import UseOrder
+from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup
-from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
@@ -72,6 +72,16 @@ class SwapIns:
                 self.prefetch(coming, compute)
             except (torch.OutOfMemoryError, TransferFailed):
                 return  # nobody needs it yet
+
+    def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
+        """Queue the copies back that are due by plan."""
+        for saved in due:
+            if saved.state is not State.ON_HOST or saved.form.group is not None or saved.first() is not None:
+                continue
+            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
+                return
+            with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                self.prefetch(saved, compute)
 
     def prefetch(self, coming: SavedStorage, compute: Stream) -> None:
         """Queue its copy back. Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed."""

@@ -18,14 +18,15 @@ import torch
 from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.director import HookActions
 from chameleon_mm.executor.staging import Staging
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
+from chameleon_mm.saved.calling_thread import OperatorNumber, current_operator
+from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.encoded_form import EncodedForm
-from chameleon_mm.saved.op_number import OperatorNumber, current_operator
 from chameleon_mm.saved.packed_group import PackedGroup
 from chameleon_mm.saved.partial_form import PartialForm
-from chameleon_mm.saved.registry import StorageRegistry
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
@@ -68,26 +69,22 @@ class SwapOuts:
         self._codecs = codecs
         self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._staging = staging
-        self._fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
+        self.fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
+        """Storages saved by operators that are not known to be over. To be read alone."""
         self._small: list[SavedStorage] = []
         """Storages too small to move alone, which wait for more of their kind."""
-        self._small_bytes = 0
-        """Bytes of all of them: stored, because every hook asks."""
+        self.waiting_bytes = 0
+        """Bytes of the small storages that wait for more of their kind: stored, because every hook asks."""
 
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
         saved.op_began()
-        self._fresh.append((saved, current_operator()))
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the small storages that wait for more of their kind."""
-        return self._small_bytes
+        self.fresh.append((saved, current_operator()))
 
     @property
     def fresh_bytes(self) -> int:
         """Bytes saved by operators that are not known to be over."""
-        return sum(saved.nbytes for saved in {saved for saved, _ in self._fresh})
+        return sum(saved.nbytes for saved in {saved for saved, _ in self.fresh})
 
     def finished(self) -> list[SavedStorage]:
         """Storages whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its
@@ -95,22 +92,39 @@ class SwapOuts:
 
         Note [Swap-out].
         """
-        if not self._fresh:
-            return []
         thread, now = current_operator()
         waiting: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         over: dict[SavedStorage, None] = {}
-        for saved, operator in self._fresh:
+        for saved, operator in self.fresh:
             if operator[0] == thread and operator[1] < now:
                 over[saved] = None
             elif saved.state is State.ON_DEVICE:
                 waiting.append((saved, operator))
-        self._fresh = waiting
+        self.fresh = waiting
         for saved, _ in waiting:
             over.pop(saved, None)  # another operator has saved bytes of it since, and has not ended
         for saved in over:
             saved.op_ended()
         return list(over)
+
+    def carry_out(self, due: HookActions) -> None:
+        """Reclaim and swap out what is due at a hook, and give the link and the allocator what else is ready for them."""
+        for saved, nbytes in due.reclaims:  # first: what was given back before is room for what the plan has next
+            self.swap_out_planned(saved, nbytes)
+            if saved.state is State.SWAPPING_OUT:
+                saved.reclaim(in_plan_order=True)
+                if saved.form.device_bytes:
+                    self._budget.note_allocated(saved.form.device_bytes)
+        for saved, last_bytes in due.swap_outs:
+            if last_bytes is None:
+                self.swap_out(saved)
+            else:
+                self.swap_out_planned(saved, last_bytes)
+        if self._small:
+            self._pack_waiting()
+        self._context.transfer.hand_over()
+        if self._budget.reclaim.entries:
+            self._budget.reclaim.reclaim_complete()
 
     def swap_out(self, saved: SavedStorage) -> None:
         """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
@@ -128,13 +142,15 @@ class SwapOuts:
             self.swap_out_alone(saved)
         else:  # also where STAY is advised: the rule was told to move it
             self._small.append(saved)
-            self._small_bytes += saved.nbytes
+            self.waiting_bytes += saved.nbytes
 
     def swap_out_planned(self, saved: SavedStorage, last_bytes: int) -> None:
-        """Queue the copy of its last bytes; the plan says when its memory is reclaimed. Where the host takes no more it
-        stays."""
+        """Queue the copy of its last bytes, if it may be copied now; the plan says when its memory is reclaimed. Where the host
+        takes no more it stays."""
+        if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
+            return
         try:
-            if last_bytes == saved.nbytes:
+            if last_bytes >= saved.nbytes:
                 self._swap_out(saved)
             else:
                 saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
@@ -143,21 +159,19 @@ class SwapOuts:
         else:
             self._budget.planned.add(saved)
 
-    def pack_waiting(self) -> None:
+    def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
-        if not self._small:
-            return
-        if self._small_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
+        if self.waiting_bytes >= GROUP_BYTES or self._budget.growth_is_unknown or self._context.transfer.out_is_idle():
             self.pack_small()
 
     def forget_small(self) -> None:
         """Forget the waiting storages that left the device in another way; called at the end of a step."""
         self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
-        self._small_bytes = sum(saved.nbytes for saved in self._small)
+        self.waiting_bytes = sum(saved.nbytes for saved in self._small)
 
     def pack_small(self) -> None:
         """Pack the small storages that wait, by one kernel; their memory goes at once, one copy takes them out."""
-        waiting, self._small, self._small_bytes = self._small, [], 0
+        waiting, self._small, self.waiting_bytes = self._small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
         # While a group is packed, its members are still there: a tight budget has room for small ones only.

@@ -23,6 +23,9 @@ from chameleon_mm.device import Device
 
 _Key = torch._C._TorchDispatchModeKey
 
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""Returns the number of dispatch modes on this thread: a hook asks no further where there is none."""
+
 
 class DispatchState:
     """Process, capture and dispatch modes as they are where it is made and later. Takes no lock, and asks `device` for nothing
@@ -63,7 +66,7 @@ class DispatchState:
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
     """Whether a tracer runs on this thread, other than the `FakeTensorMode` `besides`: what is made under it is fake, or part
     of its graph."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if num_dispatch_modes() == 0:
         return False
     mode = torch._C._get_dispatch_mode
     return mode(_Key.FAKE) is not besides or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
@@ -76,7 +79,7 @@ def in_backward() -> bool:
 
 def is_on(mode: TorchDispatchMode) -> bool:
     """Whether `mode` is active on this thread."""
-    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(num_dispatch_modes()))
 
 
 def leave(

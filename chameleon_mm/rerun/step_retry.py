@@ -25,8 +25,7 @@ from torch import nn
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.retry import tried_bytes
-from chameleon_mm.rerun.buffer_copies import BufferCopies
-from chameleon_mm.rerun.step_snapshot import StepSnapshot
+from chameleon_mm.rerun.step_snapshot import BufferCopies, StepSnapshot
 from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)

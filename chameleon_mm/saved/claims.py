@@ -1,9 +1,10 @@
-"""Claims on saved storages: one record and one copy of the same bytes, whatever number of views. Note [Identity].
+"""Claims on saved storages, and the registry of what is claimed: one record and one copy of the same bytes. Note [Identity].
 
     found = claims.find(t, saved, ...)            # a live claim whose copy has the bytes of `t`, or which part to claim anew
     claims.add(claim); claims.forget(saved)
+    registry.add(saved); registry.get(index); registry.remove(saved)      # numbered within the step that saved them
 
-Keyed by the storage object's id, compared by a weak reference: ids are recycled.
+Claims are keyed by the storage object's id, compared by a weak reference: ids are recycled.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.policy import DefaultRule, SaveFacts
-from chameleon_mm.saved.gather import Part
 from chameleon_mm.saved.save_record import LastSave
-from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.version import SavedBytes
+
+if TYPE_CHECKING:
+    from chameleon_mm.saved.packed_group import PackedGroup
 
 
 class Claim:
@@ -159,3 +163,54 @@ def _shared(claim: Claim, t: Tensor, saved: SavedBytes, compute: Stream) -> Foun
 def _key(storage_id: int, part: Part | None) -> Hashable:
     """Key of the claim on all of a storage, or on a part of it."""
     return storage_id if part is None else (storage_id, part)
+
+
+NO_STEP = -1
+"""Epoch of storages that belong to no step."""
+
+
+class StorageRegistry:
+    """The saved storages that are claimed, by step and number. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """Number of the current step: that of what is saved from now on."""
+        self.next_index = 0
+        """Number of the next save in this step."""
+        self.of_epoch = 0
+        """Number of claimed storages that this step saved."""
+        self.packed_groups: set[PackedGroup] = set()
+        self._storages: dict[tuple[int, int], SavedStorage] = {}
+        self._num_outside = 0
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def add(self, saved: SavedStorage) -> None:
+        """Add `saved`, which was made with this step's next index."""
+        self._storages[saved.epoch, saved.index] = saved
+        self.next_index += 1
+        self.of_epoch += 1
+
+    def add_outside_steps(self, make: Callable[[int, int], SavedStorage]) -> SavedStorage:
+        """Add a storage that `make` makes with an epoch and an index outside of steps: for a save that had none at first."""
+        self._num_outside += 1
+        saved = make(NO_STEP, self._num_outside)
+        self._storages[saved.epoch, saved.index] = saved
+        return saved
+
+    def get(self, index: int) -> SavedStorage | None:
+        """The storage of that number in this step; None if it is gone."""
+        return self._storages.get((self.epoch, index))
+
+    def remove(self, saved: SavedStorage) -> None:
+        self._storages.pop((saved.epoch, saved.index), None)
+        self.of_epoch -= saved.epoch == self.epoch
+
+    def all(self) -> list[SavedStorage]:
+        """All claimed storages, and the packed groups: whatever holds device memory."""
+        return [*self._storages.values(), *self.packed_groups]
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self.next_index = self.of_epoch = 0

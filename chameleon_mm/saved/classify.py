@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chameleon_mm.device import Device
 from chameleon_mm.policy import SaveFacts
+from chameleon_mm.saved.handles import Handle, KeptTensor, WrapperHandle
 
 _log = logging.getLogger(__name__)
 
@@ -94,3 +95,18 @@ def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
         _log.warning("chameleon_mm: %s could not be taken apart and stays on the device: %s", type(t).__name__, str(error))
         return None
     return inner, context
+
+
+def save_parts(t: Tensor, save: Callable[[Tensor], Handle]) -> WrapperHandle | None:
+    """Save each tensor that the wrapper `t` wraps by `save`; None if it cannot be unwrapped or nothing of it would move."""
+    unwrapped_parts = unwrapped(t)
+    if unwrapped_parts is None:
+        return None
+    inner, context = unwrapped_parts
+    # A jagged tensor's symbolic size is known by the identity of its offsets, so all but its values stays as it is.
+    stays = set(inner) - {"_values"} if t.is_nested else set()
+    parts = {name: save(part) for name, part in inner.items() if isinstance(part, Tensor) and name not in stays}
+    if all(isinstance(part, KeptTensor) for part in parts.values()):
+        return None
+    rest = {name: part for name, part in inner.items() if name not in parts}
+    return WrapperHandle(t, parts, rest, context)

@@ -19,12 +19,12 @@ import torch
 
 from chameleon_mm.device import Stream
 from chameleon_mm.device.packing import packed_offsets
-from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.form import Form
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.version import SavedBytes
 
 
 class PackedGroup(SavedStorage):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.form import Form
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.streams import ComputeStreams
 
 
 class PartialForm(Form):

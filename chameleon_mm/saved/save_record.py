@@ -14,13 +14,13 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.policy import StorageAction
-from chameleon_mm.saved.op_number import CallSite, OperatorNumber, call_site, current_operator, made_before
-from chameleon_mm.saved.saved_bytes import SavedBytes
+from chameleon_mm.saved.calling_thread import CallSite, OperatorNumber, call_site, current_operator, made_before
 from chameleon_mm.saved.state import State
+from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:
     from chameleon_mm.profiler.storages import TracedStorage
-    from chameleon_mm.saved.gather import Part
+    from chameleon_mm.saved.saved_part import Part
 
 
 class LastSave:

@@ -16,13 +16,13 @@ from torch import Tensor
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
 from chameleon_mm.pinned import PinnedBlock
-from chameleon_mm.saved.annotations import annotation
+from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.save_record import SaveRecord
-from chameleon_mm.saved.saved_bytes import SavedBytes
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ import enum
 from dataclasses import dataclass
 
 from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.streams import ComputeStreams
 from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.transfer import Transfer
 

@@ -1,0 +1,144 @@
+"""The executor's one lock, and what waits for it: storages whose last handle is gone, errors that came up in finalisers.
+
+    lock.run(work, *arguments)             # in a hook: one thread at a time
+    with lock.entered(): ...               # the same, where a few calls more do not matter
+    lock.claim_ended(saved)                # on any thread, in the middle of any line: waits for nothing and raises nothing
+
+An error in a finaliser could be told to nobody. It is stored and raised at the next hook, step end or report: each once, the
+oldest first. One that nobody comes for any more is reported by the interpreter as "Exception ignored in", when the lock goes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NoReturn, TypeVar
+
+from chameleon_mm.device import Device
+from chameleon_mm.saved.saved_storage import SavedStorage
+
+_NOTE = "Raised late: it came up in a finaliser, as a saved tensor that autograd had let go of was given back, at"
+
+_Result = TypeVar("_Result")
+
+
+class HookLock:
+    """Lets one thread in at a time. Storages whose claims ended meanwhile are retired before, after, and once the lock is free
+    again."""
+
+    def __init__(
+        self, device: Device, retire: Callable[[], Callable[[deque[SavedStorage]], list[BaseException]] | None]
+    ) -> None:
+        """`retire()` is what retires all storages of a queue and returns the errors that this met; None once that is gone."""
+        self._device = device
+        self._retire = retire
+        self.lock = threading.Lock()
+        """Taken alone by what asks nothing of the device."""
+        self._ended: deque[SavedStorage] = deque()
+        self._errors: deque[BaseException] = deque()
+        self.pid = os.getpid()
+        """The process whose device and blocks these are. Compared before the lock is taken: in a forked child a thread that is
+        not there may hold it."""
+
+    def run(self, work: Callable[..., _Result], *arguments: object) -> _Result:
+        """Call `work` while no other thread is in. Raises what came up in a finaliser since, last of all: `work` is done by
+        then."""
+        with self.lock:  # the lock itself, no context manager of ours: an interrupt must not come between the two
+            if self._ended:
+                self._retire_ended()
+            try:
+                result = work(*arguments)
+            finally:
+                if self._ended:
+                    self._retire_ended()
+        if self._ended or self._errors:
+            self.retire_if_idle()
+            self.raise_oldest()
+        return result
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Run a block as `run` calls a function."""
+        with self.lock:
+            self._retire_ended()
+            try:
+                yield
+            finally:
+                self._retire_ended()
+        self.retire_if_idle()
+        self.raise_oldest()
+
+    def claim_ended(self, saved: SavedStorage) -> None:
+        """Queue a storage whose last handle died, and retire it if nobody is in. Raises nothing."""
+        if os.getpid() != self.pid:  # the parent's blocks and its device: neither is the child's to give back
+            return
+        self._ended.append(saved)
+        try:
+            self.retire_if_idle()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever enters next: a finaliser's own would only be printed
+            self._store(error)
+
+    def retire_if_idle(self) -> None:
+        """Retire what is queued, unless somebody is in."""
+        # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.
+        # While a graph is captured nothing may be asked of the device: whoever enters after it retires them.
+        while self._ended and not self._device.capturing() and self.lock.acquire(blocking=False):
+            try:
+                self._retire_ended()
+            finally:
+                self.lock.release()
+
+    def raise_oldest(self) -> None:
+        """Raise the error that was stored first, if there is any."""
+        if self._errors:
+            oldest: list[BaseException] = []
+            with suppress(IndexError):  # another thread took it
+                oldest.append(self._errors.popleft())
+            if oldest:
+                _raise(oldest)
+
+    def _retire_ended(self) -> None:
+        retire = self._retire()
+        if retire is None:
+            self._ended.clear()
+            return
+        errors = retire(self._ended)
+        if errors:
+            first = [errors.pop(0)]
+            while errors:
+                self._store(errors.pop(0))
+            _raise(first)
+
+    def _store(self, error: BaseException) -> None:
+        """Store `error`, its traceback as a note: frames would keep tensors, blocks and the executor itself alive."""
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = (f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}' for frame, line in frames)
+        error.add_note("\n".join((_NOTE, *lines)))
+        _drop_frames(error)
+        self._errors.append(error)
+
+    def __del__(self) -> None:
+        # An error must not vanish: what nobody was told by now the interpreter tells.
+        if self._errors and not sys.is_finalizing():
+            raise self._errors.popleft()
+
+
+def _raise(error: list[BaseException]) -> NoReturn:
+    """Raise the one in the list, which is empty then: a frame that held it would be in a cycle with its traceback."""
+    raise error.pop()
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Drop the frames of `error`, and of the errors that it came from.
+
+    What else was being handled just then is the program's own, and only let go of: a finaliser may run in any `except`.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = link.__context__ = None
+        link = link.__cause__

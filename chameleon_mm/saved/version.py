@@ -1,0 +1,164 @@
+"""The version counter of a saved tensor: eager's check for writes, its error, and which saves a copy of the same bytes has.
+
+    saved = SavedBytes(t)                       # at save: the bytes that `t` covers, and a `VersionProbe` of its counter
+    saved.probe.check()                         # at use: eager's "modified by an inplace operation"
+    earlier.copy_includes(saved)                # at a later save of the same storage: a copy of the earlier bytes has these
+
+Version numbers of different counters say nothing about each other: outputs of `unsafe_chunk` and `unsafe_split`, `.data`,
+`set_` and memory that a kernel fills behind autograd's back share a storage and no counter. So a copy that began before a
+tensor was saved has that tensor's bytes only where the same bytes were saved before it began, under the same counter, at the
+same version. Note [Identity].
+
+Eager's error names the operator by what the tensor is when it is used, unless the operator saved its own result; the words of
+its hint and the spelling of an operator's name differ between torch versions, so they are read from an error that torch is made
+to raise. Of a tensor that nobody holds any more, the operator is named that it came from when it was saved.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+from torch import Tensor
+
+
+class Origin:
+    """Which output of which op a saved tensor is. Holds neither the tensor nor the node: that would close a cycle."""
+
+    __slots__ = ("_name", "_node_number", "_output_nr", "_ref")
+
+    def __init__(self, t: Tensor) -> None:
+        self._ref = weakref.ref(t)
+        node = t.grad_fn
+        self._name = "" if node is None else node.name()
+        self._node_number = -1 if node is None else node._sequence_nr()
+        self._output_nr = t.output_nr
+
+    def words(self, *, short_names: bool) -> str:
+        name, output_nr = self._name, self._output_nr
+        # None outside of a backward, whatever its stub says.
+        number_of_user = getattr(torch._C._current_autograd_node(), "_sequence_nr", None)
+        own_result = number_of_user is not None and number_of_user() == self._node_number
+        t = self._ref()
+        if t is not None and not own_result:
+            node = t.grad_fn
+            name, output_nr = ("" if node is None else node.name()), t.output_nr
+        if not name:
+            return ""
+        stem, backward, number = name.rpartition("Backward")
+        spelled = stem if short_names and backward and number.isdecimal() else name
+        return f", which is output {output_nr} of {spelled},"
+
+
+def inplace_message(what: tuple[str, torch.Size], origin: Origin, version: int, expected: int) -> str:
+    """The whole message for a tensor of this (type, shape), found at `version` where `expected` was saved."""
+    eager = _eagers_own()
+    hint = eager[eager.index(" Hint:") :] if " Hint:" in eager else ""
+    return (
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{what[0]} {list(what[1])}]{origin.words(short_names='ExpBackward' not in eager)} is at version {version}; "
+        f"expected version {expected} instead.{hint}"
+    )
+
+
+def _eagers_own() -> str:
+    """torch's own message for a write over exp's saved result. Raised on a thread of its own: hooks and modes are per
+    thread."""
+    said: list[str] = []
+
+    def provoke() -> None:
+        with torch.enable_grad():
+            out = torch.ones(1, requires_grad=True).exp()
+            out.add_(1)
+            try:
+                out.backward()
+            except RuntimeError as error:
+                said.append(str(error))
+
+    thread = threading.Thread(target=provoke)
+    thread.start()
+    thread.join()
+    return said[0] if said else ""
+
+
+class VersionProbe:
+    """The version counter of a tensor, without its memory."""
+
+    __slots__ = ("_alias", "_origin", "_what", "expected")
+
+    def __init__(self, t: Tensor) -> None:
+        self.expected = t._version
+        self._alias = t.detach()
+        self._alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
+        self._what = (t.type(), t.shape)
+        self._origin = Origin(t)
+
+    @property
+    def moved(self) -> bool:
+        return self._alias._version != self.expected
+
+    def joined(self, view: Tensor) -> Tensor:
+        """`view` under the saved tensor's own version counter, as what eager hands to a node is.
+
+        A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
+        """
+        shared = self._alias.detach()
+        shared.data = view
+        return shared
+
+    def check(self, origin: Origin | None = None) -> None:
+        """Raise what eager raises when a saved tensor was written to since it was saved. `origin`: of the tensor, where this
+        was made of an alias of it."""
+        if self.moved:
+            raise RuntimeError(inplace_message(self._what, origin or self._origin, self._alias._version, self.expected))
+
+
+class SavedBytes:
+    """The bytes of its storage that a saved tensor covers, under the version counter that it had."""
+
+    __slots__ = ("_begin", "_counter", "_end", "_geometry", "_solid", "probe")
+
+    def __init__(self, t: Tensor) -> None:
+        self.probe = VersionProbe(t)
+        """Probe of the tensor's version counter, at the version that it had."""
+        # A view has its base's counter. Autograd's node keeps neither alive, so a reference that is gone vouches for nothing.
+        self._counter = weakref.ref(t if (base := t._base) is None else base)
+        element_bytes = t.element_size()
+        shape, stride, offset = t.shape, t.stride(), t.storage_offset()
+        self._geometry = (element_bytes, shape, stride, offset)
+        self._solid = t.is_contiguous()
+        """Whether it covers all bytes from its first to its last."""
+        last = t.numel() - 1
+        if not self._solid:
+            dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1)
+            last = sum(step * (size - 1) for step, size in dims)
+            self._solid = _without_holes(dims)
+        self._begin = int(offset) * element_bytes
+        self._end = self._begin + (last + 1) * element_bytes
+
+    def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
+        """Whether a copy of these bytes, begun after they were saved, has those of `later`, saved since then.
+
+        `same_bytes`: both are known to cover the same ones.
+        """
+        if self.probe.moved or self.probe.expected != later.probe.expected:
+            return False
+        counter = self._counter()
+        return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
+
+    def covers(self, other: SavedBytes) -> bool:
+        """Whether all bytes of `other` are among these."""
+        if self._solid and self._begin <= other._begin and other._end <= self._end:
+            return True
+        return self._geometry == other._geometry
+
+
+def _without_holes(dims: list[tuple[int, int]]) -> bool:
+    """Whether (stride, size) sorted by stride leave no byte out."""
+    reach = 1
+    for stride, size in dims:
+        if stride > reach:
+            return False
+        reach += stride * (size - 1)
+    return True

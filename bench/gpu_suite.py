@@ -76,7 +76,7 @@ PARTS = (
     ),
     Part(
         theme="probe",
-        command=(_PYTHON, "-m", "chameleon_mm.bench.gpu_probe", "--json", "{json}", "--seconds", "{seconds}"),
+        command=(_PYTHON, "-m", "chameleon_mm.bench.probe", "--json", "{json}", "--seconds", "{seconds}"),
         cap_s=220,
         least_s=100,
     ),

@@ -28,7 +28,7 @@ from chameleon_mm.bench._planner_traces import (
     step_of,
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
-from chameleon_mm.bench.pinned import processor_name
+from chameleon_mm.bench.pinned.command import processor_name
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.policy import (

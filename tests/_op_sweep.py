@@ -27,8 +27,8 @@ from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.saved.handles import Handle
+from tests._fakes import Unwatched
 from tests._op_samples import OPS, BareMode, Outcome, differentiable, run, samples_of
-from tests._unwatched import Unwatched
 
 OTHER_UNDER_A_MODE = {
     "cumprod": "gradient: rows with zeros are not looked for",

@@ -17,6 +17,7 @@ from chameleon_mm.bench import gpu_suite
 from chameleon_mm.bench._environment import result_name
 from chameleon_mm.bench._parts import Outcome, Part, allotted_s, read_record, run_part
 from chameleon_mm.bench.gpu_tests import summarise
+from tests._fakes import scripted_part
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = {
@@ -26,11 +27,8 @@ RECORD = {
 
 
 def part(theme: str, code: str, *, record: dict[str, Any] | None = RECORD, cap_s: float = 60, **more: Any) -> Part:
-    """A part that writes `record` (if any) and then runs `code`, in which `out` is its file."""
-    write = f"out.write_text({json.dumps(record)!r}); " if record is not None else ""
-    text = f"import os, pathlib, sys, time; out = pathlib.Path(sys.argv[1]); {write}{code}"
-    command = [sys.executable, "-c", text.replace("{", "{{").replace("}", "}}"), "{json}", "{seconds}"]
-    return Part(theme=theme, command=command, cap_s=cap_s, least_s=min(1.0, cap_s), **more)
+    """A part that writes `record` (if any) and then runs `code`, in which `out` is its file; it is told its time."""
+    return scripted_part(theme, record, code, arguments=("{seconds}",), cap_s=cap_s, **more)
 
 
 def run_alone(made: Part, tmp_path: Path, seconds: float = 60) -> Outcome:

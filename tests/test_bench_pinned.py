@@ -19,14 +19,15 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from chameleon_mm.bench import _pinned_operations, _pinned_rates, _pinned_waste, pinned
 from chameleon_mm.bench._measure import Figure, Results, Waived
-from chameleon_mm.bench._pinned_allocators import AddressesOnly, ListBestFit, SizeBins, power_of_two
-from chameleon_mm.bench._pinned_models import GPT, GPTShape, MoE, MoEShape
-from chameleon_mm.bench._pinned_record import Recorder, record, routing
-from chameleon_mm.bench._pinned_traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
 from chameleon_mm.bench._report import Bound, Report
 from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench.pinned import command as pinned
+from chameleon_mm.bench.pinned import operations, rates, waste
+from chameleon_mm.bench.pinned.allocators import AddressesOnly, ListBestFit, SizeBins, power_of_two
+from chameleon_mm.bench.pinned.models import GPT, GPTShape, MoE, MoEShape
+from chameleon_mm.bench.pinned.record import Recorder, record, routing
+from chameleon_mm.bench.pinned.traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.stand_in import is_stand_in
@@ -76,7 +77,7 @@ def test_sizes_vary_where_they_are_said_to() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_pool_promises_of_every_trace(name: str) -> None:
     trace = load_trace(name)
-    best_fit, replay = (_pinned_waste.waste(trace, make) for make in (_pinned_waste.best_fit, _pinned_waste.replayed))
+    best_fit, replay = (waste.waste(trace, make) for make in (waste.best_fit, waste.replayed))
     assert best_fit.reserved_ratio <= pinned.MAX_BEST_FIT_RATIO == 1.10
     assert replay.reserved_ratio <= pinned.MAX_REPLAY_RATIO == 1.05
     for outcome in (best_fit, replay):
@@ -93,7 +94,7 @@ def test_a_plan_of_a_trace_is_as_small_as_a_plan_can_be(name: str) -> None:
 
 def test_a_plan_of_one_step_serves_every_step_that_is_like_it() -> None:
     trace = load_trace("llama")
-    outcome = _pinned_waste.waste(trace, _pinned_waste.replayed_from_first)
+    outcome = waste.waste(trace, waste.replayed_from_first)
     assert outcome.peak_reserved_bytes == plan_offsets(trace.step_requests(0)).arena_bytes
 
 
@@ -213,7 +214,7 @@ def keep(bins: SizeBins, trace: Trace) -> AbstractContextManager[SizeBins]:
 
 def test_bins_keep_what_they_reserved_for_a_size() -> None:
     exact, rounded = SizeBins(lambda nbytes: nbytes), SizeBins(power_of_two)
-    outcomes = [_pinned_waste.waste(SMALL, partial(keep, bins)) for bins in (exact, rounded)]
+    outcomes = [waste.waste(SMALL, partial(keep, bins)) for bins in (exact, rounded)]
     # 700 cannot lie where 600 did, nor the other way round; as 1024 they can, but the last 600 comes while 700 lives.
     assert [outcome.peak_reserved_bytes for outcome in outcomes] == [600 + 3000 + 700, 1024 + 4096 + 1024]
     assert [outcome.locked_at_peak_bytes for outcome in outcomes] == [3700, 4096 + 1024]
@@ -228,7 +229,7 @@ def test_powers_of_two(nbytes: int, rounded: int) -> None:
 def test_cupys_own_pool_is_the_model_of_it() -> None:
     pytest.importorskip("cupy", reason="needs CuPy: its pool is played to")
     trace = load_trace("resnet")
-    theirs, model = (_pinned_waste.waste(trace, _pinned_waste.PEERS[name]) for name in ("CuPy's pool", "power of two"))
+    theirs, model = (waste.waste(trace, waste.PEERS[name]) for name in ("CuPy's pool", "power of two"))
     assert theirs == model
 
 
@@ -284,7 +285,7 @@ def test_a_run_writes_every_part_and_every_bound(tmp_path: Path) -> None:
     rows = {part: {row["name"]: row["cells"] for row in table["rows"]} for part, table in written["tables"].items()}
     assert set(rows["operations"]) == {"4 live", "32 live"}
     assert all("median" in rows["operations"]["4 live"][key] for key in ("free_list", "pool", "pool_event", "list", "torch"))
-    assert set(rows["waste"]) == {f"resnet, {name}" for name in _pinned_waste.OURS | _pinned_waste.PEERS}
+    assert set(rows["waste"]) == {f"resnet, {name}" for name in waste.OURS | waste.PEERS}
     assert "CUDA GPU alone" in rows["waste"]["resnet, torch's host allocator"]["reserved_gib"]["waived"]
     assert "median" in rows["pinning"]["4 KiB pages, 1 thread"]["populate"]
     assert all("waived" in cell for cells in rows["copies"].values() for cell in cells.values())
@@ -336,17 +337,17 @@ def figure(value: float) -> Figure:
     return Figure.of([value], "us", simulated=False)
 
 
-def operations(sim: SimDevice, small: dict[str, float], large: dict[str, float]) -> Results:
-    results = Results("pinned operations", sim, _pinned_operations._COLUMNS)
+def operations_table(sim: SimDevice, small: dict[str, float], large: dict[str, float]) -> Results:
+    results = Results("pinned operations", sim, operations._COLUMNS)
     for live, found in ((1000, large), (10, small)):
-        waived = dict.fromkeys(_pinned_operations.PEERS, Waived("not measured"))
+        waived = dict.fromkeys(operations.PEERS, Waived("not measured"))
         results.add(f"{live} live", {"live": live}, waived | {key: figure(value) for key, value in found.items()})
     return results
 
 
 def test_times_are_judged_at_the_smallest_number_of_live_blocks_and_their_growth_beyond(sim: SimDevice) -> None:
     small = {"free_list": 1.6, "pool": 4.0, "pool_event": 5.1}
-    table = operations(sim, small, {"free_list": 3.2, "pool": 16.0, "pool_event": 5.1})
+    table = operations_table(sim, small, {"free_list": 3.2, "pool": 16.0, "pool_event": 5.1})
     verdicts = {bound.name: (bound.found, bound.held) for bound in pinned.operation_bounds(table)}
     assert verdicts == {
         "FreeList, release and allocate, 10 live": (1.6, False),
@@ -375,14 +376,14 @@ def test_a_missed_time_is_told_and_a_missed_count_fails() -> None:
 
 
 def test_rates_are_judged_beside_torchs(sim: SimDevice) -> None:
-    results = Results("pinned pinning", sim, _pinned_rates.PINNING_COLUMNS)
+    results = Results("pinned pinning", sim, rates.PINNING_COLUMNS)
     for name, rate in (("ours, as the pool does", 9.0), ("torch pin_memory", 4.0)):
         results.add(name, {}, {"populate": Waived("-"), "lock": Waived("-"), "total": figure(rate)})
     assert [(bound.found, bound.held) for bound in pinned.pinning_bounds(results)] == [(9.0, True), (2.25, False)]
 
 
 def test_copies_are_judged_at_the_largest_size(sim: SimDevice) -> None:
-    results = Results("pinned copies", sim, _pinned_rates.COPY_COLUMNS)
+    results = Results("pinned copies", sim, rates.COPY_COLUMNS)
     for size, ratio in ((64, 0.995), (1, 0.5)):
         cells = {key: figure(1.0) for key in ("block", "torch", "call", "pending")}
         results.add(f"D2H {size}", {"bytes": size}, cells | {"ratio": figure(ratio)})

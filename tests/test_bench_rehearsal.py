@@ -21,7 +21,7 @@ from chameleon_mm.bench._report import Bound, Report
 from chameleon_mm.bench._stand_in import NO_SANITIZER, NOT_MEASURED, NOT_RUN, withheld
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
-from tests._fakes import PlayedStandIn
+from tests._fakes import PlayedStandIn, scripted_part
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "CUDA stand-in, no GPU"
@@ -38,13 +38,6 @@ def table(rate: float = 55.5) -> Results:
     figures = {"rate": Figure.of([rate], "GB/s", simulated=False), "peak": Figure.of([1.25], "GiB", simulated=False)}
     results.add("H2D", {"bytes": 1}, figures)
     return results
-
-
-def part(theme: str, record: dict[str, Any], code: str = "", **more: Any) -> Part:
-    """A part that writes `record`, and then runs `code` with its arguments in `sys.argv`."""
-    text = f"import pathlib, sys; pathlib.Path(sys.argv[1]).write_text({json.dumps(record)!r}); {code}"
-    command = [sys.executable, "-c", text.replace("{", "{{").replace("}", "}}"), "{json}"]
-    return Part(theme=theme, command=command, cap_s=60, least_s=1, **more)
 
 
 def run_suite(parts: list[Part], out: Path, root: Path = ROOT) -> tuple[int, str]:
@@ -118,7 +111,7 @@ def test_tables_are_written_elsewhere_alone(tmp_path: Path) -> None:
 def test_a_suite_refuses_the_folder_of_results_in_one_sentence(tmp_path: Path) -> None:
     out = tmp_path / "bench" / "results"
     out.parent.mkdir()
-    code, text = run_suite([part("smoke", RECORD), part("copy", RECORD)], out, root=tmp_path)
+    code, text = run_suite([scripted_part("smoke", RECORD), scripted_part("copy", RECORD)], out, root=tmp_path)
     assert code == 1
     assert "expected a folder other than bench/results" in text
     assert "copy" not in text
@@ -129,9 +122,10 @@ def test_a_suite_says_what_it_is_and_what_it_did_not_run(tmp_path: Path) -> None
     out = tmp_path / "out"
     timed = RECORD | {"step_us": [1.5], "peak_bytes": 3}
     parts = [
-        part("smoke", RECORD, "sys.exit(len(sys.argv) != 2)", rehearsal=("--small",)),  # it runs before anything is known
-        part("copy", RECORD, "sys.exit(sys.argv[2:] != ['--small'])", rehearsal=("--small",)),
-        part("demo", timed, withhold=True),
+        # The first runs before anything is known.
+        scripted_part("smoke", RECORD, "sys.exit(len(sys.argv) != 2)", rehearsal=("--small",)),
+        scripted_part("copy", RECORD, "sys.exit(sys.argv[2:] != ['--small'])", rehearsal=("--small",)),
+        scripted_part("demo", timed, withhold=True),
     ]
     code, text = run_suite(parts, out)
     assert code == 0, text
@@ -148,7 +142,7 @@ def test_a_suite_says_what_it_is_and_what_it_did_not_run(tmp_path: Path) -> None
 
 def test_a_record_of_the_stand_in_without_its_mark_fails(tmp_path: Path) -> None:
     unmarked = {key: value for key, value in RECORD.items() if key != "stand_in"}
-    code, text = run_suite([part("smoke", RECORD), part("copy", unmarked)], tmp_path / "out")
+    code, text = run_suite([scripted_part("smoke", RECORD), scripted_part("copy", unmarked)], tmp_path / "out")
     assert code == 1
     assert f'expected "stand_in": true in a result of {NAME}' in text
 

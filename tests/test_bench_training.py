@@ -24,6 +24,7 @@ from chameleon_mm.cli import main
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import GIB
+from tests._fakes import UnsimulatedDevice
 
 CPU = torch.device("cpu")
 SHAPE = Shape(layers=2, width=32, heads=4, ffn=96, seq=16, batch=2, dtype="float32")
@@ -299,16 +300,8 @@ def test_a_plan_that_there_is_not_is_waived() -> None:
     assert _planned.ideal_step(Waived("no memory"), run, 1) == Waived("no memory")
 
 
-class CountedDevice(SimDevice):
-    """One that says it is real, so that what is measured on a GPU alone is measured."""
-
-    @property
-    def simulated(self) -> bool:
-        return False
-
-
 def test_the_share_of_the_light_profiler_compares_two_steps_of_one_round() -> None:
-    table, bound = light_share(CountedDevice(), SHAPE, repeats=3, seed=0)
+    table, bound = light_share(UnsimulatedDevice(), SHAPE, repeats=3, seed=0)
     share = table.rows[1].cells["share"]
     assert isinstance(share, Figure)
     assert share.count == 3
@@ -321,7 +314,7 @@ def test_the_share_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         "light profiler": [Sample(1010.0, 103.0), Sample(2010.0, 105.0), Sample(1004.0, 101.0)],
     }
     monkeypatch.setattr(_light_share, "samples", lambda *args, **kwargs: taken)
-    table, bound = light_share(CountedDevice(), SHAPE, repeats=3, seed=0)
+    table, bound = light_share(UnsimulatedDevice(), SHAPE, repeats=3, seed=0)
     assert bound.found == pytest.approx(0.005)
     host = table.rows[1].cells["host"]
     assert isinstance(host, Figure)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
-from tests._unwatched import Unwatched
+from tests._fakes import Unwatched
 
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.

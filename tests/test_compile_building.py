@@ -14,7 +14,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim import SimStream
-from tests._unwatched import deep
+from tests._programs import deep
 
 pytestmark = [
     # Dynamo looks at `.grad` of whatever lives across a graph break, and torch warns of that in the user's name.

@@ -20,7 +20,7 @@ from chameleon_mm.device.operators import OpFactsCache
 from chameleon_mm.planning.record import record_step
 from chameleon_mm.planning.workload import Workload
 from chameleon_mm.profiler.recorder import Recorder
-from tests._unwatched import Unwatched
+from tests._fakes import Unwatched
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 

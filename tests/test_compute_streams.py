@@ -21,7 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.units import MIB
-from tests._unwatched import deep
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -26,6 +26,7 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.transfer import Calibration, CalibrationCache, CurvePoint, Thresholds, calibrate
 from chameleon_mm.transfer import Path as Way
 from chameleon_mm.units import GIB, KIB, MIB
+from tests._fakes import UnsimulatedDevice, file_tree
 
 _H200_ROW = "NVIDIA H200, 143771, 9.0, 00000000:06:00.0, 1, 16, 5, 16\n"
 _NO_LINK_ROW = "NVIDIA H200, 143771, 9.0, 00000000:06:00.0, [N/A], [N/A], [N/A], [N/A]\n"
@@ -43,11 +44,7 @@ def _refuse(command: Sequence[str]) -> str:
 
 def _machine(root: Path, files: dict[str, str] | None = None, smi: str | None = None) -> Machine:
     """A machine whose kernel says `files`, and whose nvidia-smi says `smi` (None: there is none)."""
-    for name, text in (files or {}).items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return Machine(root=root, run=_refuse if smi is None else lambda command: smi)
+    return Machine(root=file_tree(root, files or {}), run=_refuse if smi is None else lambda command: smi)
 
 
 def _rows(findings: Any) -> dict[str, Finding]:
@@ -253,17 +250,13 @@ def test_a_program_that_is_missing_or_fails_is_unavailable() -> None:
     assert run_program([sys.executable, "-c", "print('fine')"]) == "fine\n"
 
 
-class _Pins(SimDevice):
-    """Says that it is real, so that the trial is made: with pinned memory, or with what torch does not take for it."""
+class _Pins(UnsimulatedDevice):
+    """A device on which the trial is made: with pinned memory, or with what torch does not take for it."""
 
     def __init__(self, *, pinned: bool, refuse: bool = False) -> None:
         super().__init__()
         self.pinned, self.refuse = pinned, refuse
         self.freed: list[int] = []
-
-    @property
-    def simulated(self) -> bool:
-        return False
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         if self.refuse:
@@ -310,14 +303,6 @@ def test_the_simulator_is_not_tried() -> None:
 # ---------------------------------------------------------------------------------------------------------- the calibration
 
 
-class _Real(SimDevice):
-    """Says that it is real."""
-
-    @property
-    def simulated(self) -> bool:
-        return False
-
-
 def test_a_simulated_calibration_is_called_so_in_every_row_and_kept_nowhere(tmp_path: Path) -> None:
     rows = _rows(transfer([SimDevice()], CalibrationCache(tmp_path)))
     assert rows["link rates"].value == calibrate(SimDevice(), rounds=1).to_dict()
@@ -329,9 +314,9 @@ def test_a_simulated_calibration_is_called_so_in_every_row_and_kept_nowhere(tmp_
 
 def test_a_real_one_is_kept_where_the_row_says(tmp_path: Path) -> None:
     cache = CalibrationCache(tmp_path)
-    rows = _rows(transfer([_Real()], cache))
+    rows = _rows(transfer([UnsimulatedDevice()], cache))
     assert rows["kept in"].value == str(cache.file("simulated H200", "simulated"))
-    kept = cache.load(_Real())
+    kept = cache.load(UnsimulatedDevice())
     assert kept is not None
     assert rows["link rates"].value == kept.to_dict()
     assert rows["transfer paths"].value == kept.to_dict()["thresholds"]
@@ -341,7 +326,7 @@ def test_a_real_one_is_kept_where_the_row_says(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_a_row(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("", encoding="utf-8")
-    rows = _rows(transfer([_Real()], CalibrationCache(taken)))
+    rows = _rows(transfer([UnsimulatedDevice()], CalibrationCache(taken)))
     assert rows["link rates"].available
     assert rows["kept in"].text == f"unavailable: {taken} cannot be written; the log says why"
 

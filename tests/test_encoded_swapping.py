@@ -8,7 +8,6 @@ pressure, drops, other streams         as without
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -19,15 +18,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS, Device, Stream
+from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import CodecRule, DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView, codecs_by_name
-from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.encoded_form import EncodedForm
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB
+from tests._fakes import leave_out_meeting
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -226,16 +225,10 @@ def test_streams_are_ordered_around_a_codec(sent_on_side: bool, used_on_side: bo
 
 @pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
 def test_without_the_streams_meeting_an_encoding_is_a_race(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    join_all, calls = ComputeStreams.join_all, itertools.count(1)
-
-    def meets_but_once(self: ComputeStreams, home: Stream) -> None:
-        if next(calls) != left_out:
-            join_all(self, home)
-
     device = cm.SimDevice(SLOW_LINK)
     side = device.new_compute_stream("side")
     swapping = Swapping(device)
-    monkeypatch.setattr(ComputeStreams, "join_all", meets_but_once)
+    leave_out_meeting(monkeypatch, left_out)
     with device.compute():
         handle = swapping.save(KINDS["bf16"]())
         with pytest.raises(cm.SimRaceError), device.stream(side):

@@ -19,6 +19,7 @@ from chameleon_mm.executor import swap_outs
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.transfer import Thresholds, Transfer
 from chameleon_mm.units import KIB
+from tests._fakes import Faults
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -28,22 +29,6 @@ BASELINE_BYTES = 2 * 4608
 
 class Fault(RuntimeError):
     """What an injected failure raises."""
-
-
-class Faults:
-    """Counts the calls of one kind and lets the N-th fail."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.fail_at: int | None = None
-        self.error: type[BaseException] = Fault
-
-    def hit(self, *, before: bool = True) -> None:
-        if before:
-            self.count += 1
-        if self.fail_at == self.count:
-            self.fail_at = None
-            raise self.error("injected")
 
 
 SITES: dict[str, tuple[type, str]] = {
@@ -64,7 +49,7 @@ SITES: dict[str, tuple[type, str]] = {
 
 @contextmanager
 def faults_at(site: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    faults = Faults()
+    faults = Faults(Fault)
     owner, name = SITES[site]
     real: Callable[..., Any] = getattr(owner, name)
 
@@ -137,7 +122,7 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
                 del caught
         with suppress(Fault, KeyboardInterrupt):
             trainer.session.report()  # what came up as a dropped graph was cleared away is raised here, at the latest
-        reached = faults.fail_at is None
+        reached = faults.over
         faults.fail_at = None
         assert trainer.step(), f"{site} {fail_at}: the next step is wrong"
         assert trainer.session.pool.stats().num_live == 0, f"{site} {fail_at}: a block leaked"

@@ -7,7 +7,6 @@ executor: what is moved, when the storage goes, who shares what, when all of it 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -18,14 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device import SPECS, Device, Stream
+from chameleon_mm.device import SPECS, Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
-from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.saved_part import Part
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
+from tests._fakes import leave_out_meeting, refusing
 
 ROWS, ROW = 64, 1024
 BIG_BYTES = ROWS * ROW * 4
@@ -231,11 +230,8 @@ def test_what_was_written_to_is_not_gathered_and_raises(device: Device, pool: cm
 def test_without_memory_to_gather_into_all_of_it_moves(
     device: Device, pool: cm.PinnedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Part, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        raise torch.OutOfMemoryError("no room")
-
     swapper = swapper_on(device, pool)
-    monkeypatch.setattr(Part, "pack", refuse)
+    monkeypatch.setattr(Part, "pack", refusing(torch.OutOfMemoryError, "no room"))
     with device.compute():
         big = torch.randn(ROWS, ROW, device=device.torch_device)
         expected = big[5].clone()
@@ -299,13 +295,7 @@ def test_streams_are_ordered_around_a_gather(gathered_on_side: bool, used_on_sid
 
 @pytest.mark.parametrize("left_out", [1, 2], ids=["before it", "after it"])
 def test_without_the_streams_meeting_a_gather_is_a_race(left_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    join_all, calls = ComputeStreams.join_all, itertools.count(1)
-
-    def meets_but_once(self: ComputeStreams, home: Stream) -> None:
-        if next(calls) != left_out:
-            join_all(self, home)
-
-    monkeypatch.setattr(ComputeStreams, "join_all", meets_but_once)
+    leave_out_meeting(monkeypatch, left_out)
     with pytest.raises(cm.SimRaceError):
         gathered_and_used(gathered_on_side=True, used_on_side=False)
 

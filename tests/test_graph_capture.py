@@ -21,7 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.units import MIB
-from tests._unwatched import deep
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

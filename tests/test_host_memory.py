@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -14,17 +13,10 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool, auto_limit_bytes, available_host_bytes
 from chameleon_mm.pinned.available import FRESH_S, AvailableMemory
 from chameleon_mm.units import GIB, KIB
+from tests._fakes import ManualClock, file_tree, refusing
 
 UNLIMITED_V1 = 9223372036854771712  # what version 1 writes for "no limit"
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1000000 kB\nMemAvailable:   33554432 kB\nBuffers:          1 kB\n"
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii")
-    return root
 
 
 def hybrid(*, v1_limit: int, v2_limit: int) -> dict[str, str]:
@@ -235,19 +227,16 @@ def hybrid(*, v1_limit: int, v2_limit: int) -> dict[str, str]:
     ],
 )
 def test_the_least_of_the_machine_and_its_control_groups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
-    assert available_host_bytes(write(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
+    assert available_host_bytes(file_tree(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
 
 
 def test_without_proc_psutil_is_asked_and_without_an_answer_it_is_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Answer:
         available = 5 * KIB
 
-    def refuses() -> Any:
-        raise OSError("not on this system")
-
     monkeypatch.setattr(psutil, "virtual_memory", Answer)
     assert available_host_bytes(tmp_path) == 5 * KIB
-    monkeypatch.setattr(psutil, "virtual_memory", refuses)
+    monkeypatch.setattr(psutil, "virtual_memory", refusing(OSError, "not on this system"))
     assert available_host_bytes(tmp_path) == 0
 
 
@@ -288,7 +277,7 @@ def test_auto_divides_what_a_control_group_leaves(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/memory.max": f"{20 * GIB}\n",
         "sys/fs/cgroup/job/memory.current": f"{4 * GIB}\n",
     }
-    left = available_host_bytes(write(tmp_path, group))
+    left = available_host_bytes(file_tree(tmp_path, group))
     assert auto_limit_bytes({"LOCAL_WORLD_SIZE": "2"}, available_bytes=left) == 4 * GIB
 
 
@@ -325,18 +314,8 @@ def test_a_limit_that_was_left_open_grows_with_the_machine(monkeypatch: pytest.M
 # --- asked often
 
 
-class Clock:
-    """Time as the test says, in place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 def test_what_is_available_is_read_again_after_a_while_or_when_much_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings, clock = iter([16_000, 32_000, 48_000, 64_000]), Clock()
+    readings, clock = iter([16_000, 32_000, 48_000, 64_000]), ManualClock()
     monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: next(readings))
     monkeypatch.setattr("chameleon_mm.pinned.available.time", clock)
     memory = AvailableMemory()
@@ -350,7 +329,7 @@ def test_what_is_available_is_read_again_after_a_while_or_when_much_was_taken(mo
 
 
 def test_a_full_pool_does_not_read_the_machine_for_every_pageable_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    left, readings, clock = [8 << 20], [], Clock()
+    left, readings, clock = [8 << 20], [], ManualClock()
 
     def available() -> int:
         readings.append(left[0])

@@ -15,7 +15,8 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.saved.saved_storage import SavedStorage
-from tests._unwatched import Unwatched, deep
+from tests._fakes import Unwatched
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -15,20 +15,13 @@ from chameleon_mm.device.cuda import CudaDevice, visible_gpus
 from chameleon_mm.device.numa import PreferredNode, _linux_mbind, near_node
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.units import MIB
+from tests._fakes import file_tree
 
 PCI_ID = "0000:65:00.0"
 NODE = f"sys/bus/pci/devices/{PCI_ID}/numa_node"
 MEMORY, ONLINE = "sys/devices/system/node/has_memory", "sys/devices/system/node/online"
 STATUS = "proc/self/status"
 MPOL_PREFERRED = 1
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii")
-    return root
 
 
 def allowed(nodes: str) -> str:
@@ -70,7 +63,7 @@ def test_the_node_of_the_device_where_there_is_a_choice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, files: dict[str, str], expected: int | None
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert near_node(PCI_ID, tree(tmp_path, files)) == expected
+        assert near_node(PCI_ID, file_tree(tmp_path, files)) == expected
     assert caplog.records == []
 
 
@@ -85,13 +78,13 @@ def test_a_node_that_may_not_be_used_is_logged_and_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, files: dict[str, str], usable: str
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert near_node(PCI_ID, tree(tmp_path, files)) is None
+        assert near_node(PCI_ID, file_tree(tmp_path, files)) is None
     [record] = caplog.records
     assert f"GPU at {PCI_ID}: it hangs on NUMA node 1, the process may use memory of {usable} only" in record.getMessage()
 
 
 def test_a_device_without_an_address_has_no_node(tmp_path: Path) -> None:
-    assert near_node(None, tree(tmp_path, {MEMORY: "0-1\n", STATUS: allowed("0-1")})) is None
+    assert near_node(None, file_tree(tmp_path, {MEMORY: "0-1\n", STATUS: allowed("0-1")})) is None
 
 
 # --- asking for it

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import (
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
-from tests._unwatched import Unwatched, deep, on_a_thread
+from tests._fakes import Unwatched
+from tests._programs import deep, on_a_thread
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

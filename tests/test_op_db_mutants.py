@@ -14,6 +14,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device, op_call, operators
 from chameleon_mm.saved.handles import Handle
 from tests import _op_sweep
+from tests._fakes import Unwatched
 from tests._op_samples import OPS, run
 from tests._op_sweep import (
     IN_SIMULATOR,
@@ -26,7 +27,6 @@ from tests._op_sweep import (
     plain_varies,
     sweep,
 )
-from tests._unwatched import Unwatched
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -26,6 +26,7 @@ from chameleon_mm.saved.packed_group import PackedGroup
 from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import refusing
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -222,14 +223,11 @@ def test_a_member_that_lives_on_is_used_itself(slow: cm.SimDevice) -> None:
 
 
 def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no room")
-
     with slow.compute():
         swapping = Swapping(slow)
         large = swapping.keep_the_link_busy()
         with monkeypatch.context() as full:
-            full.setattr(SimStream, "alloc", refuse)
+            full.setattr(SimStream, "alloc", refusing(torch.OutOfMemoryError, "no room"))
             handles, expected = swapping.save_small(10)
         assert places(handles) == [State.ON_DEVICE] * 10
         swapping.assert_exact(handles, expected)
@@ -238,9 +236,6 @@ def test_without_memory_for_a_carrier_they_stay(slow: cm.SimDevice, monkeypatch:
 
 
 def test_a_refused_kernel_leaves_everything_as_it_was(slow: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("no kernel")
-
     with slow.compute():
         swapping = Swapping(slow)
         large = swapping.keep_the_link_busy()
@@ -249,7 +244,7 @@ def test_a_refused_kernel_leaves_everything_as_it_was(slow: cm.SimDevice, monkey
         handles = [swapping.save(t) for t in saved]
         del saved
         with monkeypatch.context() as broken:
-            broken.setattr(SimStream, "pack", refuse)
+            broken.setattr(SimStream, "pack", refusing(RuntimeError, "no kernel"))
             with pytest.raises(RuntimeError, match="no kernel"):
                 swapping.next_op()
         swapping.assert_exact(handles, expected)

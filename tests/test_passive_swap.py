@@ -26,25 +26,10 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages, SwappedView
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import Faults
 
 RECORDED, STEADY = 0, 1
 """Steps by their number: the first is recorded, the others follow the plan."""
-
-
-class Shortage:
-    """Lets the N-th allocation from `begin` on fail, once."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.fail_at: int | None = None
-        self.counting = False
-
-    def begin(self, fail_at: int | None) -> None:
-        self.count, self.fail_at, self.counting = 0, fail_at, True
-
-    @property
-    def over(self) -> bool:
-        return self.fail_at is None
 
 
 @pytest.fixture
@@ -57,16 +42,15 @@ def _frozen() -> Iterator[None]:
 
 
 @pytest.fixture
-def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
-    found = Shortage()
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Allocations of the simulator that find memory; those of a step are counted, and one of them can be told to fail."""
+    found = Faults(torch.OutOfMemoryError)
+    found.counting = False
     real = Ledger.make_room
 
     def make_room(self: Ledger, nbytes: int) -> None:
-        if nbytes and found.counting:
-            found.count += 1
-            if found.count == found.fail_at:
-                found.fail_at = None
-                raise torch.OutOfMemoryError(f"out of memory: injected. Tried to allocate {nbytes} bytes.")
+        if nbytes:
+            found.hit(f"out of memory: injected. Tried to allocate {nbytes} bytes.")
         real(self, nbytes)
 
     monkeypatch.setattr(Ledger, "make_room", make_room)
@@ -119,7 +103,7 @@ class Run:
             self.optimizer.zero_grad()
         return loss.detach()
 
-    def train(self, shortage: Shortage, fail_at: int | None, *, again: bool) -> Run:
+    def train(self, shortage: Faults, fail_at: int | None, *, again: bool) -> Run:
         with self.session:
             for index, row in enumerate(self.rows):
                 begin = partial(shortage.begin, fail_at) if index == self.short_step else lambda: None
@@ -160,7 +144,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def number_of_allocations(run: Run, shortage: Shortage, *, again: bool) -> int:
+def number_of_allocations(run: Run, shortage: Faults, *, again: bool) -> int:
     """Of the step that will run short; asserts that it is one in which storages move."""
     run.train(shortage, None, again=again)
     report = run.session.report()
@@ -174,7 +158,7 @@ def number_of_allocations(run: Run, shortage: Shortage, *, again: bool) -> int:
 @pytest.mark.parametrize("short_step", [RECORDED, STEADY])
 @pytest.mark.parametrize("keeps_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
-    shortage: Shortage, short_step: int, keeps_gradients: bool
+    shortage: Faults, short_step: int, keeps_gradients: bool
 ) -> None:
     """`keeps_gradients`: they are there when the step begins, and it adds to them."""
     expected = Run(short_step, keeps_gradients=keeps_gradients)
@@ -203,7 +187,7 @@ def test_run_step_is_bitwise_the_same_wherever_memory_runs_out(
     ids=["recorded", "planned", "by the rule"],
 )
 def test_after_a_step_that_ran_out_of_memory_the_next_is_right_and_nothing_leaks(
-    shortage: Shortage, short_step: int, plans: bool
+    shortage: Faults, short_step: int, plans: bool
 ) -> None:
     expected = Run(short_step, plain=True, plans=plans)
     count = number_of_allocations(expected, shortage, again=False)

@@ -23,6 +23,7 @@ from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.block import Ticket
 from chameleon_mm.pinned.pending import PendingRanges
 from chameleon_mm.units import MIB
+from tests._fakes import BrokenStream, ManualEvent, RecordingStream
 
 SIZE = 1 * MIB
 
@@ -322,59 +323,31 @@ def test_a_pool_that_forgets_one_rule_is_caught(
 # --- what a block knows of its events
 
 
-class Flag:
-    """An event that the test completes by hand."""
-
-    def __init__(self) -> None:
-        self.complete = False
-
-    def query(self) -> bool:
-        return self.complete
-
-    def synchronize(self) -> None:
-        self.complete = True
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
-
-
-class Recorder:
-    """A stream that notes what it waits for."""
-
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.waited: list[Any] = []
-
-    def wait(self, event: Event) -> None:
-        self.waited.append(event)
-
-
 @pytest.fixture
 def pool() -> PinnedPool:
     return PinnedPool(8 * 4096, SimDevice())
 
 
 def test_complete_events_are_dropped_and_the_host_never_waits_in_allocate(pool: PinnedPool) -> None:
-    done, open_ = Flag(), Flag()
+    done, open_ = ManualEvent(), ManualEvent()
     first, second = pool.allocate(4 * 4096), pool.allocate(4 * 4096)
     first.release(after=done)
     second.release(after=open_)
     done.complete = True
-    stream: Any = Recorder()
+    stream: Any = RecordingStream()
     block = pool.allocate(8 * 4096, stream=stream)
     assert (stream.waited, block.pending_events, open_.complete) == ([open_], (), False)
 
 
 def test_an_event_over_many_pieces_is_waited_for_once(pool: PinnedPool) -> None:
-    event = Flag()
+    event = ManualEvent()
     for block in [pool.allocate(4096) for _ in range(8)]:
         block.release(after=event)
     assert pool.allocate(8 * 4096).pending_events == (event,)
 
 
 def test_without_a_stream_the_events_stay_until_someone_waits(pool: PinnedPool) -> None:
-    event = Flag()
+    event = ManualEvent()
     pool.allocate(4096).release(after=event)
     block = pool.allocate(100)
     assert block.buffer.numel() == 100
@@ -384,11 +357,7 @@ def test_without_a_stream_the_events_stay_until_someone_waits(pool: PinnedPool) 
 
 
 def test_a_stream_that_cannot_wait_leaves_the_block_to_return_itself_with_its_events(pool: PinnedPool) -> None:
-    class Broken(Recorder):
-        def wait(self, event: Event) -> None:
-            raise RuntimeError("the device is gone")
-
-    event, broken = Flag(), Broken()
+    event, broken = ManualEvent(), BrokenStream()
     pool.allocate(8 * 4096).release(after=event)
     stream: Any = broken
 
@@ -402,8 +371,8 @@ def test_a_stream_that_cannot_wait_leaves_the_block_to_return_itself_with_its_ev
 
 
 def test_a_release_event_stands_for_what_its_stream_waited_for(pool: PinnedPool) -> None:
-    first, second = Flag(), Flag()
-    stream: Any = Recorder()
+    first, second = ManualEvent(), ManualEvent()
+    stream: Any = RecordingStream()
     pool.allocate(4096).release(after=first)
     pool.allocate(4096, stream=stream).release(after=second)
     assert (stream.waited, pool.allocate(4096).pending_events) == ([first], (second,))
@@ -413,7 +382,7 @@ def test_a_release_event_stands_for_what_its_stream_waited_for(pool: PinnedPool)
 
 
 def test_a_range_taken_in_part_leaves_its_rest() -> None:
-    ranges, event = PendingRanges(), Flag()
+    ranges, event = PendingRanges(), ManualEvent()
     ranges.add(100, 200, (event,))
     assert ranges.take(0, 100) == ()
     assert ranges.take(200, 300) == ()
@@ -427,8 +396,8 @@ def test_a_range_taken_in_part_leaves_its_rest() -> None:
 
 def test_random_ranges_agree_with_one_entry_per_byte() -> None:
     generator = np.random.default_rng(0)
-    ranges, events = PendingRanges(), [Flag() for _ in range(5)]
-    per_byte: dict[int, set[Flag]] = {}
+    ranges, events = PendingRanges(), [ManualEvent() for _ in range(5)]
+    per_byte: dict[int, set[ManualEvent]] = {}
     for _ in range(3000):
         start, end = sorted(int(n) for n in generator.integers(0, 60, 2))
         if generator.random() < 0.5:
@@ -446,7 +415,7 @@ def test_random_ranges_agree_with_one_entry_per_byte() -> None:
 def test_complete_ranges_do_not_pile_up() -> None:
     ranges = PendingRanges()
     for n in range(10_000):
-        event = Flag()
+        event = ManualEvent()
         event.complete = n % 100 != 0
         ranges.add(2 * n, 2 * n + 1, (event,))
         assert len(ranges) <= 2 * (n // 100 + 1) + 64

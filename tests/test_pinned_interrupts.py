@@ -13,48 +13,14 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool, growth
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.units import KIB
+from tests._fakes import CountingDevice, ManualEvent
 
 CHUNK = 16 * KIB
-
-
-class Counted(SimDevice):
-    """A simulated GPU that keeps count of its pinned chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.chunks: dict[int, int] = {}
-
-    def alloc_pinned(self, nbytes: int) -> Tensor:
-        memory = super().alloc_pinned(nbytes)
-        self.chunks[memory.data_ptr()] = nbytes
-        return memory
-
-    def free_pinned(self, memory: Tensor) -> None:
-        assert self.chunks.pop(memory.data_ptr()) == memory.numel()
-        super().free_pinned(memory)
-
-
-class Done:
-    """An event that is complete only once somebody waited for it."""
-
-    def __init__(self) -> None:
-        self.complete = False
-
-    def query(self) -> bool:
-        return self.complete
-
-    def synchronize(self) -> None:
-        self.complete = True
-
-    def elapsed_us(self, since: Any) -> float:
-        raise ValueError("elapsed_us: not a timed event")
 
 
 WITH_LINES = {node.lineno for node in ast.walk(ast.parse(inspect.getsource(growth))) if isinstance(node, ast.With)}
@@ -94,7 +60,7 @@ def use(pool: PinnedPool) -> None:
     """Chunks come, are merged into a larger one, refused, reserved, trimmed; the limit is four chunks."""
     blocks = [pool.allocate(CHUNK) for _ in range(3)]
     for block in blocks:
-        block.release(after=Done())
+        block.release(after=ManualEvent())
     pool.allocate(2 * CHUNK).release()
     kept = pool.allocate(CHUNK)
     # Not pytest.raises: its record of the error makes a cycle of frames, which only the collector takes apart.
@@ -138,7 +104,7 @@ def on_another_thread(work: Callable[[], object]) -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_an_interrupt_at_any_line_leaves_a_pool_that_works() -> None:
     for n in range(1, 1000):
-        device = Counted()
+        device = CountingDevice()
         pool = PinnedPool(4 * CHUNK, device, CHUNK)
         if not interrupted(pool, use, n):
             break
@@ -154,10 +120,10 @@ def test_an_interrupt_at_any_line_leaves_a_pool_that_works() -> None:
 
 def test_an_interrupted_close_is_finished_by_the_next() -> None:
     for n in range(1, 1000):
-        device = Counted()
+        device = CountingDevice()
         pool = PinnedPool(4 * CHUNK, device, CHUNK)
         for block in [pool.allocate(CHUNK) for _ in range(3)]:
-            block.release(after=Done())
+            block.release(after=ManualEvent())
         if not interrupted(pool, PinnedPool.close, n):
             break
         on_another_thread(pool.close)
@@ -169,7 +135,7 @@ def test_an_interrupted_close_is_finished_by_the_next() -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_a_pool_that_was_interrupted_and_dropped_gives_all_back() -> None:
     for n in range(1, 1000):
-        device = Counted()
+        device = CountingDevice()
         pool = PinnedPool(4 * CHUNK, device, CHUNK)
         was_interrupted = interrupted(pool, use, n)
         del pool

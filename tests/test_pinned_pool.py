@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import BlockReleasedError, HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool, pool_for
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import CountingDevice, ManualEvent
 
 PAGE = 4096
 
 
-class Ledgered(SimDevice):
-    """A simulated GPU that keeps count of its pinned chunks, and fails to pin on request."""
+class Ledgered(CountingDevice):
+    """A device that counts its chunks and the waits of the host, and fails to pin on request."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks: dict[int, int] = {}
         self.failure: Exception | None = None
         self.syncs = 0
         self.before_alloc: Callable[[], object] = lambda: None
@@ -42,36 +42,15 @@ class Ledgered(SimDevice):
         self.before_alloc()
         if self.failure is not None:
             raise self.failure
-        memory = super().alloc_pinned(nbytes)
-        self.chunks[memory.data_ptr()] = nbytes
-        return memory
+        return super().alloc_pinned(nbytes)
 
     def free_pinned(self, memory: Tensor) -> None:
         self.before_free(memory.data_ptr(), memory.numel())
-        assert self.chunks.pop(memory.data_ptr()) == memory.numel()
         super().free_pinned(memory)
 
     def synchronize(self) -> None:
         self.syncs += 1
         super().synchronize()
-
-
-class Flag:
-    """An event that is complete when the test, or a wait of the host, says so."""
-
-    def __init__(self) -> None:
-        self.complete = False
-        self.syncs = 0
-
-    def query(self) -> bool:
-        return self.complete
-
-    def synchronize(self) -> None:
-        self.complete = True
-        self.syncs += 1
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
 
 
 @pytest.fixture
@@ -256,7 +235,7 @@ def test_a_device_that_cannot_pin_leaves_the_accounting_as_it_was(
 
 def test_trim_gives_back_unused_chunks_that_the_device_is_done_with(pool: PinnedPool, ledgered: Ledgered) -> None:
     busy, waiting, idle = (pool.allocate(16 * KIB) for _ in range(3))
-    event = Flag()
+    event = ManualEvent()
     waiting.release(after=event)
     idle.release()
     assert pool.trim() == 16 * KIB
@@ -269,7 +248,7 @@ def test_trim_gives_back_unused_chunks_that_the_device_is_done_with(pool: Pinned
 
 
 def test_unused_chunks_make_room_for_a_large_request(pool: PinnedPool, ledgered: Ledgered) -> None:
-    events = [Flag() for _ in range(4)]
+    events = [ManualEvent() for _ in range(4)]
     for block, event in zip([pool.allocate(16 * KIB) for _ in range(4)], events, strict=True):
         block.release(after=event)
     events[2].complete = True
@@ -282,7 +261,7 @@ def test_unused_chunks_make_room_for_a_large_request(pool: PinnedPool, ledgered:
 
 def test_unused_chunks_are_kept_where_they_would_not_make_room(pool: PinnedPool) -> None:
     kept = [pool.allocate(16 * KIB) for _ in range(3)]
-    event = Flag()
+    event = ManualEvent()
     pool.allocate(16 * KIB).release(after=event)
     with pytest.raises(HostMemoryExhausted):
         pool.allocate(20 * KIB)
@@ -291,7 +270,7 @@ def test_unused_chunks_are_kept_where_they_would_not_make_room(pool: PinnedPool)
 
 def test_close_waits_for_the_device_gives_all_back_and_ends_the_pool(ledgered: Ledgered) -> None:
     pool = PinnedPool("64KiB", ledgered, "16KiB")
-    event = Flag()
+    event = ManualEvent()
     pool.allocate(100).release(after=event)
     pool.close()
     pool.close()
@@ -389,7 +368,7 @@ def test_no_device_call_comes_from_a_fork_or_from_the_end_of_the_interpreter() -
 def test_release_is_idempotent_and_ends_the_views(pool: PinnedPool) -> None:
     block = pool.allocate(100)
     block.release()
-    block.release(after=Flag())
+    block.release(after=ManualEvent())
     assert block.released
     again = pool.allocate(100)
     block.release()
@@ -533,7 +512,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PinnedPool(self.LIMIT, self.device, self.CHUNK)
         self.blocks: list[tuple[PinnedBlock, int]] = []
         self.waits: dict[int, set[Any]] = {}  # page's address -> events of its last owners
-        self.events: list[Flag] = []
+        self.events: list[ManualEvent] = []
         self.value = 0
         self.peak_live = 0
 
@@ -608,7 +587,7 @@ class PoolMachine(RuleBasedStateMachine):
             carried = set()
         pages = () if block.pageable else self.pages(block)
         if how == "event":
-            self.events.append(Flag())
+            self.events.append(ManualEvent())
             carried.add(self.events[-1])
             block.release(after=self.events[-1])
             block.release()  # a second one changes nothing

@@ -17,24 +17,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned import PageableBlock, PinnedBlock, PinnedPool, Reservation
 from chameleon_mm.pinned.pool import OnFull
 from chameleon_mm.units import GIB, KIB, MIB
+from tests._fakes import CountingDevice, ManualClock, ManualEvent
 
 PAGE = 4096
 CHUNK = 16 * KIB
 LIMIT = 4 * CHUNK
 
 
-class Scripted(SimDevice):
-    """A simulated GPU that keeps count of its host memory, fails to pin on request, and pins only while the gate is open."""
+class Scripted(CountingDevice):
+    """A device that counts its host memory, fails to pin on request, and pins only while the gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.chunks: dict[int, int] = {}
         self.pageable: list[weakref.ref[Tensor]] = []
         self.pins = 0
         self.fail_at: set[int] = set()
@@ -54,15 +53,9 @@ class Scripted(SimDevice):
             assert self.gate.wait(20)
             if number in self.fail_at:
                 raise self.error(f"no pages to lock for chunk {number}")
-            memory = super().alloc_pinned(nbytes)
+            return super().alloc_pinned(nbytes)
         finally:
             self.at_once -= 1
-        self.chunks[memory.data_ptr()] = nbytes
-        return memory
-
-    def free_pinned(self, memory: Tensor) -> None:
-        assert self.chunks.pop(memory.data_ptr()) == memory.numel()
-        super().free_pinned(memory)
 
     def alloc_pageable(self, nbytes: int) -> Tensor:
         memory = super().alloc_pageable(nbytes)
@@ -87,22 +80,6 @@ class Large(SimDevice):
 
     def free_pinned(self, memory: Tensor) -> None:
         self.sizes.remove(memory.numel())
-
-
-class Flag:
-    """An event that is complete when the test, or a wait of the host, says so."""
-
-    def __init__(self) -> None:
-        self.complete = False
-
-    def query(self) -> bool:
-        return self.complete
-
-    def synchronize(self) -> None:
-        self.complete = True
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
 
 
 @pytest.fixture
@@ -175,7 +152,7 @@ def test_unused_chunks_are_merged_into_the_one_that_a_larger_request_needs(scrip
 
 def test_chunks_that_the_device_still_uses_are_not_merged(scripted: Scripted) -> None:
     with PinnedPool("1MiB", scripted, CHUNK) as pool:
-        event = Flag()
+        event = ManualEvent()
         pool.allocate(CHUNK).release(after=event)
         pool.allocate(CHUNK + 1).release()
         assert (sorted(scripted.chunks.values()), event.complete) == ([CHUNK, CHUNK + PAGE], False)
@@ -388,7 +365,7 @@ def test_past_the_limit_a_pageable_block_serves(scripted: Scripted) -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_pageable_memory_is_kept_until_its_event_is_complete(scripted: Scripted) -> None:
     with PinnedPool("1MiB", scripted) as pool:
-        first, second = Flag(), Flag()
+        first, second = ManualEvent(), ManualEvent()
         pool.allocate_pageable(100).release(after=first)
         pool.allocate_pageable(200).release(after=second)
         dropped = pool.allocate_pageable(400)
@@ -418,7 +395,7 @@ def test_a_copy_may_read_a_pageable_block_after_it_was_released(sim: SimDevice) 
 @pytest.mark.usefixtures("no_gc")
 def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripted: Scripted) -> None:
     pool = PinnedPool("1MiB", scripted)
-    pool.allocate_pageable(100).release(after=Flag())
+    pool.allocate_pageable(100).release(after=ManualEvent())
     pool.stats()
     assert scripted.held_pageable == 1
     block = pool.allocate_pageable(100)
@@ -456,7 +433,7 @@ def test_pageable_blocks_of_no_bytes_and_bad_sizes(scripted: Scripted) -> None:
 
 def test_waiting_ends_when_another_thread_releases(scripted: Scripted) -> None:
     pool, blocks = full(scripted, on_full="wait", max_wait_s=20)
-    event = Flag()
+    event = ManualEvent()
     got: list[PinnedBlock] = []
     waiter = in_thread(lambda: got.append(pool.allocate(CHUNK)))
     waiter.join(0.05)
@@ -492,23 +469,10 @@ def test_waiting_ends_after_the_bound_with_an_error_that_says_so(scripted: Scrip
     assert pool.allocate(1).nbytes == 1
 
 
-class Clock:
-    """Time that passes only while somebody sleeps, in place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_a_wait_is_as_long_as_it_was_told_to_be_and_asks_for_another_chunk_ever_more_rarely(
     scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = ManualClock()
     monkeypatch.setattr("chameleon_mm.pinned.growth.time", clock)
     with PinnedPool(LIMIT, scripted, CHUNK, on_full="wait", max_wait_s=30) as pool:
         scripted.fail_at = set(range(1000))

@@ -20,26 +20,22 @@ from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.pool import OnFull
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import ManualEvent
 
 THREADS = 4
 SLOTS = 64
 
 
-class Flag:
-    """An event that whoever looks at it three times finds complete."""
+class PolledEvent(ManualEvent):
+    """An event that is complete from the fourth query on."""
 
     def __init__(self) -> None:
-        self.looks = 0
+        super().__init__()
+        self.queries = 0
 
     def query(self) -> bool:
-        self.looks += 1
-        return self.looks > 3
-
-    def synchronize(self) -> None:
-        self.looks = 3
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
+        self.queries += 1
+        return self.complete or self.queries > 3
 
 
 def words(block: PinnedBlock) -> npt.NDArray[Any]:
@@ -90,7 +86,7 @@ class Stress:
                 bake(block, cookie)
                 own.append((block, cookie))
             elif own and roll < 0.8:
-                self.free(own.pop(int(generator.integers(len(own)))), Flag() if roll < 0.7 else None)
+                self.free(own.pop(int(generator.integers(len(own)))), PolledEvent() if roll < 0.7 else None)
             elif own:
                 at, mine = int(generator.integers(SLOTS)), own.pop()
                 with self.exchange:
@@ -99,7 +95,7 @@ class Stress:
                     own.append(theirs)
         for at, held in enumerate(own):
             if at % 2:
-                self.free(held, Flag())
+                self.free(held, PolledEvent())
             # ... and the rest is dropped, as by a thread that died
 
     def guard(self, work: Callable[[], object]) -> Callable[[], None]:

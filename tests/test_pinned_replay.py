@@ -15,43 +15,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from chameleon_mm.device.protocols import Device, Event
+from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, SimRaceError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
 from chameleon_mm.pinned.replay import RESYNC_WINDOW, ReplayPool
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import ManualEvent, RecordingStream
 
 PAGE = 4096
 
 
-class Flag:
+class UnwaitedEvent(ManualEvent):
     """An event that is complete when the test says so; until then the host must not wait for it."""
-
-    def __init__(self) -> None:
-        self.complete = False
-
-    def query(self) -> bool:
-        return self.complete
 
     def synchronize(self) -> None:
         assert self.complete, "the host waited"
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
-
-
-class Recorder:
-    """A stream that notes what it is told to wait for."""
-
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.waited: list[Event] = []
-
-    def wait(self, event: Event) -> None:
-        self.waited.append(event)
 
 
 def together(*pages: int) -> OffsetPlan:
@@ -181,9 +161,9 @@ def test_a_size_that_is_none_is_refused_as_the_pool_does(pool: PinnedPool, nbyte
 def test_the_next_user_of_the_bytes_waits_for_the_last_one(pool: PinnedPool) -> None:
     plan = plan_offsets([(2 * PAGE, 0, 1), (PAGE, 2, 3), (PAGE, 2, 3)])
     with ReplayPool(pool, plan) as replay:
-        event = Flag()
+        event = UnwaitedEvent()
         replay.allocate(2 * PAGE).release(after=event)
-        streams: list[Any] = [Recorder(), Recorder()]
+        streams: list[Any] = [RecordingStream(), RecordingStream()]
         blocks = [replay.allocate(PAGE, stream=stream) for stream in streams]
         assert [stream.waited for stream in streams] == [[event], [event]]
         for block in blocks:
@@ -196,7 +176,7 @@ def test_the_next_user_of_the_bytes_waits_for_the_last_one(pool: PinnedPool) -> 
 
 
 def test_events_come_with_the_arena_and_go_with_it(pool: PinnedPool) -> None:
-    before, after, never = Flag(), Flag(), Flag()
+    before, after, never = UnwaitedEvent(), UnwaitedEvent(), UnwaitedEvent()
     pool.allocate(4 * PAGE).release(after=before)
     with ReplayPool(pool, together(1, 3)) as replay:
         first, second = replay.allocate(PAGE), replay.allocate(3 * PAGE)
@@ -209,7 +189,7 @@ def test_events_come_with_the_arena_and_go_with_it(pool: PinnedPool) -> None:
 
 
 def test_a_replay_that_is_dropped_gives_its_arena_back_with_its_events(pool: PinnedPool, no_gc: None) -> None:
-    event = Flag()
+    event = UnwaitedEvent()
     replay = ReplayPool(pool, together(1, 3))
     block = replay.allocate(PAGE)
     replay.allocate(3 * PAGE).release(after=event)

@@ -38,36 +38,7 @@ from chameleon_mm.pinned.recording import RecordingAllocator
 from chameleon_mm.pinned.replay_log import LogReplay, replay_log
 from chameleon_mm.pinned.statistics import StatisticsAllocator
 from chameleon_mm.units import KIB, MIB
-
-
-class Flag:
-    """An event that is complete when the test, or a wait of the host, says so."""
-
-    def __init__(self) -> None:
-        self.complete = False
-        self.syncs = 0
-
-    def query(self) -> bool:
-        return self.complete
-
-    def synchronize(self) -> None:
-        self.complete = True
-        self.syncs += 1
-
-    def elapsed_us(self, since: Event) -> float:
-        raise ValueError("elapsed_us: not a timed event")
-
-
-class Recorder:
-    """A stream that notes what it waits for."""
-
-    name = "recorder"
-
-    def __init__(self) -> None:
-        self.waited: list[Any] = []
-
-    def wait(self, event: Event) -> None:
-        self.waited.append(event)
+from tests._fakes import BrokenStream, ManualEvent, RecordingStream
 
 
 @pytest.fixture
@@ -125,11 +96,11 @@ def test_a_dropped_block_returns_and_holds_its_wrapper(pool: PinnedPool, tmp_pat
 
 @any_wrapper
 def test_events_go_through_a_wrapper_both_ways(pool: PinnedPool, tmp_path: Path, make: Any) -> None:
-    event, later = Flag(), Flag()
+    event, later = ManualEvent(), ManualEvent()
     pool.allocate(MIB).release(after=event)
     with make(pool, tmp_path) as wrapper:
         nbytes = MIB - 2 * ZONE_BYTES
-        stream: Any = Recorder()
+        stream: Any = RecordingStream()
         block = wrapper.allocate(nbytes, stream)
         if isinstance(wrapper, CheckingAllocator):
             assert event.complete, "it writes the block, so the host has waited"
@@ -152,10 +123,10 @@ def test_events_go_through_a_wrapper_both_ways(pool: PinnedPool, tmp_path: Path,
 def test_an_unused_block_passes_on_what_its_stream_waited_for(pool: PinnedPool, tmp_path: Path, make: Any) -> None:
     if make is WRAPPERS["checking"]:
         pytest.skip("the host itself has waited by then")
-    event = Flag()
+    event = ManualEvent()
     pool.allocate(MIB).release(after=event)
     with make(pool, tmp_path) as wrapper:
-        stream: Any = Recorder()
+        stream: Any = RecordingStream()
         wrapper.allocate(4096, stream).release()
         wrapper.close()
     assert pool.allocate(4096).pending_events == (event,)
@@ -181,13 +152,9 @@ def test_exhaustion_goes_through_and_leaves_the_wrapper_usable(pool: PinnedPool,
 
 @any_wrapper
 def test_a_stream_that_cannot_wait_leaves_nothing_behind(pool: PinnedPool, tmp_path: Path, make: Any) -> None:
-    class Broken(Recorder):
-        def wait(self, event: Event) -> None:
-            raise RuntimeError("the device is gone")
-
-    event = Flag()
+    event = ManualEvent()
     pool.allocate(MIB).release(after=event)
-    broken: Any = Broken()
+    broken: Any = BrokenStream()
     with make(pool, tmp_path) as wrapper:
         with pytest.raises(RuntimeError, match="gone"):
             wrapper.allocate(4096, broken)
@@ -209,7 +176,7 @@ def test_they_nest_in_any_order(pool: PinnedPool, tmp_path: Path, order: tuple[s
     for value, block in enumerate(blocks):
         block.numpy((block.nbytes,), np.uint8)[:] = value
     assert all(bool((block.numpy((block.nbytes,), np.uint8) == value).all()) for value, block in enumerate(blocks))
-    events = [Flag() for _ in blocks]
+    events = [ManualEvent() for _ in blocks]
     for block, event in zip(blocks, events, strict=True):
         block.release(after=event)
     for event in events:
@@ -568,7 +535,7 @@ def test_all_that_was_found_is_said(pool: PinnedPool) -> None:
 
 def test_a_block_is_not_looked_at_before_its_last_event(pool: PinnedPool) -> None:
     checked = CheckingAllocator(pool)
-    block, event = checked.allocate(5000), Flag()
+    block, event = checked.allocate(5000), ManualEvent()
     memory, start = block._memory, block._start
     block.release(after=event)
     checked.allocate(100).release()
@@ -582,7 +549,7 @@ def test_a_block_is_not_looked_at_before_its_last_event(pool: PinnedPool) -> Non
 
 def test_check_waits_for_the_device_and_allocate_does_so_before_it_gives_up(pool: PinnedPool) -> None:
     checked = CheckingAllocator(pool)
-    first, second = Flag(), Flag()
+    first, second = ManualEvent(), ManualEvent()
     checked.allocate(900 * KIB).release(after=first)
     checked.allocate(10)
     assert first.syncs == 0

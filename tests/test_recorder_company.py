@@ -34,7 +34,8 @@ from chameleon_mm.profiler.dispatch_state import is_on
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, UNMOVABLE, Recorder
 from chameleon_mm.units import MIB
-from tests._unwatched import Unwatched, deep, on_a_thread
+from tests._fakes import Unwatched
+from tests._programs import deep, on_a_thread
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),

@@ -13,6 +13,7 @@ from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.poison import POISON_BYTE
 from chameleon_mm.errors import HostMemoryExhausted, SimLifetimeError, SimRaceError
+from tests._fakes import refusing
 
 N = 256
 
@@ -231,10 +232,7 @@ def test_freed_pinned_memory_is_nobodys(check_races: bool) -> None:
 
 
 def test_host_memory_that_cannot_be_had_is_said_so(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise MemoryError("no such memory")
-
-    monkeypatch.setattr(np, "empty", refuse)
+    monkeypatch.setattr(np, "empty", refusing(MemoryError, "no such memory"))
     with pytest.raises(HostMemoryExhausted, match=r"host memory: asked for 1\.00 KiB.*no such memory"):
         sim.alloc_pinned(1024)
     with pytest.raises(ValueError, match="expected 0 bytes or more, got -1"):

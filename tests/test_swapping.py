@@ -16,7 +16,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
-from tests._unwatched import deep
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -18,7 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import chameleon_mm as cm
 from chameleon_mm.units import MIB
-from tests._unwatched import Unwatched, deep
+from tests._fakes import Unwatched
+from tests._programs import deep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -22,6 +22,7 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.transfer import OUTSTANDING, PIECE_BYTES, Move, Transfer
 from chameleon_mm.units import MIB
+from tests._fakes import refusing
 
 PIECE = 1000
 """A piece in these tests: small, and no power of two."""
@@ -239,16 +240,13 @@ def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
 
 
 def test_a_call_for_many_that_is_refused_fails_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("no")
-
     slow = dataclasses.replace(SPECS["h200"], d2h_gbps=0.001, h2d_gbps=0.001, duplex_gbps=0.0015)  # the first is under way
     sim = cm.SimDevice(slow)
     ends = Ends(sim)
     transfer = Transfer(sim, piece_bytes=PIECE)
     first = submit(ends, transfer, 2 * PIECE, True)
     small = [submit(ends, transfer, 10, True) for _ in range(3)]
-    monkeypatch.setattr(type(sim.current_stream()), "copy_batch", refuse)
+    monkeypatch.setattr(type(sim.current_stream()), "copy_batch", refusing(RuntimeError, "no"))
     sim.synchronize()
     transfer.hand_over()
     assert [tracked.move.failed for tracked in (first, *small)] == [False, True, True, True]

@@ -29,6 +29,7 @@ from chameleon_mm.transfer import (
 )
 from chameleon_mm.transfer.calibrate import SIZES_BYTES, busy_gbps
 from chameleon_mm.units import KIB, MIB
+from tests._fakes import CountingDevice, UnsimulatedDevice, refusing
 
 MOVING = (Path.PACK, Path.BATCH, Path.DIRECT)
 
@@ -147,40 +148,31 @@ def test_on_the_simulator_it_is_the_same_every_time_and_leaves_nothing(no_gc: No
     assert order == tuple(sorted(order))
 
 
-class _Counting(SimDevice):
-    """Counts the pinned buffers that it gave and got back, and refuses more than `most`."""
-
-    def __init__(self, most: int = 8) -> None:
-        super().__init__()
-        self.most, self.given, self.taken_back = most, 0, 0
+class _Short(CountingDevice):
+    """A device that pins one buffer and no more."""
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
-        if self.given == self.most:
+        if self.num_pinned:
             raise HostMemoryExhausted("pinned memory: expected 32 MiB, got nothing")
-        self.given += 1
         return super().alloc_pinned(nbytes)
-
-    def free_pinned(self, memory: Tensor) -> None:
-        super().free_pinned(memory)
-        self.taken_back += 1
 
 
 def test_pinned_memory_goes_back() -> None:
-    device = _Counting()
+    device = CountingDevice()
     calibrate(device, budget_s=1e-9)  # one round nonetheless
-    assert device.given == device.taken_back == 2
+    assert (device.num_pinned, device.chunks) == (2, {})
 
 
 def test_a_machine_without_the_memory_says_so_and_keeps_none() -> None:
-    device = _Counting(most=1)
+    device = _Short()
     with pytest.raises(HostMemoryExhausted):
         calibrate(device)
-    assert device.taken_back == 1
-    small, counted = SimDevice(hbm_bytes="40MiB"), _Counting()
+    assert (device.num_pinned, device.chunks) == (1, {})
+    small, counted = SimDevice(hbm_bytes="40MiB"), CountingDevice()
     counted._machine.ledger.capacity = small.capacity
     with pytest.raises(torch.OutOfMemoryError):
         calibrate(counted)
-    assert counted.given == counted.taken_back == 2
+    assert (counted.num_pinned, counted.chunks) == (2, {})
 
 
 @pytest.mark.parametrize("wrong", [{"budget_s": 0.0}, {"budget_s": -1.0}, {"budget_s": float("nan")}, {"rounds": 0}])
@@ -192,34 +184,22 @@ def test_no_budget_and_no_rounds_are_refused(sim: SimDevice, wrong: dict[str, An
 # --------------------------------------------------------------------------------------------------------------------- cache
 
 
-class _Real(SimDevice):
-    """Says that it is real, under a driver of that name."""
-
-    def __init__(self, driver: str = "CUDA driver 13.0, runtime 13.0") -> None:
-        super().__init__()
-        self._driver = driver
-
-    @property
-    def simulated(self) -> bool:
-        return False
-
-    @property
-    def driver(self) -> str:
-        return self._driver
+def _real(driver: str = "CUDA driver 13.0, runtime 13.0") -> UnsimulatedDevice:
+    return UnsimulatedDevice(driver)
 
 
 @pytest.fixture(scope="module")
 def measured() -> Calibration:
-    return calibrate(_Real(), rounds=1)
+    return calibrate(_real(), rounds=1)
 
 
 def test_what_was_stored_is_loaded_for_its_device_and_driver_alone(tmp_path: FilePath, measured: Calibration) -> None:
     cache = CalibrationCache(tmp_path / "not" / "there yet")
-    assert cache.load(_Real()) is None
+    assert cache.load(_real()) is None
     assert cache.store(measured)
-    assert cache.load(_Real()) == measured
-    assert CalibrationCache(str(cache.path)).load(_Real()) == measured
-    assert cache.load(_Real("CUDA driver 13.1, runtime 13.0")) is None
+    assert cache.load(_real()) == measured
+    assert CalibrationCache(str(cache.path)).load(_real()) == measured
+    assert cache.load(_real("CUDA driver 13.1, runtime 13.0")) is None
     names = [file.name for file in cache.path.iterdir()]
     assert names == ["calibration-simulated-h200-cuda-driver-13.0-runtime-13.0.json"]  # and no half-written one
 
@@ -233,7 +213,7 @@ def test_get_measures_once(tmp_path: FilePath, measured: Calibration, monkeypatc
 
     monkeypatch.setattr("chameleon_mm.transfer.calibration_cache.calibrate", counted)
     cache = CalibrationCache(tmp_path)
-    assert cache.get(_Real()) == cache.get(_Real()) == measured
+    assert cache.get(_real()) == cache.get(_real()) == measured
     assert len(calls) == 1
 
 
@@ -252,7 +232,7 @@ def test_a_simulated_calibration_is_neither_stored_nor_loaded(tmp_path: FilePath
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_calibration_is_passed_over(tmp_path: FilePath, text: str, caplog: pytest.LogCaptureFixture) -> None:
-    cache, device = CalibrationCache(tmp_path), _Real()
+    cache, device = CalibrationCache(tmp_path), _real()
     cache.file(device.name, device.driver).write_bytes(text.encode("utf-8", "surrogateescape"))
     with caplog.at_level(logging.WARNING, logger="chameleon_mm"):
         assert cache.load(device) is None
@@ -269,7 +249,7 @@ def test_a_file_that_is_no_calibration_is_passed_over(tmp_path: FilePath, text: 
 def test_a_file_that_was_tampered_with_is_passed_over(
     tmp_path: FilePath, measured: Calibration, change: dict[str, Any]
 ) -> None:
-    cache, device = CalibrationCache(tmp_path), _Real()
+    cache, device = CalibrationCache(tmp_path), _real()
     cache.store(measured)
     file = cache.file(device.name, device.driver)
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
@@ -282,7 +262,7 @@ def test_a_file_that_was_tampered_with_is_passed_over(
 def test_a_calibration_of_something_else_is_passed_over(
     tmp_path: FilePath, measured: Calibration, change: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache, device = CalibrationCache(tmp_path), _Real()
+    cache, device = CalibrationCache(tmp_path), _real()
     cache.store(measured)
     file = cache.file(device.name, device.driver)
     file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
@@ -306,22 +286,16 @@ def test_a_write_that_fails_leaves_the_old_file(
     cache = CalibrationCache(tmp_path)
     cache.store(measured)
 
-    def refuse(self: FilePath, target: FilePath) -> FilePath:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(FilePath, "replace", refuse)
+    monkeypatch.setattr(FilePath, "replace", refusing(OSError, 28, "No space left on device"))
     assert not cache.store(dataclasses.replace(measured, h2d_gbps=1.0))
-    assert cache.load(_Real()) == measured
+    assert cache.load(_real()) == measured
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_user_without_a_home_has_no_cache(measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless(self: FilePath) -> FilePath:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(FilePath, "expanduser", homeless)
+    monkeypatch.setattr(FilePath, "expanduser", refusing(RuntimeError, "Could not determine home directory."))
     assert not CalibrationCache().store(measured)
-    assert CalibrationCache().load(_Real()) is None
+    assert CalibrationCache().load(_real()) is None
 
 
 def test_by_default_it_is_in_the_user_s_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: FilePath) -> None:
@@ -336,7 +310,7 @@ def test_sessions_take_what_was_kept_for_their_device(
     tmp_path: FilePath, measured: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    device = _Real()
+    device = _real()
     assert thresholds_for(device) == Thresholds()  # nothing was measured, and nothing is
     assert not list(tmp_path.rglob("*.json"))
     mine = dataclasses.replace(measured, thresholds=Thresholds(pack_below_bytes=8 * KIB, batch_below_bytes=64 * KIB))

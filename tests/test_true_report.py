@@ -15,7 +15,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.units import MIB
-from tests._unwatched import deep, on_a_thread
+from tests._programs import deep, on_a_thread
 
 PACKAGE = Path(cm.__file__).parent
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave
-from chameleon_mm.bench._pinned_allocators import AddressesOnly, ListBestFit
-from chameleon_mm.bench.gpu_probe_pools import CupyPool
+from chameleon_mm.bench.pinned.allocators import AddressesOnly, ListBestFit
+from chameleon_mm.bench.probe.pools import CupyPool
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.pinned import FreeList, PinnedPool
 from chameleon_mm.units import GIB, KIB

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 SCHEMA = "chameleon_mm.trace.pinned/1"
-FOLDER = Path(__file__).resolve().parent / "traces"
+FOLDER = Path(__file__).resolve().parents[1] / "traces"
 
 STEP = -1
 """An entry of `Trace.entries` that stands for the start of a step."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived
-from chameleon_mm.bench._pinned_allocators import AddressesOnly, OursPlayed, SizeBins, power_of_two
-from chameleon_mm.bench._pinned_traces import Trace, load_trace, play, trace_names
-from chameleon_mm.bench.gpu_probe_pools import CupyPool, TorchHostAllocator, empty_torch_host_cache
+from chameleon_mm.bench.pinned.allocators import AddressesOnly, OursPlayed, SizeBins, power_of_two
+from chameleon_mm.bench.pinned.traces import Trace, load_trace, play, trace_names
+from chameleon_mm.bench.probe.pools import CupyPool, TorchHostAllocator, empty_torch_host_cache
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.pinned.plan_offsets import plan_offsets

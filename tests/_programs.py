@@ -1,6 +1,5 @@
-"""What several tests run on and run: a device as a GPU is to dispatch modes, a program, a thread.
+"""A program that several tests run, and a thread to run it on.
 
-Unwatched()                a simulated device without a dispatch mode of its own
 deep(x)                    a chain whose every link saves something that nobody else keeps
 on_a_thread(work)          `work` elsewhere, to its end
 """
@@ -8,21 +7,10 @@ on_a_thread(work)          `work` elsewhere, to its end
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-import chameleon_mm as cm
-
-
-class Unwatched(cm.SimDevice):
-    """Installs nothing but hooks on a thread, as a GPU does. Its copies are still late and its memory still poisoned."""
-
-    @contextmanager
-    def compute(self) -> Iterator[cm.SimDevice]:
-        yield self
 
 
 def deep(x: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.bench import gpu_probe, gpu_probe_costs, gpu_smoke
-from chameleon_mm.bench.gpu_probe_copies import random_bytes
-from chameleon_mm.bench.gpu_probe_memory import gaps_us
+from chameleon_mm.bench import gpu_smoke
+from chameleon_mm.bench.probe import command as probe
+from chameleon_mm.bench.probe import costs
+from chameleon_mm.bench.probe.copies import random_bytes
+from chameleon_mm.bench.probe.memory import gaps_us
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.units import KIB, MIB
 
@@ -75,7 +77,7 @@ def test_smoke_keeps_what_a_check_raised(sim: SimDevice, tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
-@pytest.mark.parametrize("main", [gpu_smoke.main, gpu_probe.main])
+@pytest.mark.parametrize("main", [gpu_smoke.main, probe.main])
 def test_without_cuda_there_is_a_message_and_no_record(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "record.json"
     assert main(["--json", str(target)]) == 1
@@ -90,21 +92,21 @@ def test_every_probe_item_is_isolated() -> None:
         raise ZeroDivisionError("no such rate")
 
     items = {"first": lambda: {"a": 1}, "broken": broken, "last": lambda: {"b": 2}}
-    answers = gpu_probe.ask(items, 60, lambda so_far: kept.append(list(so_far)))
+    answers = probe.ask(items, 60, lambda so_far: kept.append(list(so_far)))
     assert kept == [["first"], ["first", "broken"], ["first", "broken", "last"]]
     assert (answers["first"]["a"], answers["last"]["b"]) == (1, 2)
     assert answers["broken"]["error"] == "ZeroDivisionError: no such rate"
     assert "in broken" in answers["broken"]["where"]
-    assert gpu_probe.headline(answers) == "2 of 3 answered; errors: broken"
+    assert probe.headline(answers) == "2 of 3 answered; errors: broken"
 
 
 def test_probe_items_out_of_time_are_waived() -> None:
     now = iter([0.0, 0.0, 50.0, 50.0])
-    items: Mapping[str, gpu_probe.Item] = {"slow": dict, "late": lambda: {"ran": True}}
-    answers = gpu_probe.ask(items, 40, lambda so_far: None, clock=lambda: next(now))
+    items: Mapping[str, probe.Item] = {"slow": dict, "late": lambda: {"ran": True}}
+    answers = probe.ask(items, 40, lambda so_far: None, clock=lambda: next(now))
     assert answers["slow"] == {"took_s": 50.0}
     assert answers["late"] == {"waived": "no time left: 50 of 40 s were over"}
-    assert gpu_probe.headline(answers) == "1 of 2 answered; waived: late"
+    assert probe.headline(answers) == "1 of 2 answered; waived: late"
 
 
 def test_gaps_are_paired_by_address() -> None:
@@ -128,7 +130,7 @@ def test_gaps_are_paired_by_address() -> None:
 
 def test_pass_through_mode_changes_nothing() -> None:
     x = torch.rand(8)
-    with gpu_probe_costs.PassThrough():  # type: ignore[no-untyped-call]  # the constructor is torch's, which has no types
+    with costs.PassThrough():  # type: ignore[no-untyped-call]  # the constructor is torch's, which has no types
         assert torch.equal(torch.mul(x, x), x * x)
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from chameleon_mm.bench import _pinned_operations, _pinned_rates, _pinned_waste
 from chameleon_mm.bench._measure import Results, Waived, add_output_arguments, environment
-from chameleon_mm.bench._pinned_traces import trace_names
 from chameleon_mm.bench._report import Bound, Report, median_of, over
+from chameleon_mm.bench.pinned import operations, rates, waste
+from chameleon_mm.bench.pinned.traces import trace_names
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.units import GIB, MIB, parse_size
@@ -71,7 +71,7 @@ def measure(
     parts: Sequence[str] = PARTS,
     *,
     traces: Sequence[str] = (),
-    live: Sequence[int] = _pinned_operations.LIVE,
+    live: Sequence[int] = operations.LIVE,
     nbytes: int = GIB,
     repeats: int = 9,
 ) -> Report:
@@ -79,16 +79,16 @@ def measure(
     tables: dict[str, Results] = {}
     bounds: list[Bound] = []
     if "operations" in parts:
-        tables["operations"] = _pinned_operations.measure(device, live, repeats=repeats)
+        tables["operations"] = operations.measure(device, live, repeats=repeats)
         bounds += operation_bounds(tables["operations"])
     if "waste" in parts:
-        tables["waste"], ours = _pinned_waste.measure(device, traces)
+        tables["waste"], ours = waste.measure(device, traces)
         bounds += waste_bounds(ours)
     if "pinning" in parts:
-        tables["pinning"] = _pinned_rates.pinning(device, nbytes, repeats=min(repeats, 3))
+        tables["pinning"] = rates.pinning(device, nbytes, repeats=min(repeats, 3))
         bounds += pinning_bounds(tables["pinning"])
     if "copies" in parts:
-        tables["copies"] = _pinned_rates.copies(device, repeats=repeats)
+        tables["copies"] = rates.copies(device, repeats=repeats)
         bounds += copy_bounds(tables["copies"])
     header = environment("pinned", device)
     if device.simulated:
@@ -128,7 +128,7 @@ def operation_bounds(table: Results) -> list[Bound]:
     return bounds
 
 
-def waste_bounds(ours: Mapping[tuple[str, str], _pinned_waste.Waste]) -> list[Bound]:
+def waste_bounds(ours: Mapping[tuple[str, str], waste.Waste]) -> list[Bound]:
     """Reserved over live on each trace, with a plan and without; and what rounding costs."""
     limits = {"best fit": MAX_BEST_FIT_RATIO, "replay": MAX_REPLAY_RATIO}
     bounds = []

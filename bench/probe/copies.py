@@ -3,7 +3,7 @@
     start; every stream waits for it; issue copies in turn; rate = all bytes / time until the last stream is done
     afterwards the bytes are compared: a rate of a wrong copy is no rate
 
-Uses torch.cuda directly: see gpu_probe.py.
+Uses torch.cuda directly: see __init__.py.
 """
 
 from __future__ import annotations

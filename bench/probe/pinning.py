@@ -3,7 +3,7 @@
     cudaHostAlloc(n)                                   | the driver allocates, zeroes and locks
     mmap(n), populate on t threads, cudaHostRegister   | we allocate and zero, the driver locks
 
-Uses torch.cuda and CuPy directly: see gpu_probe.py.
+Uses torch.cuda and CuPy directly: see __init__.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure, interleave
-from chameleon_mm.bench.gpu_probe_copies import on_stand_in, random_bytes
+from chameleon_mm.bench.probe.copies import on_stand_in, random_bytes
 from chameleon_mm.device.pinning import populated_pages
 from chameleon_mm.units import GIB, MIB
 

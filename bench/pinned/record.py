@@ -3,7 +3,7 @@
     with FakeTensorMode(): model at full size; for each step: with recorder.hooks(): loss = ...; loss.backward()
     on_save: a storage not yet held -> ["+", block, nbytes]       the last handle on it goes -> ["-", block]
 
-    python3 -m chameleon_mm.bench._pinned_record --out bench/traces
+    python3 -m chameleon_mm.bench.pinned.record --out bench/traces
 
 Nothing is scaled: shapes are those of the real model, on fake tensors, which have storages and lifetimes and no bytes. A block
 is one storage, whole, of every size, parameters and leaves excepted, as the executor holds them; operators are the CPU's. What
@@ -31,8 +31,8 @@ from torch.nn import functional as F
 
 from chameleon_mm.bench._environment import versions
 from chameleon_mm.bench._llama import Block, Rope, Shape
-from chameleon_mm.bench._pinned_models import GPT, GPTShape, MoE, MoEShape, ResNet50
-from chameleon_mm.bench._pinned_traces import STEP, Entry, Trace, write_trace
+from chameleon_mm.bench.pinned.models import GPT, GPTShape, MoE, MoEShape, ResNet50
+from chameleon_mm.bench.pinned.traces import STEP, Entry, Trace, write_trace
 from chameleon_mm.units import format_size
 
 _BF16 = torch.bfloat16
@@ -217,7 +217,7 @@ def record(name: str, write: Callable[[Recorder], str]) -> Trace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Record every trace into `--out`."""
-    parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench._pinned_record", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.pinned.record", description=__doc__.splitlines()[0])
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder for the traces")
     args = parser.parse_args(arguments)
     torch.manual_seed(0)

@@ -4,7 +4,7 @@
                free_requested -> free_completed of every block, and the peak
     oom_retry: under a memory fraction: fill, fail, leave the except block, let the victim go while its copy runs, retry
 
-Uses torch.cuda directly: see gpu_probe.py.
+Uses torch.cuda directly: see __init__.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure
-from chameleon_mm.bench.gpu_probe_copies import on_stand_in
+from chameleon_mm.bench.probe.copies import on_stand_in
 from chameleon_mm.units import GIB, MIB
 
 _LAYERS = 16

@@ -1,19 +1,14 @@
 """What no source tells about a machine: questions put to its driver, its link and torch, each answered on its own.
 
-    for name, item in ITEMS: answers[name] = item()     # an exception becomes {"error": ...}; out of time {"waived": ...}
-    the record is rewritten after every answer
+for name, item in ITEMS: answers[name] = item()     # an exception becomes {"error": ...}; out of time {"waived": ...}
+the record is rewritten after every answer
 
-    python3 -m chameleon_mm.bench.gpu_probe --json probe.json --item oom_retry
-
-This file's siblings `gpu_probe_*.py` use torch.cuda and CuPy directly, which nothing else outside the device layer does: they
-ask about what lies below that layer, and the layer's own choices (registering or allocating, copy engine or kernel) rest on
-the answers.
+python3 -m chameleon_mm.bench.probe --json probe.json --item oom_retry
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +18,12 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.bench import codec, gpu_probe_copies, gpu_probe_costs, gpu_probe_memory, gpu_probe_pinning, pack, pinned
+from chameleon_mm.bench import codec, pack
 from chameleon_mm.bench._codec_activations import Shape
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED, withheld
+from chameleon_mm.bench.pinned import command as pinned
+from chameleon_mm.bench.probe import copies, costs, memory, pinning
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.units import KIB, MIB
@@ -36,17 +33,17 @@ _CPU_PIN_BYTES = 16 * MIB
 Item = Callable[[], dict[str, Any]]
 
 ITEMS: Mapping[str, Item] = {
-    "copies_by_engine": gpu_probe_copies.by_engine,
-    "copies_by_kernel": gpu_probe_copies.by_kernel,
+    "copies_by_engine": copies.by_engine,
+    "copies_by_kernel": copies.by_kernel,
     "pack": lambda: _pack(resolve_device("cuda")),
     "codec": lambda: _codec(resolve_device("cuda")),
-    "pinning": gpu_probe_pinning.rates,
+    "pinning": pinning.rates,
     "pools": lambda: _pools(resolve_device("cuda")),
-    "pinning_beside_gemm": gpu_probe_pinning.beside_gemm,
-    "host_costs": gpu_probe_costs.host_costs,
-    "reclaim": gpu_probe_memory.reclaim,
-    "oom_retry": gpu_probe_memory.oom_retry,
-    "host_pointers": gpu_probe_pinning.host_pointers,
+    "pinning_beside_gemm": pinning.beside_gemm,
+    "host_costs": costs.host_costs,
+    "reclaim": memory.reclaim,
+    "oom_retry": memory.oom_retry,
+    "host_pointers": pinning.host_pointers,
 }
 """Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pack`, `codec` and
 `pools` are the themes `pack`, `codec` and `pinned`, whole: in this record, as the files that one run may leave are taken."""
@@ -54,7 +51,7 @@ ITEMS: Mapping[str, Item] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0 if every question was answered or waived, 1 if one raised or there is no CUDA device."""
-    parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.gpu_probe", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python3 -m chameleon_mm.bench.probe", description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", type=Path, required=True, help="where the record goes")
     parser.add_argument("--seconds", type=float, default=90, metavar="N", help="start no item later (default: %(default)s)")
     parser.add_argument("--item", choices=sorted(ITEMS), action="append", help="only this one; may be repeated")
@@ -132,7 +129,3 @@ def headline(answers: Mapping[str, Mapping[str, Any]]) -> str:
     text = f"{len(answers) - len(broken) - len(waived)} of {len(answers)} answered"
     text += f"; errors: {', '.join(broken)}" if broken else ""
     return text + (f"; waived: {', '.join(waived)}" if waived else "")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, timed_us
-from chameleon_mm.bench.gpu_probe_pools import Pinned, has_cupy, host_alloc, registered, torch_empty_pinned, torch_pinned
+from chameleon_mm.bench.probe.pools import Pinned, has_cupy, host_alloc, registered, torch_empty_pinned, torch_pinned
 from chameleon_mm.device.pinning import populated_pages
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import HostMemoryExhausted

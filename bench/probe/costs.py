@@ -2,7 +2,7 @@
 
     synchronize; clock; call it 100 times; clock; synchronize     # by the host's clock: the device's time is not the question
 
-A hundred small calls fit the driver's queue: none of them waits for the device. Uses torch.cuda directly: see gpu_probe.py.
+A hundred small calls fit the driver's queue: none of them waits for the device. Uses torch.cuda directly: see __init__.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.bench._measure import Figure, interleave
 from chameleon_mm.bench._stand_in import NO_TRITON
-from chameleon_mm.bench.gpu_probe_copies import on_stand_in, random_bytes
+from chameleon_mm.bench.probe.copies import on_stand_in, random_bytes
 from chameleon_mm.units import KIB
 
 _CALLS = 100

@@ -4,7 +4,7 @@
     pool = TorchHostAllocator(scale)             # torch's, with real memory
     host_alloc(n) | torch_pinned(n) | registered(n, threads, small_pages=...)  -> Pinned: seconds by phase, and how to release
 
-Uses torch.cuda and CuPy directly: see gpu_probe.py.
+Uses torch.cuda and CuPy directly: see __init__.py.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Cal
 
         def note(frame: FrameType, event: str, _: object) -> None:
             file = frame.f_code.co_filename
-            if event == "call" and file.startswith(PACKAGE) and not file.startswith(DEVICE):
+            if event == "call" and file.startswith(PACKAGE) and not file.startswith(DEVICE) and not of_device(frame):
                 calls[file.removeprefix(PACKAGE + "/"), frame.f_code.co_qualname] += 1
 
         sys.setprofile(note)
@@ -56,6 +56,11 @@ def counted(kind: str, hook: Callable[[Any], Any], paths: list[HookPath]) -> Cal
             paths.append(HookPath(kind, calls))
 
     return run
+
+
+def of_device(frame: FrameType) -> bool:
+    """Whether the device called it."""
+    return frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(DEVICE)
 
 
 def planned_hooks() -> list[HookPath]:

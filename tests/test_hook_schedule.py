@@ -68,15 +68,15 @@ def test_what_begins_with_its_wait_is_not_due_before() -> None:
 def test_an_action_is_for_the_first_save_of_a_storage_that_may_move() -> None:
     one, two = saved(0), saved(1)
     schedule = HookSchedule.of(TRACE, plan_of(TRACE, [action(one, 1, 4, 12)]))
-    storage_action = schedule.storage_action(0)
+    storage_action = schedule.storage_actions.get(0)
     assert storage_action is not None
     assert storage_action.tensor == one
     assert storage_action.action == schedule.plan.actions[0]
-    stays = schedule.storage_action(1)
+    stays = schedule.storage_actions.get(1)
     assert stays is not None
     assert (stays.tensor, stays.action) == (two, None)
-    assert schedule.storage_action(19) is None  # a use
-    assert schedule.storage_action(1_000) is None
+    assert schedule.storage_actions.get(19) is None  # a use
+    assert schedule.storage_actions.get(1_000) is None
 
 
 def test_a_plan_for_another_trace_is_refused() -> None:

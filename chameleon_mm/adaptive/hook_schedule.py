@@ -1,7 +1,7 @@
 """A plan arranged by hook, for a running step: the action of the storage that a hook saves, and the actions that are due there.
 
 schedule = HookSchedule.of(trace, plan)
-schedule.storage_action(hook)      # action of the storage that is first saved there; None: nothing is known of it
+schedule.storage_actions[hook]     # action of the storage that is first saved there; None: nothing is known of it
 schedule.growth[hook]              # how much more is allocated at most until the next check of memory
 cursor = schedule.begin_step()
 cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
@@ -53,7 +53,8 @@ class HookSchedule:
         """(ticks,) most bytes allocated during each tick."""
         self.growth = growth
         """Bytes, by hook, that allocation grows at most from when its reclaims are done until the next check of memory."""
-        self._storage_actions = storage_actions
+        self.storage_actions = storage_actions
+        """Action of each storage, by the hook that saves it for the first time; of other storages nothing is known."""
         self._hooks, self._due = list(due), list(due.values())
 
     @classmethod
@@ -83,10 +84,6 @@ class HookSchedule:
         allocated = memory.allocated(in_reach)
         growth = memory.growth_until_next_check(in_reach, allocated).tolist()
         return cls(plan, storage_actions, due, growth, allocated)
-
-    def storage_action(self, hook: int) -> StorageAction | None:
-        """Action of the storage that is saved for the first time at hook number `hook`; None: nothing is known of it."""
-        return self._storage_actions.get(hook)
 
     def begin_step(self) -> ScheduleCursor:
         return ScheduleCursor(self._hooks, self._due)

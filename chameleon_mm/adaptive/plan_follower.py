@@ -296,7 +296,7 @@ class PlanFollower(Director):
             self._assign_action(saved, hook)
 
     def _assign_action(self, saved: SavedStorage, cached_hook: int) -> None:
-        action = None if self._schedule is None else self._schedule.storage_action(cached_hook)
+        action = None if self._schedule is None else self._schedule.storage_actions.get(cached_hook)
         saved.assign(action)
         if action is not None:
             self._storages[action.tensor] = saved
@@ -309,16 +309,17 @@ class PlanFollower(Director):
             return NOTHING_DUE
         reclaims, outs, ins = due
         storages = self._storages
-        swap_outs: list[tuple[SavedStorage, int | None]] = [
-            (storages[a.tensor], a.nbytes) for a in outs if a.tensor in storages
-        ]
+        swap_outs: list[tuple[SavedStorage, int | None]] = []
+        for a in outs:
+            if a.tensor in storages:
+                swap_outs.append((storages[a.tensor], a.nbytes))  # noqa: PERF401 - a comprehension is one more call
         for saved in finished:
             if saved.planned is None:
                 swap_outs.append((saved, None))
             elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
                 swap_outs.append((saved, saved.planned.action.nbytes))
-        to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages]
-        prefetches = [storages[a.tensor] for a in ins if a.tensor in storages]
+        to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages] if reclaims else ()
+        prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
         return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches)
 
 

@@ -166,13 +166,16 @@ class Budget:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
         if self.memory_limit is not None:
             self.memory_limit.check_memory()
-        if self._limits.hbm_budget_bytes is None:
+        budget = self._limits.hbm_budget_bytes
+        if budget is None:
             return 0
         growth = self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.
-        self._make_room(0, self.forecast.growth_from_check(), exclude=None)
+        ahead = self.forecast.growth_from_check()
+        if ahead is None or self._allocated + ahead > budget:
+            self._make_room(0, ahead, exclude=None)
         return growth
 
     def allocated_bytes(self) -> int:
@@ -249,11 +252,6 @@ class Budget:
         """Note that `saved`, which could be on the host, stays on the device."""
         if self.memory_limit is not None:
             self.memory_limit.note_on_device(saved)
-
-    @property
-    def wants_check(self) -> bool:
-        """Whether memory has to be checked though nothing that moves is saved or used."""
-        return self.memory_limit is not None and self.memory_limit.wants_check
 
     @property
     def growth_is_unknown(self) -> bool:

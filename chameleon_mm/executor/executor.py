@@ -350,7 +350,8 @@ class Executor:
         """
         due = self.director.due(finished)
         self._outs.carry_out(due)
-        if check_memory or due.check_memory or self.budget.wants_check:
+        limit = self.budget.memory_limit
+        if check_memory or due.check_memory or (limit is not None and limit.wants_check):
             growth_bytes = self.budget.check_memory()
             self.director.note_growth(growth_bytes, at_hook=check_memory and at_hook)
         return due.prefetches
@@ -359,7 +360,7 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         # A step that is written down has one tensor for each storage: what is saved of it later is no part of its own.
-        found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.is_on)
+        found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.recorder is not None)
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)

@@ -24,7 +24,8 @@ class Recording:
     call."""
 
     def __init__(self) -> None:
-        self._recorder: Recorder | None = None
+        self.recorder: Recorder | None = None
+        """The recorder that records the step, or did until it was stopped. To be read alone."""
         self._entered = False
         self._left_within: list[Recorder] = []  # backwards that were not over yet
 
@@ -33,26 +34,21 @@ class Recording:
 
     def begin(self, recorder: Recorder | None) -> None:
         self.leave_restored()
-        self._recorder = recorder
+        self.recorder = recorder
         self._note_whether_over()
         self._entered = recorder is not None
         if recorder is not None:
             recorder.__enter__()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a recorder records the step, or did until it was stopped."""
-        return self._recorder is not None
-
     def paused(self) -> AbstractContextManager[None]:
         """A context whose work is no part of the recorded step, nor is the time that compute takes for it."""
-        return nullcontext() if self._recorder is None else _unrecorded(self._recorder)
+        return nullcontext() if self.recorder is None else _unrecorded(self.recorder)
 
     def leave_if_needed(self) -> None:
         if self._left_within:
             self.leave_restored()
-        if self._entered and self._recorder is not None and self._recorder.must_leave:
-            self._leave(self._recorder)
+        if self._entered and self.recorder is not None and self.recorder.must_leave:
+            self._leave(self.recorder)
 
     def leave_restored(self) -> None:
         """Leave the recorders that autograd has put back."""
@@ -64,19 +60,19 @@ class Recording:
 
     def retired(self, traced: TracedStorage | None) -> None:
         """Note that the claim on a traced storage has ended."""
-        if self._recorder is not None:
-            self._recorder.retired(traced)
+        if self.recorder is not None:
+            self.recorder.retired(traced)
 
     def end(self) -> Recorder | None:
         """Leave the recorder and return it, for what it has recorded."""
-        recorder, self._recorder = self._recorder, None
+        recorder, self.recorder = self.recorder, None
         if recorder is not None and self._entered:
             self._leave(recorder)
         self._note_whether_over()
         return recorder
 
     def _note_whether_over(self) -> None:
-        self.is_over = self._recorder is None and not self._left_within
+        self.is_over = self.recorder is None and not self._left_within
 
     def _leave(self, recorder: Recorder) -> None:
         self._entered = False

@@ -78,7 +78,8 @@ class SwapOuts:
 
     def add(self, saved: SavedStorage) -> None:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
-        saved.op_began()
+        if saved.op_is_over:
+            saved.op_began()
         self.fresh.append((saved, current_operator()))
 
     @property
@@ -197,7 +198,7 @@ class SwapOuts:
         self._context.metrics.totals.fallbacks += 1
 
     def _swap_out(self, saved: SavedStorage) -> None:
-        encoded = self._encoded_form_for(saved)
+        encoded = self._encoded_form_for(saved) if self._codecs else None
         if encoded is not None:
             with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
                 saved.swap_out(encoded)
@@ -212,7 +213,7 @@ class SwapOuts:
 
     def _encoded_form_for(self, saved: SavedStorage) -> EncodedForm | None:
         """The shorter form in which it should cross, if the rule asks for one."""
-        if not self._codecs or saved.dtype is None or saved.gathered or saved.device is None:
+        if saved.dtype is None or saved.gathered or saved.device is None:
             return None
         if saved.device.data_ptr() % UNIT_BYTES:
             return None

@@ -34,9 +34,12 @@ class Headroom:
 
     def record(self, growth_bytes: int) -> None:
         """Record the growth since the previous check of this step; at its end, since the last one."""
-        predicted = self.need()
-        if predicted is not None and self._scale is not None and growth_bytes > predicted:
-            self._scale = self._scale * growth_bytes / predicted if predicted else None
+        at, scale = len(self._growing), self._scale
+        # A forecast is no less than what was known of this very check: as a rule there is none to be computed.
+        if scale is not None and at < len(self._known) and growth_bytes > scale * self._known[at]:
+            predicted = self.need()
+            if predicted is not None and growth_bytes > predicted:
+                self._scale = scale * growth_bytes / predicted if predicted else None
         self._growing.append(growth_bytes)
 
     @property

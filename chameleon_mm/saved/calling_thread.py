@@ -95,6 +95,8 @@ class ComputeStreams:
 
     def join_all(self, alloc_stream: Stream) -> None:
         """Order all streams after what each has been given so far. Costs nothing while `alloc_stream` is the only one."""
+        if len(self._seen) == 1 and self._seen[0] is alloc_stream:
+            return
         others = [other for other in self._seen if other is not alloc_stream]
         for other in others:
             alloc_stream.wait(other.record())  # what they did with a block -> what follows on `alloc_stream`

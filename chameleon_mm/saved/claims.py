@@ -74,6 +74,9 @@ class Found(NamedTuple):
     """A claim on all of the storage whose copy began too early; set where a new claim is to be made."""
 
 
+_NOT_FOUND = Found(None, None)
+
+
 class Claims:
     """The live claims, by storage and part. Not thread-safe: the executor holds its lock."""
 
@@ -91,6 +94,8 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
+        if facts.covered_bytes is None and id(storage) not in self._claims:
+            return _NOT_FOUND  # as a rule
         found = self.find_whole(t, saved, compute)
         if found.claim is not None:
             return found
@@ -131,7 +136,7 @@ class Claims:
         else:
             self._last_saves[saved.storage_id] = saved.last_save
         saved.last_save.num_claims += 1
-        self._claims[_key(saved.storage_id, saved.part)] = weakref.ref(claim)
+        self._claims[saved.storage_id if saved.part is None else (saved.storage_id, saved.part)] = weakref.ref(claim)
         if saved.part is not None:
             self._parts.setdefault(saved.storage_id, []).append(saved.part)
 

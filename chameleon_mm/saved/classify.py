@@ -68,7 +68,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if storage in protected:
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
-    covered = covered_bytes(t)
+    covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
 
 

@@ -161,9 +161,6 @@ class SaveRecord:
         self._saved_bytes.append(saved)
         return True
 
-    def _note_copy_begun(self) -> None:
-        self._began_in = current_operator(), call_site()
-
     def _was_given(self, saved: SavedBytes, t: Tensor) -> bool:
         """Whether the operator that saves `t` was given it, and began the copy out.
 

@@ -115,10 +115,11 @@ class SavedPart(SavedStorage):
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
         assert self.state is State.ON_DEVICE and self.device is not None and not self.gathered
-        self._join_streams()  # Note [Swap-out]: the source was written by others, and `current` reads it
+        # Note [Swap-out]: the source was written by others, and `current` reads it
+        self._context.streams.join_all(self.alloc_stream)
         with annotation("chameleon::gather"):
             packed = self.part.pack(self.device)
-        self._join_streams()  # Note [Reclaim]: its next owner comes after that read
+        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
         self.alloc_stream.free(flat_bytes(self.device))
         self.device, self.alloc_stream, self.gathered = packed, current, True
         self.latest = weakref.ref(packed)

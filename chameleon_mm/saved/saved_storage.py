@@ -16,7 +16,7 @@ from torch import Tensor
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
 from chameleon_mm.pinned import PinnedBlock
-from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.save_record import SaveRecord
@@ -62,9 +62,6 @@ class SavedStorage(SaveRecord):
             raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
         self.state = state
 
-    def _join_streams(self) -> None:
-        self._context.streams.join_all(self.alloc_stream)
-
     # --- out
 
     @property
@@ -96,7 +93,8 @@ class SavedStorage(SaveRecord):
         """
         assert self.state is State.ON_DEVICE and self.device is not None
         context = self._context
-        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(form.host_bytes(self.nbytes))
+        host_bytes = form.host_bytes(self.nbytes)
+        block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
         try:
             source = form.source(self.device, self.alloc_stream)
         except BaseException:
@@ -105,7 +103,8 @@ class SavedStorage(SaveRecord):
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
         if self._checksum is not None:
-            self._join_streams()  # the checksum is taken on the current stream, which need not be the allocating one
+            # The checksum is taken on the current stream, which need not be the allocating one.
+            context.streams.join_all(self.alloc_stream)
             self._checksum.close(flat_bytes(self.device))
         with annotation("chameleon::swap_out"):
             out = context.transfer.swap_out(block.buffer, source, after, timed=context.metrics.timed)
@@ -113,9 +112,9 @@ class SavedStorage(SaveRecord):
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
         self.form, self._block, self._out = form, block, out
-        context.metrics.moved(out, "out", self.transfer_bytes)
+        context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
-        self._note_copy_begun()
+        self._began_in = current_operator(), call_site()
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
@@ -127,7 +126,7 @@ class SavedStorage(SaveRecord):
         if self._checksum is not None:
             self._checksum.close(content)
         self.alloc_stream.free(content)
-        self._note_copy_begun()
+        self._began_in = current_operator(), call_site()
         self.device, self.form = None, form
         self._to(State.ON_HOST)
 
@@ -154,7 +153,9 @@ class SavedStorage(SaveRecord):
         if self._out.done is None or not self._out.done.query():
             return False
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
-        if not self._host_stands_for_it() or not self._keep_rest():
+        if self.form.host_decides and not self._host_stands_for_it():
+            return False
+        if self.form.device_bytes and not self._keep_rest():
             return False
         self._drop_device()
         return True
@@ -162,7 +163,7 @@ class SavedStorage(SaveRecord):
     def _host_stands_for_it(self) -> bool:
         """Whether what is on the host now stands for the storage; if not, its bytes go out as they are, if they still can."""
         block = self._block
-        if block is None or not self.form.host_decides or self.form.stands_for_it(block.buffer):  # no block: nobody wants it
+        if block is None or self.form.stands_for_it(block.buffer):  # no block: nobody wants it
             return True
         self._context.metrics.totals.bytes_swapped_out += self.transfer_bytes  # `_undo_swap_out` takes off what did cross
         self._undo_swap_out()
@@ -190,7 +191,7 @@ class SavedStorage(SaveRecord):
                 if self.state is State.SWAPPING_OUT:
                     self.reclaim()  # as it is, this time
                 return
-        rest_is_kept = self._keep_rest()
+        rest_is_kept = not self.form.device_bytes or self._keep_rest()
         with annotation("chameleon::reclaim"):
             # Note [Reclaim]: the block's next owner on compute comes after the copy
             self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
@@ -226,7 +227,7 @@ class SavedStorage(SaveRecord):
 
     def _drop_device(self) -> None:
         assert self.device is not None
-        self._join_streams()  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self.form.drop_buffer()
         self.alloc_stream.free(flat_bytes(self.device))
         self.device = None

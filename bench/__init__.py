@@ -17,6 +17,7 @@ THEMES: dict[str, str] = {
     "pinned": "chameleon_mm.bench.pinned.command",
     "planner": "chameleon_mm.bench.planner",
     "profiler": "chameleon_mm.bench.profiler",
+    "timeline": "chameleon_mm.bench.timeline",
     "training": "chameleon_mm.bench.training",
 }
 """Theme -> module with `add_arguments(parser)` and `run(args, console) -> int` (0 done, 1 failed; `ValueError`: bad usage)."""

@@ -1,38 +1,59 @@
-"""README's Python runs as it stands, each snippet by itself, and prints what it says."""
+"""What README and docs show: Python that runs as it stands, output that is whole elsewhere, links that lead somewhere."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-README = Path(__file__).resolve().parents[1] / "README.md"
-SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+MOST_LINES = 130
+"""Of the README: whatever is longer belongs into docs/."""
 
 
-def first_call(snippet: str) -> str:
-    """What tells one snippet from the others."""
-    found = re.search(r"cm\.(SwapSession|save_on_cpu|PinnedPool|SimDevice)", snippet)
-    assert found is not None
-    return found[1]
+class Snippet(NamedTuple):
+    """Python of one page that imports the library; what does not is an excerpt."""
+
+    page: str
+    text: str
+
+    @property
+    def first_call(self) -> str:
+        """What tells it from the others of its page."""
+        found = re.search(r"cm\.(SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
+        assert found is not None
+        return found[1]
 
 
-@pytest.mark.parametrize("snippet", SNIPPETS, ids=first_call)
-def test_a_snippet_runs_as_it_stands(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
-    exec(compile(snippet, str(README), "exec"), {"__name__": "__main__"})
+SNIPPETS = [
+    Snippet(page.name, text)
+    for page in PAGES
+    for text in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    if "import chameleon_mm" in text
+]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.page}-{snippet.first_call}")
+def test_a_snippet_runs_as_it_stands(snippet: Snippet, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(snippet.text, snippet.page, "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
-    for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet):
+    for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet.text):
         assert printed in said.splitlines(), call
-    assert bool(said) == ("print(" in snippet)
+    assert bool(said) == ("print(" in snippet.text)
 
 
 def test_every_way_into_the_library_is_among_them() -> None:
-    assert [first_call(snippet) for snippet in SNIPPETS] == ["SwapSession", "save_on_cpu", "PinnedPool", "SimDevice"]
+    calls = {page: [snippet.first_call for snippet in SNIPPETS if snippet.page == page] for page in ("README.md", "using.md")}
+    assert calls == {"README.md": ["SwapSession", "PinnedPool"], "using.md": ["save_on_cpu", "SimDevice"]}
+    assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 
 
-def test_hooks_of_the_second_one_move_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints nothing that could be looked at."""
+def test_hooks_of_save_on_cpu_move_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its snippet prints nothing that could be looked at."""
     import chameleon_mm as cm
 
     made: list[cm.save_on_cpu] = []
@@ -43,5 +64,31 @@ def test_hooks_of_the_second_one_move_something(monkeypatch: pytest.MonkeyPatch)
             super().__enter__()
 
     monkeypatch.setattr(cm, "save_on_cpu", Noted)
-    exec(compile(SNIPPETS[1], str(README), "exec"), {"__name__": "__main__"})
+    (snippet,) = (snippet for snippet in SNIPPETS if snippet.first_call == "save_on_cpu")
+    exec(compile(snippet.text, snippet.page, "exec"), {"__name__": "__main__"})
     assert [manager.pool.stats().peak_live_bytes > 0 for manager in made] == [True]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_to_a_file(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    missing = [
+        target for target in targets if "://" not in target and not (page.parent / target.partition("#")[0]).resolve().exists()
+    ]
+    assert not missing
+
+
+def test_every_page_of_the_docs_is_linked_from_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page != README and f"{page.relative_to(ROOT)})" not in text] == []
+
+
+def test_what_the_readme_quotes_of_the_demo_is_in_the_demos_whole_output() -> None:
+    readme, demo = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/demo.md"))
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (quoted,) = (block for block in blocks if "bit-identical" in block)
+    assert quoted in demo

@@ -1,0 +1,117 @@
+"""The demo's model on a simulated GPU, one step of it without swapping and one by a plan, both watched.
+
+watched(spec, config, share) -> Comparison(unswapped, planned, plan)
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from chameleon_mm.bench._timeline_step import Step, Watch, WatchedDevice
+from chameleon_mm.demo.model import GPT, VOCABULARY, GPTConfig
+from chameleon_mm.device.reproducible import reproducible
+from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.policy import SwapPlan
+from chameleon_mm.session import SwapSession
+
+WARMUP_STEPS = 2
+"""Steps before the one that is watched: optimizer state is made in the first, and a session records it."""
+MOST_STEPS = 6
+"""Steps after which a session that follows no plan is not waited for any longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One model's step without swapping and by a plan."""
+
+    device: str
+    config: GPTConfig
+    hbm_budget_bytes: int
+    unswapped: Step
+    planned: Step
+    plan: SwapPlan
+    """The plan that the step followed."""
+
+
+@dataclass
+class _Training:
+    """The demo's model on random bytes, from a fixed seed. Made and used in `device.compute()`."""
+
+    config: GPTConfig
+    model: GPT = field(init=False)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(self.config)
+        self._ids, self._targets = (torch.randint(0, VOCABULARY, (1, self.config.context)) for _ in range(2))
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+
+    def step(self, watch: Watch | None = None) -> None:
+        """Forward, backward, optimizer; gradients are dropped. `watch` sees the operators."""
+
+        def enter(phase: str) -> None:
+            if watch is not None:
+                watch.phase = phase
+
+        with watch or nullcontext():
+            loss = self.model.loss(self._ids, self._targets)
+            enter("backward")
+            loss.backward()
+            del loss
+            enter("optimizer")
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def watched(spec: str | GpuSpec, config: GPTConfig, share: float) -> Comparison:
+    """The step of `config` on a simulated `spec`, without swapping and by a plan within a budget that leaves `share` of the
+    memory that the step adds to what is kept between steps.
+
+    Seeds torch's default generator. Raises `InfeasibleBudget`, a `ValueError`, where the budget is too small, and `ValueError`
+    where no step followed a plan from its first hook to its last.
+    """
+    device = WatchedDevice(spec)
+    with reproducible(), device.compute():
+        training = _Training(config)
+        for _ in range(WARMUP_STEPS):
+            training.step()
+        _begin(device)
+        watch = Watch(device)
+        training.step(watch)
+        device.synchronize()
+        unswapped, kept = watch.step(), device.allocated_bytes()
+        budget = kept + int(share * (unswapped.peak_bytes - kept))
+        with SwapSession(budget, device=device, model=training.model) as session:
+            for _ in range(WARMUP_STEPS):
+                with session.step():
+                    training.step()
+            planned, plan = _planned_step(device, session, training)
+    return Comparison(
+        device=device.name, config=config, hbm_budget_bytes=budget, unswapped=unswapped, planned=planned, plan=plan
+    )
+
+
+def _planned_step(device: WatchedDevice, session: SwapSession, training: _Training) -> tuple[Step, SwapPlan]:
+    executor, adaptation = session._executor, session._adaptation  # its hooks, to be watched; its plan is in no report
+    assert adaptation is not None
+    for _ in range(MOST_STEPS):
+        _begin(device)
+        before, plan = session.report(), adaptation.latest_plan
+        watch = Watch(device)
+        with session.step(), watch.hooks(executor.save, executor.use):
+            training.step(watch)
+        device.synchronize()
+        after = session.report()
+        followed = after.steps_by_phase.get("planned", 0) > before.steps_by_phase.get("planned", 0)
+        if followed and plan is not None and plan.actions:
+            return watch.step(stall_us=(after.stall_us or 0.0) - (before.stall_us or 0.0)), plan
+    found = dict(session.report().steps_by_phase)
+    raise ValueError(f"expected a step that follows a plan by which something moves, got {found}; choose another budget")
+
+
+def _begin(device: WatchedDevice) -> None:
+    device.synchronize()
+    device.reset_peaks()

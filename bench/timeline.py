@@ -1,0 +1,110 @@
+"""`chameleon-mm bench timeline`: one step of a small GPT on a simulated GPU, without swapping and by a plan, as a picture.
+
+    no swapping:  step, peak
+    by the plan:  step, stall, peak, bytes each way, copies that ran beside kernels
+
+    chameleon-mm bench timeline --svg timeline.svg
+
+Only on a simulator: the clocks of its streams are read without changing them. The picture in the README is this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.bench._timeline_run import Comparison, watched
+from chameleon_mm.bench._timeline_step import Step
+from chameleon_mm.bench._timeline_svg import timeline_svg
+from chameleon_mm.demo.model import GPTConfig
+from chameleon_mm.device import SimDevice, resolve_device
+from chameleon_mm.units import MIB, format_size
+
+COLUMNS = (
+    Column(key="step", title="step ms", formula="virtual time from the step's begin to its end", simulated=True),
+    Column(key="stall", title="stall us", formula="virtual time that compute waited for copies", simulated=True),
+    Column(key="peak", title="peak MiB", formula="most bytes in live tensors, model and optimizer included", simulated=True),
+    Column(key="out", title="out MiB", formula="bytes copied to the host", simulated=True),
+    Column(key="back", title="back MiB", formula="bytes copied back", simulated=True),
+    Column(key="beside", title="beside %", formula="100 * time of copies beside kernels / time of copies", simulated=True),
+)
+_NONE_MOVED = Waived("nothing is copied without swapping")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the options of `chameleon-mm bench timeline`."""
+    add_output_arguments(parser)
+    parser.set_defaults(device="sim")
+    parser.add_argument("--layers", type=int, default=4, metavar="N", help="blocks of the model (default: %(default)s)")
+    parser.add_argument("--context", type=int, default=8192, metavar="N", help="bytes in a row (default: %(default)s)")
+    parser.add_argument(
+        "--share", type=float, default=0.62, metavar="SHARE",
+        help="of the memory that a step adds, what the budget leaves, 0 < share < 1 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--svg", metavar="FILE", help="write the planned step as a picture to FILE")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run both steps, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage, `InfeasibleBudget` too."""
+    device = resolve_device(args.device)
+    if not isinstance(device, SimDevice):
+        raise ValueError(f"--device: expected a simulated GPU, whose clocks can be read, got {device.name}; take sim:h200")
+    if not 0 < args.share < 1:
+        raise ValueError(f"--share: expected more than 0 and less than 1, got {args.share}")
+    config = GPTConfig(layers=args.layers, width=64, heads=2, context=args.context)
+    with console.status("running ..."):
+        found = watched(device.spec, config, args.share)
+    table(found, device).deliver(args, console)
+    if args.svg:
+        path = Path(args.svg)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(timeline_svg(found), encoding="utf-8")
+    return 0
+
+
+def table(found: Comparison, device: SimDevice) -> Results:
+    """Both steps, a row each."""
+    results = Results("timeline", device, COLUMNS)
+    config = found.config
+    results.notes += [
+        f"GPT: layers {config.layers}, width {config.width}, heads {config.heads}, context {config.context}; batch 1, AdamW",
+        f"HBM budget {format_size(found.hbm_budget_bytes)}; {len(found.plan.actions)} storages move",
+        f"the plan foresaw a step of {found.plan.step_us / 1e3:.2f} ms with a stall of {found.plan.stall_us:.1f} us",
+    ]
+    for name, step in (("no swapping", found.unswapped), ("by the plan", found.planned)):
+        results.add(name, {"budget_bytes": found.hbm_budget_bytes}, _cells(step))
+    return results
+
+
+def beside_kernels(step: Step) -> float:
+    """Share of the time of a step's copies during which a kernel ran. Raises `ValueError` for a step without copies."""
+    copies_us = sum(copy.end_us - copy.start_us for copy in step.copies)
+    if not copies_us:
+        raise ValueError("beside_kernels: expected a step with copies, got one without; swap something")
+    beside_us = sum(
+        max(0.0, min(copy.end_us, kernel.end_us) - max(copy.start_us, kernel.start_us))
+        for copy in step.copies
+        for kernel in step.kernels
+    )
+    return beside_us / copies_us
+
+
+def _cells(step: Step) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {
+        "step": _figure(step.step_us / 1e3, "ms"),
+        "stall": _figure(step.stall_us, "us"),
+        "peak": _figure(step.peak_bytes / MIB, "MiB"),
+    }
+    if not step.copies:
+        return cells | dict.fromkeys(("out", "back", "beside"), _NONE_MOVED)
+    for key, direction in (("out", "d2h"), ("back", "h2d")):
+        moved = sum(copy.nbytes for copy in step.copies if copy.direction == direction)
+        cells[key] = _figure(moved / MIB, "MiB")
+    return cells | {"beside": _figure(100 * beside_kernels(step), "%")}
+
+
+def _figure(value: float, unit: str) -> Figure:
+    return Figure.of([value], unit, simulated=True)

@@ -1,0 +1,206 @@
+"""`bench timeline`: the picture of a planned step shows what the simulator ran, and the README's shows what it says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from chameleon_mm.bench import _timeline_run, timeline
+from chameleon_mm.bench._timeline_run import Comparison, watched
+from chameleon_mm.bench._timeline_step import WatchedDevice
+from chameleon_mm.bench._timeline_svg import ROWS, Frame, followed, frame_of, marks, timeline_svg
+from chameleon_mm.demo.model import GPTConfig
+from chameleon_mm.report import SwapReport
+from chameleon_mm.saved import CopySpan
+from chameleon_mm.session import SwapSession
+from tests._pictures import boxes, check_texts
+
+COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
+CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)
+SHARE = 0.8
+MARKS = ["save", "swap-out", "reclaim", "prefetch", "use"]
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Comparison, SwapReport]:
+    """The two steps, and the report of the session that ran the planned one last."""
+    sessions: list[SwapSession] = []
+
+    class Noted(SwapSession):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            sessions.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_timeline_run, "SwapSession", Noted)
+        found = watched("h200", CONFIG, SHARE)
+    return found, sessions[0].report()
+
+
+@pytest.fixture(scope="module")
+def found(run: tuple[Comparison, SwapReport]) -> Comparison:
+    return run[0]
+
+
+@pytest.fixture(scope="module")
+def picture(found: Comparison) -> ET.Element:
+    return ET.fromstring(timeline_svg(found))
+
+
+def of_class(picture: ET.Element, *names: str) -> list[ET.Element]:
+    return [element for element in picture.iter() if set(names) <= set((element.get("class") or "").split())]
+
+
+def test_memory_stays_under_the_budget_to_the_byte(found: Comparison) -> None:
+    assert found.planned.peak_bytes <= found.hbm_budget_bytes < found.unswapped.peak_bytes
+    for step in (found.planned, found.unswapped):  # by the device's own counter: nothing rose between two readings unseen
+        assert max(reading.allocated_bytes for reading in step.readings) == step.peak_bytes
+        assert all(earlier.at_us <= later.at_us for earlier, later in pairwise(step.readings))
+    assert found.planned.peak_bytes == found.plan.peak_bytes
+
+
+def test_copies_are_those_that_the_sessions_own_events_timed(run: tuple[Comparison, SwapReport]) -> None:
+    """Two clocks: the picture's is the engines' own, the session's are events around each copy."""
+    found, report = run
+    directions = {"out": "d2h", "in": "h2d"}
+    spans = report.spans[-len(found.planned.copies) :]
+    assert all(isinstance(span, CopySpan) for span in spans)
+    for name, direction in directions.items():
+        timed = sorted((span.start_us, span.end_us, span.nbytes) for span in spans if span.direction == name)
+        drawn = [copy for copy in found.planned.copies if copy.direction == direction]
+        assert [nbytes for _, _, nbytes in timed] == [copy.nbytes for copy in drawn]
+        for (start_us, end_us, _), copy in zip(timed, drawn, strict=True):
+            begin_us = end_us - copy.end_us
+            assert begin_us == pytest.approx(timed[0][1] - drawn[0].end_us, abs=0.01)  # one shift for all
+            assert end_us - start_us >= copy.end_us - copy.start_us - 0.01  # the events also saw it wait for its engine
+        assert all(earlier.end_us <= later.start_us for earlier, later in pairwise(drawn))
+
+
+def test_every_swap_went_by_its_action_of_the_plan(found: Comparison) -> None:
+    actions = sorted((action.reclaim_at, action.in_at, action.use_at, action.nbytes) for action in found.plan.actions)
+    swaps = found.planned.swaps
+    moved = [
+        (swap.reclaim_hook, swap.prefetch_hook, swap.use_hook, 0 if swap.out is None else swap.out.nbytes) for swap in swaps
+    ]
+    assert sorted(moved, key=str) == sorted(actions, key=str)
+    assert len(found.planned.copies) == 2 * len(swaps)
+
+
+def test_marks_are_in_the_order_of_a_storages_life(found: Comparison) -> None:
+    for swap in found.planned.swaps:
+        assert swap.out is not None and swap.back is not None and swap.moved_whole
+        assert swap.reclaim_us is not None and swap.prefetch_us is not None and swap.use_us is not None
+        assert swap.save_us <= swap.out.start_us < swap.out.end_us <= swap.reclaim_us
+        assert swap.reclaim_us <= swap.prefetch_us <= swap.back.start_us < swap.back.end_us <= swap.use_us
+        assert [mark.name for mark in marks(swap)] == MARKS
+    assert followed(found.planned.swaps) in found.planned.swaps
+
+
+def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
+    planned, unswapped = ([(kernel.phase, kernel.end_us - kernel.start_us) for kernel in step.kernels]
+                          for step in (found.planned, found.unswapped))  # fmt: skip
+    assert [phase for phase, _ in planned] == [phase for phase, _ in unswapped]
+    assert [us for _, us in planned] == pytest.approx([us for _, us in unswapped])
+    assert all(earlier.end_us <= later.start_us + 1e-6 for earlier, later in pairwise(found.planned.kernels))
+
+
+def test_the_picture_shows_them_where_they_were(found: Comparison, picture: ET.Element) -> None:
+    frame: Frame = frame_of(found)
+    swap = followed(found.planned.swaps)
+    for row in ROWS[1:]:
+        rectangles = of_class(picture, "copy", row)
+        copies = [copy for copy in found.planned.copies if copy.direction == row]
+        for rectangle, copy in zip(rectangles, copies, strict=True):
+            x, width, y = (float(rectangle.get(name) or 0) for name in ("x", "width", "y"))
+            assert x == pytest.approx(frame.x(copy.start_us), abs=0.01)
+            assert x + width == pytest.approx(frame.x(copy.end_us), abs=0.02)
+            assert y == frame.top(row)
+            assert ("followed" in (rectangle.get("class") or "")) == (copy in (swap.out, swap.back))
+    lines = [line for name in MARKS for line in of_class(picture, "mark", name)]
+    assert [float(line.get("x1") or 0) for line in lines] == pytest.approx(
+        [frame.x(mark.at_us) for mark in marks(swap)], abs=0.01
+    )
+
+
+def below_the_budget(picture: ET.Element, curve: str) -> bool:
+    (line,), (budget,) = of_class(picture, curve), of_class(picture, "budget")
+    ys = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
+    return min(ys) >= float(budget.get("y1") or 0)  # upwards is less
+
+
+@pytest.mark.parametrize("which", ["drawn", "committed"])
+def test_a_picture_is_legible_and_says_that_it_is_simulated(which: str, picture: ET.Element) -> None:
+    shown = picture if which == "drawn" else ET.parse(COMMITTED).getroot()
+    check_texts(shown)
+    words = " ".join(boxes(shown))
+    assert "simulated H200" in words and "no GPU took part" in words and "(simulated)" in words
+    assert {*ROWS, *MARKS, "budget"} <= set(boxes(shown))
+    assert below_the_budget(shown, "planned") and not below_the_budget(shown, "unswapped")
+    background = shown.find("{*}rect")
+    assert background is not None and (background.get("fill"), background.get("height")) == (
+        "white",
+        shown.get("viewBox", "").split()[3],
+    )
+
+
+def test_a_watched_device_notes_batches_too() -> None:
+    device = WatchedDevice("h200")
+    stream = device.new_stream("d2h")
+    with device.compute():
+        sources = [torch.ones(nbytes, dtype=torch.uint8) for nbytes in (4096, 8192)]
+    targets = [device.alloc_pinned(source.numel()) for source in sources]
+    stream.wait(device.current_stream().record())
+    stream.copy_batch(list(zip(targets, sources, strict=True)))
+    assert [(copy.direction, copy.nbytes) for copy in device.copies] == [("d2h", 4096), ("d2h", 8192)]
+    assert [copy[1:4] for copy in device.copies] == list(device.copy_spans("d2h"))
+    assert [copy.host_address for copy in device.copies] == [target.data_ptr() for target in targets]
+    device.synchronize()
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    timeline.add_arguments(parser)
+    return timeline.run(parser.parse_args(arguments), Console(quiet=True))
+
+
+def test_the_command_writes_what_was_asked_for(found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline, "watched", lambda *_: found)
+    svg, record = tmp_path / "new" / "timeline.svg", tmp_path / "timeline.json"
+    assert command("--svg", str(svg), "--json", str(record)) == 0
+    assert svg.read_text(encoding="utf-8") == timeline_svg(found)
+    written = json.loads(record.read_text(encoding="utf-8"))
+    unswapped, planned = (row["cells"] for row in written["rows"])
+    assert (written["theme"], written["simulated"]) == ("timeline", True)
+    assert "waived" in unswapped["out"]
+    assert planned["out"]["median"] == planned["back"]["median"] == sum(a.nbytes for a in found.plan.actions) / (1 << 20)
+    assert 0 < planned["beside"]["median"] <= 100
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-0.5", "1.5"])
+def test_a_share_that_is_none_is_bad_usage(share: str) -> None:
+    with pytest.raises(ValueError, match="--share: expected more than 0"):
+        command(f"--share={share}")
+
+
+def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
+    with pytest.raises(ValueError, match="expected a step with copies"):
+        timeline.beside_kernels(found.unswapped)
+    with pytest.raises(ValueError, match="expected a storage that moved whole"):
+        followed(found.unswapped.swaps)
+
+
+@pytest.mark.slow
+def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
+    svg = tmp_path / "timeline.svg"
+    assert command("--svg", str(svg)) == 0
+    drawn, committed = (ET.parse(path).getroot() for path in (svg, COMMITTED))
+    assert set(boxes(drawn)) == set(boxes(committed))

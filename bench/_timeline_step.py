@@ -26,7 +26,8 @@ from chameleon_mm.device import SimDevice
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.saved import SwappedView
-from chameleon_mm.saved.saved_storage import SavedStorage, State
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
 
 PHASES = ("forward", "backward", "optimizer")
 

@@ -1,12 +1,14 @@
-"""Gather many tensors into one staging buffer, in one launch: pack, then one copy crosses the link instead of hundreds.
+"""Gather many tensors into one staging buffer, in one launch, and scatter them again: one copy crosses the link, not hundreds.
 
     offsets, total_bytes = packed_layout(tensors)          host arithmetic
     pack(tensors, out, num_programs=8)                     out[offset:][:nbytes] = the tensor's bytes, as they lie in memory
+    unpack(out, others, num_programs=8)                    others of the same shapes and strides: now the same bytes
     table = PackTable(tensors)                             a batch that comes again: the table is built once,
     pack(tensors, out, num_programs=8, table=table)        and only addresses are renewed
 
 Bytes are packed in the order of memory, not of indices: dimensions by stride, those of stride 0 once. `unpack` into tensors
 of the same shapes and strides is the exact inverse. Units of up to 16 bytes move, as wide as address, strides and runs allow.
+Two programs write at once, so destinations of `unpack` that share a byte are refused; sources of `pack` that do are not.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor, *, num_programs: int, table: Pa
     the stream has passed. `num_programs` is the size of the persistent grid: how many SMs it may take at a time.
 
     `table` saves building one: it is refreshed with the addresses of `tensors`, and uploaded where they changed. A caller that
-    uploads by itself uses `PackTable.refresh`, `PackTable.place` and `launch_pack`.
+    has only addresses uses `PackTable.move` and `launch_pack`.
 
     Raises `ValueError`, naming the tensor by its index, before anything is enqueued: for mixed devices, layouts or dtypes that
     are not plain memory, more than 8 dimensions that cannot be joined, another batch than the table's, a buffer that is too
@@ -89,3 +91,46 @@ def memory_words(t: Tensor) -> Tensor:
         sizes, strides = [*sizes, per_element], [*strides, 1]
     words = torch.empty(0, dtype=_WORDS[word_bytes], device=t.device)
     return words.set_(t.untyped_storage(), t.storage_offset() * per_element, sizes, strides)
+
+
+@triton.jit(launch_metadata=launch_metadata, do_not_specialize=SIZES)  # type: ignore[untyped-decorator]  # Triton ships no types
+def unpack_kernel(
+    table: tl.tensor,  # *int64, (work + items,): see pack_table
+    staging: tl.tensor,  # *uint8, (total_bytes,): where the bytes come from
+    work: tl.int64,  # rows * row_words
+    row_words: tl.int64,
+    items: tl.int64,
+    nbytes: tl.int64,  # what moves; for launch metadata alone
+    BLOCK: tl.constexpr,  # bytes of an item
+) -> None:
+    walk(table, staging, work, row_words, items, BLOCK, TO_STAGING=False)
+
+
+def unpack(buffer: Tensor, tensors: Sequence[Tensor], *, num_programs: int, table: PackTable | None = None) -> None:
+    """Enqueue the scattering of `buffer`, (n,) uint8, into `tensors`, each from its offset in `packed_layout(tensors)`.
+
+    The tensors have the shapes and strides of those that were packed, and nothing of their memory in common; elements that a
+    dimension of stride 0 repeats are one. Stream, lifetimes, grid and `table` are as in `pack`. Autograd and version counters
+    are not told.
+
+    Raises `ValueError` before anything is enqueued, as `pack` does, and for destinations that overlap.
+    """
+    if table is None:
+        table = PackTable(tensors)
+    else:
+        table.refresh(tensors)
+    launch_unpack(buffer, table, num_programs=num_programs)
+
+
+def launch_unpack(buffer: Tensor, table: PackTable, *, num_programs: int) -> None:
+    """Launch `unpack` for the tensors that `table` was built for or last refreshed with."""
+    table.check_destinations("unpack")
+    launch(unpack_kernel, "unpack", table, buffer, num_programs)
+
+
+def unpack_reference(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Do what `unpack` must do, by torch: one copy per tensor. Runs anywhere."""
+    for t, offset in zip(tensors, packed_layout(tensors).offsets, strict=True):
+        words = memory_words(t)
+        packed = buffer[offset : offset + words.numel() * words.element_size()]
+        words.copy_(packed.view(words.dtype).view(words.shape))

@@ -3,6 +3,9 @@
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (what this process holds already + available), divided among the ranks on this machine
 
+    memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it has been taken
+    limit = MemoryLimit("auto");  limit.grow(held)              # the most that `auto_limit_bytes` has said so far
+
 Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit
 ends the process instead of raising an error. Swap is counted nowhere: what is pinned cannot go there.
 """
@@ -11,9 +14,12 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+from chameleon_mm.units import parse_size
 
 _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
@@ -178,3 +184,53 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:  # absent, or not ours to read
         return ""
+
+
+FRESH_S = 0.01
+"""Seconds for which an answer is good. Reading then costs a twentieth of one processor at most, and other processes, writing
+memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a reserve."""
+
+TRUSTED_SHARE = 16
+"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
+
+
+class AvailableMemory:
+    """`available_host_bytes`, read again when it may have changed. Threads may share it: the worst is one reading more."""
+
+    def __init__(self) -> None:
+        self._available_bytes = 0
+        self._trusted_bytes = 0
+        self._good_until = 0.0
+
+    def read(self, taking: int = 0) -> int:
+        """Bytes that this process may still take, 0 where nothing says so. The caller is about to take `taking` of them."""
+        now = time.monotonic()
+        if taking > self._trusted_bytes or now >= self._good_until:
+            self._available_bytes = available_host_bytes()
+            self._trusted_bytes = self._available_bytes // TRUSTED_SHARE
+            self._good_until = now + FRESH_S
+        self._trusted_bytes -= taking
+        return self._available_bytes
+
+
+class MemoryLimit:
+    """`max_bytes` as `PinnedPool` takes it. Raises `ValueError` and `TypeError` for what is no size, and where "auto" finds
+    nothing that says how much memory there is."""
+
+    def __init__(self, max_bytes: int | str | None) -> None:
+        self._memory = AvailableMemory()
+        self._auto = max_bytes is None or max_bytes == "auto"
+        self.nbytes = 0 if max_bytes is None or max_bytes == "auto" else parse_size(max_bytes, what="max_bytes")
+        self.grow(0)
+        if self._auto and not self.nbytes:
+            raise ValueError(
+                'max_bytes: expected the available host memory, which "auto" takes a share of, got nothing that says how much '
+                'that is; give a size, such as "8GiB"'
+            )
+
+    def grow(self, held_bytes: int) -> None:
+        """Look again, where the limit follows the machine: a virtual one's memory may grow as it is used, so what was available
+        at the start says too little. `held_bytes` is what the pool has reserved. Never shrinks: see `auto_limit_bytes`."""
+        if self._auto:
+            found = auto_limit_bytes(available_bytes=self._memory.read(), held_bytes=held_bytes)
+            self.nbytes = max(self.nbytes, found)

@@ -17,8 +17,8 @@ from torch import Tensor
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.device.sim import CostModel, SimDevice, SimStream
-from chameleon_mm.device.sim.link import COPY_LATENCY_US
-from chameleon_mm.device.sim.poison import POISON_BYTE
+from chameleon_mm.device.sim.cost import COPY_LATENCY_US
+from chameleon_mm.device.sim.late_copy import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError, SimRaceError
 from chameleon_mm.kernels.pack_table import packed_layout
 

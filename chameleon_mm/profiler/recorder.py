@@ -38,10 +38,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from chameleon_mm.device import Device
-from chameleon_mm.device.composite import GPU
 from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.device.operators import GPU, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
 from chameleon_mm.profiler.dispatch_state import DispatchState, in_backward, is_on, leave, remove

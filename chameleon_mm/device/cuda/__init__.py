@@ -8,11 +8,10 @@ The only package that talks to torch.cuda, CuPy or CUDA's own bindings. Importin
 
 from __future__ import annotations
 
-from chameleon_mm.device.cuda.batch_copies import BatchCopies
 from chameleon_mm.device.cuda.cupy_pinning import CupyPinning
 from chameleon_mm.device.cuda.device import CudaDevice
 from chameleon_mm.device.cuda.gpus import VisibleGpu, cuda_is_available, visible_gpus
-from chameleon_mm.device.cuda.stream import CODEC_PROGRAMS, CudaEvent, CudaStream
+from chameleon_mm.device.cuda.stream import CODEC_PROGRAMS, BatchCopies, CudaEvent, CudaStream
 
 __all__ = [
     "CODEC_PROGRAMS",

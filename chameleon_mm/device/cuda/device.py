@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.cuda.batch_copies import batch_copies
-from chameleon_mm.device.cuda.cupy_runtime import cupy_runtime
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
-from chameleon_mm.device.cuda.pinning_calls import pinning_calls
-from chameleon_mm.device.cuda.stream import CudaStream
+from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
+from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pageable import pageable_memory

@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chameleon_mm.device.pageable import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
-from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.device.sim.link import Span
+from chameleon_mm.device.sim.cost import CostModel, Span
+from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size

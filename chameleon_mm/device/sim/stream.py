@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.device.sim.extent import Extent
 from chameleon_mm.device.sim.late_copy import LateCopy, carry_out
-from chameleon_mm.device.sim.shadow import Access, Clock
+from chameleon_mm.device.sim.shadow import Access, Clock, Extent
 
 if TYPE_CHECKING:
     from chameleon_mm.device.sim.machine import Machine

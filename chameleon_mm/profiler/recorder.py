@@ -43,13 +43,11 @@ from chameleon_mm.device.op_call import OpCall, Tensors
 from chameleon_mm.device.operators import GPU, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.contents import ContentHashes
-from chameleon_mm.profiler.dispatch_state import DispatchState, in_backward, is_on, leave, remove
+from chameleon_mm.profiler.dispatch_state import DispatchState, has_other_formula, in_backward, is_on, leave, remove
 from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
 from chameleon_mm.profiler.op_times import EventTimes, OpTimes
-from chameleon_mm.profiler.other_formulas import has_other_formula
-from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.retry import OomRetry, ReclaimSome
-from chameleon_mm.profiler.storages import StorageTable, TracedStorage
+from chameleon_mm.profiler.storages import Readings, StorageTable, TracedStorage
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 

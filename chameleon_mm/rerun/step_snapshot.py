@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from chameleon_mm.device import Device
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.profiler.random_state import RandomState
+from chameleon_mm.profiler.retry import RandomState
 from chameleon_mm.rerun.buffer_copies import BufferCopies
 from chameleon_mm.rerun.gradient_copies import GradientCopy, snapshot_of
 

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from chameleon_mm.demo.compare import same_bits
-from chameleon_mm.demo.notes import KindFigures
-from chameleon_mm.demo.outcome import Outcome
-from chameleon_mm.demo.schedule import StepKind
+from chameleon_mm.demo.outcome import KindFigures, Outcome
+from chameleon_mm.demo.program import StepKind
 from chameleon_mm.demo.train import RunResult
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.outputs import print_table

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from chameleon_mm.transfer.calibrate import Calibration, CurvePoint, calibrate, thresholds_of
 from chameleon_mm.transfer.calibration_cache import CalibrationCache, thresholds_for
-from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece
-from chameleon_mm.transfer.engine import Transfer
+from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece, Transfer
 from chameleon_mm.transfer.route import Path, Thresholds
 
 __all__ = [

@@ -27,6 +27,11 @@ MAX_DIMS = 8
 MAX_PIECE_UNITS = 1 << 30
 """Units of a piece at most, so that indices are divided in 32 bits: the 64-bit division of a GPU is a call, with a stack."""
 
+MAX_CHECKED_RUNS = 1 << 24
+"""Destinations that interleave in more runs than this are refused unchecked: sorting 16 Mi of them takes seconds."""
+
+_Words = NDArray[np.int64]
+
 
 class Dim(NamedTuple):
     """One dimension, in bytes or in units."""
@@ -138,12 +143,6 @@ def _piece(offset: int, dims: list[Dim], alignment: int) -> Piece:
         unit //= 2
     inner = [Dim(run.size // unit, 1)] if run.size > unit or not outer else []
     return Piece(offset, offset, unit, (*inner, *(Dim(dim.size, dim.stride // unit) for dim in outer)))
-
-
-MAX_CHECKED_RUNS = 1 << 24
-"""Destinations that interleave in more runs than this are refused unchecked: sorting 16 Mi of them takes seconds."""
-
-_Words = NDArray[np.int64]
 
 
 def are_apart(addresses: _Words, end_bytes: _Words) -> bool:

@@ -26,6 +26,9 @@ from chameleon_mm.device.operators import OpFacts
 _Key = torch._C.DispatchKey
 _RESOLVE = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
 
+Tensors = dict[int, Tensor]
+"""Distinct tensors by their id."""
+
 
 def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
     """A context in which operators resolve the bits of what they make, as they do outside of dispatch modes."""
@@ -38,10 +41,6 @@ def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
 def may_have_lazy_bits(tensors: Iterable[Tensor]) -> bool:
     """Whether an operator that is given `tensors` may make views with such a bit: they begin with complex numbers."""
     return any(t.is_complex() or t.is_neg() for t in tensors)
-
-
-Tensors = dict[int, Tensor]
-"""Distinct tensors by their id."""
 
 
 class OpCall:

@@ -41,39 +41,6 @@ kernel of for both "CompositeImplicitAutograd" and "CUDA". 2.11 has these, and t
 _IMPLICIT = "CompositeImplicitAutograd"
 _BEFORE_IMPLICIT = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd")
 
-
-def composite_on(name: str, device_type: str) -> bool:
-    """Whether dense tensors on a device of this type run the operator's composite kernel. name: with namespace and overload."""
-    return (
-        _has(name, _IMPLICIT)
-        and not any(_has(name, key) for key in _BEFORE_IMPLICIT)
-        and not _has(name, torch._C._dispatch_key_for_device(device_type))
-        and not (device_type == GPU and name in CUDA_KERNELS and not torch.backends.cuda.is_built())
-    )
-
-
-def own_kernel_for(name: str, tensors: Iterable[Tensor]) -> bool:
-    """Whether one of `tensors` is nested, sparse or in another layout that has a kernel of its own for the operator."""
-    return any(_has(name, key) for t in tensors for key in _keys_beside_dense(t))
-
-
-def _keys_beside_dense(t: Tensor) -> tuple[str, ...]:
-    backend = torch._C._dispatch_key_for_device(t.device.type)
-    if t.is_nested:
-        return f"NestedTensor{backend}", "CompositeImplicitAutogradNestedTensor"
-    if t.is_quantized:
-        return (f"Quantized{backend}",)
-    if t.is_mkldnn:
-        return (f"Mkldnn{backend}",)
-    if t.layout is torch.sparse_coo:
-        return (f"Sparse{backend}",)
-    return () if t.layout is torch.strided else (f"SparseCsr{backend}",)
-
-
-def _has(name: str, key: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-
-
 _HOST_READS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive",
     "unique_dim_consecutive", "repeat_interleave", "bincount",
@@ -115,6 +82,38 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 """Key of the kernel in which an operator that is made of others calls them."""
 
 FlopFormula = Callable[..., int]
+
+
+def composite_on(name: str, device_type: str) -> bool:
+    """Whether dense tensors on a device of this type run the operator's composite kernel. name: with namespace and overload."""
+    return (
+        _has(name, _IMPLICIT)
+        and not any(_has(name, key) for key in _BEFORE_IMPLICIT)
+        and not _has(name, torch._C._dispatch_key_for_device(device_type))
+        and not (device_type == GPU and name in CUDA_KERNELS and not torch.backends.cuda.is_built())
+    )
+
+
+def own_kernel_for(name: str, tensors: Iterable[Tensor]) -> bool:
+    """Whether one of `tensors` is nested, sparse or in another layout that has a kernel of its own for the operator."""
+    return any(_has(name, key) for t in tensors for key in _keys_beside_dense(t))
+
+
+def _keys_beside_dense(t: Tensor) -> tuple[str, ...]:
+    backend = torch._C._dispatch_key_for_device(t.device.type)
+    if t.is_nested:
+        return f"NestedTensor{backend}", "CompositeImplicitAutogradNestedTensor"
+    if t.is_quantized:
+        return (f"Quantized{backend}",)
+    if t.is_mkldnn:
+        return (f"Mkldnn{backend}",)
+    if t.layout is torch.sparse_coo:
+        return (f"Sparse{backend}",)
+    return () if t.layout is torch.strided else (f"SparseCsr{backend}",)
+
+
+def _has(name: str, key: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 @dataclass(frozen=True, slots=True)

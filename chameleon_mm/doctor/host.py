@@ -22,11 +22,19 @@ from typing import Any
 import torch
 
 from chameleon_mm import __version__
+from chameleon_mm.device.numa import numbers_in
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.units import format_size
 
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as about 2**63
+
+_DISTRIBUTIONS = {
+    "triton": ("triton",),
+    "numpy": ("numpy",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "cuda-bindings": ("cuda-bindings",),
+}
 
 
 def host(machine: Machine) -> Iterator[Finding]:
@@ -50,19 +58,8 @@ def _numa_nodes(machine: Machine) -> tuple[str, Any]:
     folders = sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     if not folders:
         raise Unavailable("/sys/devices/system/node names no node")
-    nodes = [
-        int(f.name[4:]) for f in folders if usable & _parse_cpus(machine.read(f"sys/devices/system/node/{f.name}/cpulist"))
-    ]
+    nodes = [int(f.name[4:]) for f in folders if usable & numbers_in(machine.read(f"sys/devices/system/node/{f.name}/cpulist"))]
     return f"this process runs on {nodes} of {len(folders)}", {"process": nodes, "total": len(folders)}
-
-
-def _parse_cpus(text: str) -> set[int]:
-    """Numbers in a text such as "0-3,8"."""
-    cpus: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def _available(machine: Machine) -> int:
@@ -115,14 +112,6 @@ def _limits(machine: Machine, line: str) -> Iterator[tuple[int, int, str]]:
 def _memlock() -> tuple[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return ("none", None) if soft == resource.RLIM_INFINITY else (format_size(soft), soft)
-
-
-_DISTRIBUTIONS = {
-    "triton": ("triton",),
-    "numpy": ("numpy",),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-    "cuda-bindings": ("cuda-bindings",),
-}
 
 
 def software(machine: Machine) -> Iterator[Finding]:

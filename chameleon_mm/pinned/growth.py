@@ -38,6 +38,13 @@ Progress = Callable[[int, int], object]
 PinNext = Callable[[int], int | None]
 """Pins a chunk of at most so many bytes; returns its bytes, None where there is no pool to pin for any more."""
 
+_POLL_S = 0.001
+"""Seconds between two looks of a waiting `allocate` whether a block came back. It must look: a release may run in the middle of
+any line, also one that holds the lock which a notification would need."""
+
+_LONGEST_POLL_S = 0.25
+"""The longest interval at which it asks for another chunk, which costs much where the device refuses again."""
+
 
 class Reservation:
     """Progress of a `pool.reserve`. Any thread may ask."""
@@ -109,14 +116,6 @@ class Reservation:
             self.reserved_bytes += pinned
             if self._progress is not None:
                 self._progress(self.reserved_bytes, self.total_bytes)
-
-
-_POLL_S = 0.001
-"""Seconds between two looks of a waiting `allocate` whether a block came back. It must look: a release may run in the middle of
-any line, also one that holds the lock which a notification would need."""
-
-_LONGEST_POLL_S = 0.25
-"""The longest interval at which it asks for another chunk, which costs much where the device refuses again."""
 
 
 class Growth:

@@ -19,10 +19,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from chameleon_mm.device.numa import kernel_text
 from chameleon_mm.units import parse_size
 
 _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
+
+FRESH_S = 0.01
+"""Seconds for which an answer of `AvailableMemory` is good. Reading then costs a twentieth of one processor at most, and other
+processes, writing memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a
+reserve."""
+
+TRUSTED_SHARE = 16
+"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
 
 
 class _Version(NamedTuple):
@@ -95,7 +104,7 @@ def _local_ranks(environ: Mapping[str, str]) -> int:
 
 
 def _of_machine(root: Path) -> Iterator[int]:
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
@@ -110,7 +119,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) != 3:
             continue
@@ -131,7 +140,7 @@ def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
     In a container that is often the container's own group, not the root; beside version 1, version 2 is somewhere below.
     """
     found = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in kernel_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         where, what = before.split(), after.split()
         if len(where) < 5 or len(what) < 3:
@@ -161,7 +170,7 @@ def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
 
 
 def _stat(group: Path) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in _text(group / "memory.stat").splitlines())
+    pairs = (line.partition(" ") for line in kernel_text(group / "memory.stat").splitlines())
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
@@ -175,23 +184,8 @@ def _unescape(path: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = kernel_text(path)
     return int(text) if text.isdecimal() else None  # "max": no limit
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # absent, or not ours to read
-        return ""
-
-
-FRESH_S = 0.01
-"""Seconds for which an answer is good. Reading then costs a twentieth of one processor at most, and other processes, writing
-memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a reserve."""
-
-TRUSTED_SHARE = 16
-"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
 
 
 class AvailableMemory:

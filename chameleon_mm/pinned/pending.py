@@ -21,6 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from chameleon_mm.device.protocols import Event
 
+_SWEEP_AT = 64
+"""Number of ranges beyond which complete ones are looked for and dropped: a list that is rarely taken from stays short, and the
+search costs each range a constant, for it comes again only once the number that were left has doubled."""
+
 
 class LateEvent:
     """An event that stands for others: complete when everything is that `record` gives an event for, called once somebody asks.
@@ -61,11 +65,6 @@ def recorded(events: tuple[Event, ...]) -> tuple[Event, ...]:
     for event in events:
         found.extend(event.events if isinstance(event, LateEvent) else (event,))
     return tuple(found)
-
-
-_SWEEP_AT = 64
-"""Number of ranges beyond which complete ones are looked for and dropped: a list that is rarely taken from stays short, and the
-search costs each range a constant, for it comes again only once the number that were left has doubled."""
 
 
 class PendingRanges:

@@ -1,7 +1,7 @@
 """A real GPU: torch's streams, events and allocator; copies and pinning by CuPy where it is installed, else by torch.
 
     device = CudaDevice(); h2d = device.new_stream("h2d")
-    gpus -> cupy_runtime, batch_copies, pinning_calls -> stream -> device -> cupy_pinning        each imports what stands left
+    gpus -> pinning_calls -> stream -> device -> cupy_pinning        each imports what stands left
 
 The only package that talks to torch.cuda, CuPy or CUDA's own bindings. Importing it starts nothing.
 """

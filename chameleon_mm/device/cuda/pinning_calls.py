@@ -19,6 +19,11 @@ from chameleon_mm.device.pinning import PinningCalls
 ATTR_HOST_REGISTER_SUPPORTED = 99
 """cudaDevAttrHostRegisterSupported."""
 
+_log = logging.getLogger(__name__)
+
+_HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
+_ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+
 
 def cupy_runtime(index: int) -> Any:
     """CuPy's CUDA runtime if it is installed and answers for this device, else None."""
@@ -32,12 +37,6 @@ def cupy_runtime(index: int) -> Any:
         _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
         return None
     return runtime
-
-
-_log = logging.getLogger(__name__)
-
-_HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
-_ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 
 
 def pinning_calls(runtime: Any, index: int) -> PinningCalls:

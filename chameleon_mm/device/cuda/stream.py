@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+CODEC_PROGRAMS = 132
+"""Number of programs of a codec's kernel, as many as an H200 has SMs, for the kernel stands in compute's own way. Not
+measured."""
+
+_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
+_LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
+
 
 class BatchCopies:
     """cudaMemcpyBatchAsync of CUDA's bindings, of version 12.9 (which returns a failed copy's index, too) or 13.
@@ -72,14 +79,6 @@ def batch_copies() -> BatchCopies | None:
         return None
 
 
-CODEC_PROGRAMS = 132
-"""Number of programs of a codec's kernel, as many as an H200 has SMs, for the kernel stands in compute's own way. Not
-measured."""
-
-_MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
-_LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
-
-
 class CudaEvent:
     """A `torch.cuda.Event` that knows whether it is timed."""
 
@@ -108,21 +107,17 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
 
-    __slots__ = ("_device", "_handle", "_name", "_plans", "raw")
+    __slots__ = ("_device", "_handle", "_plans", "name", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
-        self._name = name
+        self.name = name
         self._handle = int(raw.cuda_stream)
         self._plans = PackPlans(device.torch_device)
         self.raw = raw
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def __repr__(self) -> str:
-        return f"<CudaStream {self._name} of {self._device.torch_device}, {self._handle:#x}>"
+        return f"<CudaStream {self.name} of {self._device.torch_device}, {self._handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
         """Allocate as `Stream.alloc` does. On the current stream, the usual case, without any switch."""

@@ -25,6 +25,11 @@ from torch import Tensor
 from chameleon_mm.device.sim.late_copy import LateCopy
 from chameleon_mm.errors import SimRaceError
 
+Clock = dict[int, int]
+
+HOST = -1
+"""Number of the host as an actor; streams count from 0."""
+
 
 class Extent(NamedTuple):
     """Bytes of a storage: all of [start, end), or, with a pattern of (count, stride in bytes), those it reaches from start."""
@@ -82,12 +87,6 @@ def _mask(extent: Extent, start: int, end: int) -> npt.NDArray[np.bool_]:
     mask = np.zeros(end - start, dtype=np.bool_)
     mask[offsets[(offsets >= 0) & (offsets < end - start)]] = True
     return mask
-
-
-Clock = dict[int, int]
-
-HOST = -1
-"""Number of the host as an actor; streams count from 0."""
 
 
 def join(clock: Clock, other: Clock) -> None:

@@ -24,12 +24,22 @@ from pathlib import Path
 from reprlib import repr as shown  # short, however long or deeply nested a value is
 from typing import IO, Any, NoReturn
 
-from chameleon_mm.trace.records import StepPhase, TensorKind
-from chameleon_mm.trace.trace import NEVER, Trace, growing_columns, trace_columns
+from chameleon_mm.trace.trace import NEVER, StepPhase, TensorKind, Trace, growing_columns, trace_columns
 
 SCHEMA = "chameleon_mm.trace/2"
 
 _TIMES_A_LINE = 100
+
+_PHASES = {phase.name.lower(): phase for phase in StepPhase}
+_KINDS = {kind.name.lower(): kind for kind in TensorKind}
+
+_MOST_DIGITS = 40
+"""Digits of whole numbers at most, with their sign: more than any that is 64 bits wide has."""
+
+_BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
+"""The schema of files whose operators do not say what they hold inside themselves."""
+
+_CUT = "was the file cut short? Save the trace again"
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
@@ -153,18 +163,6 @@ def _what_happened(trace: Trace) -> Iterator[list[Any]]:
 
 def _ragged(offsets: list[int], values: list[int]) -> Iterator[list[int]]:
     return (values[begin:end] for begin, end in pairwise(offsets))
-
-
-_PHASES = {phase.name.lower(): phase for phase in StepPhase}
-_KINDS = {kind.name.lower(): kind for kind in TensorKind}
-
-_MOST_DIGITS = 40
-"""Digits of whole numbers at most, with their sign: more than any that is 64 bits wide has."""
-
-_BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
-"""The schema of files whose operators do not say what they hold inside themselves."""
-
-_CUT = "was the file cut short? Save the trace again"
 
 
 class TraceReader:

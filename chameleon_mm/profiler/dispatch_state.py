@@ -30,6 +30,12 @@ from chameleon_mm.device.op_call import OpCall
 
 _Key = torch._C._TorchDispatchModeKey
 
+_OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
+"""Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
+
+_OF_ONE_INPUT = {"masked_fill": 2}
+"""Index of the only argument whose gradient is another, by operator."""
+
 
 class DispatchState:
     """Process, capture and dispatch modes as they are where it is made and later. Takes no lock, and asks `device` for nothing
@@ -114,13 +120,6 @@ def _frames_compiled() -> int:
     """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
-
-
-_OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
-"""Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
-
-_OF_ONE_INPUT = {"masked_fill": 2}
-"""Index of the only argument whose gradient is another, by operator."""
 
 
 def has_other_formula(call: OpCall) -> bool:

@@ -22,6 +22,15 @@ from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.units import parse_size
 
+ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
+"""Reclaims device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
+whether it reclaimed anything: False ends the retries."""
+
+_TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
+
+_ROUNDED_OFF = 1.01
+"""Factor for the rounding of the message, which gives three digits: what was asked for may be half a percent more."""
+
 
 class RandomState:
     """The states of torch's default generators, the host's and the device's where it has its own, and of `generators`."""
@@ -42,16 +51,6 @@ class RandomState:
             torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
         for generator, state in self._others:
             generator.set_state(state)
-
-
-ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
-"""Reclaims device memory, `nbytes` of it or more where it can (0: not known how much), from none of the storages given. Returns
-whether it reclaimed anything: False ends the retries."""
-
-_TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))")
-
-_ROUNDED_OFF = 1.01
-"""Factor for the rounding of the message, which gives three digits: what was asked for may be half a percent more."""
 
 
 class OomRetry:

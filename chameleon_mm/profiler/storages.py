@@ -77,23 +77,9 @@ class TracedStorage:
     """One storage of the trace, whatever memory holds it. Keeps nothing alive."""
 
     __slots__ = (
-        "aliases",
-        "born",
-        "claims",
-        "counted",
-        "dead",
-        "device_copies",
-        "first_write",
-        "kind",
-        "last_write",
-        "nbytes",
-        "number",
-        "owner",
-        "released",
-        "saved",
-        "sendable",
-        "used",
-    )
+        "aliases", "born", "claims", "counted", "dead", "device_copies", "first_write", "kind", "last_write", "nbytes",
+        "number", "owner", "released", "saved", "sendable", "used",
+    )  # fmt: skip
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
         self.number = number

@@ -25,8 +25,7 @@ from chameleon_mm.policy import (
     simulate,
     smallest_budget,
 )
-from chameleon_mm.policy.moves import Moves
-from chameleon_mm.policy.planned_memory import PlannedMemory
+from chameleon_mm.policy.moves import Moves, PlannedMemory
 from chameleon_mm.policy.timing import CopyEngine, EngineSpan
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up

@@ -159,10 +159,10 @@ def notes(reports: Sequence[SwapReport], kinds: Sequence[StepKind]) -> tuple[Ste
 
 def by_kind(unswapped: RunResult, swapped: RunResult, steps: Sequence[StepNote]) -> list[KindFigures]:
     """A row for each kind of step, in the order in which they came first. `steps` are the notes of the swapped run."""
-    return [_figures(kind, unswapped, swapped, steps) for kind in dict.fromkeys(note.kind for note in steps)]
+    return [_figures_of_kind(kind, unswapped, swapped, steps) for kind in dict.fromkeys(note.kind for note in steps)]
 
 
-def _figures(kind: StepKind, unswapped: RunResult, swapped: RunResult, steps: Sequence[StepNote]) -> KindFigures:
+def _figures_of_kind(kind: StepKind, unswapped: RunResult, swapped: RunResult, steps: Sequence[StepNote]) -> KindFigures:
     places = [i for i, note in enumerate(steps) if note.kind == kind]
     by_plan = [i for i in places if steps[i].plan_known] or places
     last = steps[places[-1]]

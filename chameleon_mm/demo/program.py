@@ -23,6 +23,8 @@ from torch.utils.checkpoint import get_device_states
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.reproducible import reproducible
 
+Rows = Sequence[tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepKind:
@@ -49,9 +51,6 @@ def schedule(steps: int, context: int) -> tuple[StepKind, ...]:
     evaluations = [StepKind(length=context, training=False)] if rest > 2 else []
     halves = rest // 2
     return (*[whole] * first, *evaluations, *[half] * halves, *[whole] * (rest - len(evaluations) - halves))
-
-
-Rows = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,23 @@ _DROPOUT_P = 4
 
 _RMS_NORMS = (F.rms_norm, torch.rms_norm)
 
+PLANNED_ON = "cpu"
+"""Device of the tensors of a step without a GPU."""
+
+_PLANNED_ON = {"cuda": PLANNED_ON}
+"""Device for which autocast acts instead, by the one that it is asked for."""
+
+_IN_FLOAT32 = frozenset({
+    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
+    "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
+    "frobenius_norm", "group_norm", "hinge_embedding_loss", "huber_loss", "interpolate", "kl_div", "l1_loss", "layer_norm",
+    "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
+    "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm", "nll_loss", "norm",
+    "normalize", "nuclear_norm", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rms_norm", "rsqrt",
+    "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
+})  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+
 
 class GpuOperators(TorchFunctionMode):
     """While active, this thread's attention, dropout and RMS norms are a GPU's, and so is what autocast leaves in float32."""
@@ -89,24 +106,6 @@ class _FusedRmsNorm(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             of_x, of_weight = torch.ops.aten._fused_rms_norm_backward(grads[0], x, ctx.normalized_shape, scales, weight, needed)
         return of_x, None, of_weight, None
-
-
-PLANNED_ON = "cpu"
-"""Device of the tensors of a step without a GPU."""
-
-_PLANNED_ON = {"cuda": PLANNED_ON}
-"""Device for which autocast acts instead, by the one that it is asked for."""
-
-_IN_FLOAT32 = frozenset({
-    "__pow__", "__rdiv__", "__rpow__", "__rtruediv__", "acos", "asin", "binary_cross_entropy_with_logits", "cdist", "cosh",
-    "cosine_embedding_loss", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1",
-    "frobenius_norm", "group_norm", "hinge_embedding_loss", "huber_loss", "interpolate", "kl_div", "l1_loss", "layer_norm",
-    "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp",
-    "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm", "nll_loss", "norm",
-    "normalize", "nuclear_norm", "pdist", "poisson_nll_loss", "pow", "prod", "reciprocal", "renorm", "rms_norm", "rsqrt",
-    "sinh", "smooth_l1_loss", "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "tan", "triplet_margin_loss",
-})  # fmt: skip
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 @contextmanager

@@ -29,6 +29,17 @@ from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.trace import Trace
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+OPTIMIZERS = {
+    "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
+    "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
+    "sgd": "SGD with momentum, as it runs by default on CUDA",
+    "none": "forward and backward alone",
+}
+"""Name -> what it is."""
+
 
 class _NoTensorMemo(FakeTensorConverter):
     """Keeps no weak reference to what operators return: `Module.to` refuses a parameter that has one.
@@ -46,18 +57,6 @@ def shapes_alone() -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.fake_tensor_converter = _NoTensorMemo()
     return mode
-
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-OPTIMIZERS = {
-    "adamw": "torch's AdamW as it runs by default on CUDA, which makes temporaries as large as the parameters",
-    "adamw-fused": "AdamW(fused=True): one kernel, no temporaries",
-    "sgd": "SGD with momentum, as it runs by default on CUDA",
-    "none": "forward and backward alone",
-}
-"""Name -> what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

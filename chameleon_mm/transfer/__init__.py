@@ -1,7 +1,7 @@
 """Moves bytes between device and host: which copy is handed to the device when.
 
-Read route (which way by size), calibrate (from which sizes on), copy_queue (one direction, piece by piece), then engine (both,
-for any thread).
+Read route (which way by size), calibrate (from which sizes on), then copy_queue (one direction, piece by piece; and both
+together, for any thread).
 """
 
 from __future__ import annotations

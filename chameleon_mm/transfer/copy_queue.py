@@ -1,8 +1,9 @@
-"""The copy queue of one direction of the link: moves wait in a queue of our own, few copies are outstanding in the device's.
+"""Copy queues of a device's link, one for each direction: moves wait here, and few copies are outstanding in the device's own.
 
     move = queue.submit(dst, src, after=[ready, *block.pending_events])     # queued; at most two pieces are handed over
     queue.hand_over()                                                       # at every hook: hand over more as they finish
     done = queue.issue(move)                                                # needed now: all of it, before what is queued
+    move = transfer.swap_out(host, hbm, after)                              # `Transfer`: both directions, for any thread
 
 A copy engine is one FIFO per direction, blind to priority: what was handed to it cannot be overtaken (51 KB waited 12 ms
 behind 200 MB). So moves are cut into pieces and at most `outstanding` of them are in the engine's queue, unless somebody is

@@ -167,12 +167,6 @@ class PinnedBlock:
         elif unmet:
             self._unmet = tuple([event for event in recorded(unmet) if not event.query()])
 
-    def settle(self, stream: Stream | None) -> None:
-        """Drop the pending events that are complete; `stream`, where one is given, waits for the others."""
-        self.forget_complete()
-        if stream is not None and self._unmet:
-            self.wait_on(stream)
-
     # --- the end
 
     def release(self, after: Event | None = None) -> None:

@@ -132,7 +132,9 @@ class PinnedPool:
             block = self._grow_for(nbytes)
         # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
         if block.pending_events:
-            block.settle(stream)
+            block.forget_complete()
+            if stream is not None and block.pending_events:
+                block.wait_on(stream)
         return block
 
     def allocate_pageable(self, nbytes: int | str, stream: Stream | None = None) -> PageableBlock:

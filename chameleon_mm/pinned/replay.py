@@ -120,7 +120,9 @@ class ReplayPool:
             return self._pool.allocate(nbytes, stream)
         # Outside of the lock, and with the block whole: should the device fail here, the block still returns itself.
         if block.pending_events:
-            block.settle(stream)
+            block.forget_complete()
+            if stream is not None and block.pending_events:
+                block.wait_on(stream)
         return block
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:

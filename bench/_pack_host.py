@@ -128,8 +128,7 @@ class _Launches:
 
 def _without_launch() -> PackKernels:
     """What the packer takes for kernels: all that they do up to the launch."""
-    from chameleon_mm.kernels.pack import PackTable
-    from chameleon_mm.kernels.pack_walk import launch
+    from chameleon_mm.kernels.pack import PackTable, launch
 
     kernel = _Launches()
 

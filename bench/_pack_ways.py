@@ -258,6 +258,6 @@ class Ways:
 
     @cached_property
     def _copying(self) -> Callable[[Tensor, Tensor], None]:
-        from chameleon_mm.kernels.copy import copy_bytes
+        from chameleon_mm.bench._copy_kernel import copy_bytes
 
         return partial(copy_bytes, num_programs=COPY_PROGRAMS)

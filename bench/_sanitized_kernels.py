@@ -47,8 +47,8 @@ class Case:
 
 def cases(place: torch.device) -> Iterator[Case]:
     """All of them, on tensors of `place`: a CUDA GPU, or the CPU under Triton's interpreter."""
+    from chameleon_mm.bench._copy_kernel import BLOCK_BYTES
     from chameleon_mm.kernels.codecs import CODECS
-    from chameleon_mm.kernels.copy import BLOCK_BYTES
 
     sizes = (0, 1, 15, 16, 17, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 8)
     for at_end in (False, True):
@@ -108,7 +108,7 @@ def counts(codec: Codec) -> tuple[int, ...]:
 
 
 def _copied(place: torch.device, nbytes: int, shifts: tuple[int, int], at_end: bool, num_programs: int) -> bool:
-    from chameleon_mm.kernels.copy import copy_bytes, copy_bytes_reference
+    from chameleon_mm.bench._copy_kernel import copy_bytes, copy_bytes_reference
 
     src, dst = (Memory.random(nbytes, place, at_end=at_end, shift=shift) for shift in shifts)
     expected = dst.expected()
@@ -119,8 +119,7 @@ def _copied(place: torch.device, nbytes: int, shifts: tuple[int, int], at_end: b
 
 def _packed(place: torch.device, layouts: Sequence[Layout], at_end: bool, num_programs: int) -> bool:
     """Pack, and where no two elements share a byte unpack into other memory."""
-    from chameleon_mm.kernels.pack import pack, pack_reference, packed_layout
-    from chameleon_mm.kernels.unpack import unpack, unpack_reference
+    from chameleon_mm.kernels.pack import pack, pack_reference, packed_layout, unpack, unpack_reference
 
     sources, targets = ([_memory_for(layout, place, at_end=at_end) for layout in layouts] for _ in range(2))
     tensors = [_tensor(m.part, layout) for m, layout in zip(sources, layouts, strict=True)]
@@ -225,7 +224,7 @@ def check(place: torch.device) -> dict[str, Any]:
 
 def fault(place: torch.device) -> None:
     """Read one byte past the end of an allocation by the copy kernel: what a tool has to notice, or it sees nothing."""
-    from chameleon_mm.kernels.copy import BLOCK_BYTES, NUM_WARPS, copy_kernel
+    from chameleon_mm.bench._copy_kernel import BLOCK_BYTES, NUM_WARPS, copy_kernel
 
     src = torch.zeros(CANARY_BYTES, dtype=torch.uint8, device=place)
     dst = torch.zeros(2 * CANARY_BYTES, dtype=torch.uint8, device=place)

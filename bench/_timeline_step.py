@@ -110,6 +110,12 @@ class WatchedDevice(SimDevice):
     def new_stream(self, name: str) -> SimStream:
         return cast(SimStream, _NotingStream(super().new_stream(name), self))  # all else is passed on to the stream itself
 
+    def copy_spans(self, direction: str) -> tuple[Span, ...]:
+        """Latest copies of a direction, "d2h" or "h2d", on the simulator's clock."""
+        machine = self._machine
+        with machine.lock:
+            return tuple({"d2h": machine._d2h, "h2d": machine._h2d}[direction].spans)
+
     def note_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note the copies `(dst, src)` that were just issued, all one way."""
         to_host = self.is_host_memory(pairs[0][0])

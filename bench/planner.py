@@ -28,6 +28,7 @@ from chameleon_mm.bench._planner_traces import (
     step_of,
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
+from chameleon_mm.bench._swap_first import swap_first
 from chameleon_mm.bench.pinned.command import processor_name
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
@@ -38,7 +39,6 @@ from chameleon_mm.policy import (
     memory_curve,
     smallest_budget,
     swap_all,
-    swap_first,
 )
 from chameleon_mm.trace import Trace
 

@@ -76,6 +76,11 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table, crop=False)
 
 
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print `text` as it is: nothing of it is markup, and only the terminal breaks it."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def tell_written(console: Console, path: Path) -> None:
     """Print the name of a file that was written."""
-    console.print(f"written: {path}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"written: {path}")

@@ -15,14 +15,21 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
+import triton
 from torch import Tensor
 
 from chameleon_mm.kernels.arguments import check_aligned, check_current, check_flat, check_grid
 
 NUM_WARPS = 8
 
-LENGTHS = ["count"]
-"""Names of the arguments that are no part of the compiled kernel: tensors of every length share one."""
+
+def launch_metadata(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
+    """Metadata for a profiler that hooks Triton's launches: a name with the number of elements, or of blocks."""
+    return {"name": f"{metadata.name}_{args['count']}"}
+
+
+counted_jit = triton.jit(launch_metadata=launch_metadata, do_not_specialize=["count"])
+"""Decorator of the codecs' kernels. The count is no part of a compiled one: tensors of every length share it."""
 
 
 class EncodeStatus(IntEnum):
@@ -106,8 +113,3 @@ def check_coding(
             f"allocate it with torch.zeros(1, dtype=torch.int32, device=...)"
         )
     check_current(what, raw.device)
-
-
-def launch_metadata(grid: Any, metadata: Any, args: dict[str, Any]) -> dict[str, Any]:
-    """Metadata for a profiler that hooks Triton's launches: a name with the number of elements, or of blocks."""
-    return {"name": f"{metadata.name}_{args['count']}"}

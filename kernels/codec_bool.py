@@ -17,15 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chameleon_mm.kernels.codec import LENGTHS, NUM_WARPS, EncodeStatus, check_coding, launch_metadata, whole_elements
+from chameleon_mm.kernels.codec import NUM_WARPS, EncodeStatus, check_coding, counted_jit, whole_elements
 
 BLOCK_WORDS = 2048
 """Words of 8 elements that a program takes at a time: 8 for each of 256 threads."""
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # Triton ships no types
-    launch_metadata=launch_metadata, do_not_specialize=LENGTHS
-)
+@counted_jit  # type: ignore[untyped-decorator]  # Triton ships no types
 def bools_to_bits_kernel(
     src: tl.tensor,  # *uint8, (count,): bytes 0 or 1; 16-byte aligned
     dst: tl.tensor,  # *uint8, (ceil(count / 8),); 16-byte aligned
@@ -60,9 +58,7 @@ def bools_to_bits_kernel(
             tl.store(status, REASON)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # Triton ships no types
-    launch_metadata=launch_metadata, do_not_specialize=LENGTHS
-)
+@counted_jit  # type: ignore[untyped-decorator]  # Triton ships no types
 def bits_to_bools_kernel(
     src: tl.tensor,  # *uint8, (ceil(count / 8),); 16-byte aligned
     dst: tl.tensor,  # *uint8, (count,); 16-byte aligned

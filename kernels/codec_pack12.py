@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chameleon_mm.kernels.codec import LENGTHS, NUM_WARPS, EncodeStatus, check_coding, launch_metadata, whole_elements
+from chameleon_mm.kernels.codec import NUM_WARPS, EncodeStatus, check_coding, counted_jit, whole_elements
 
 BLOCK_ELEMENTS = 1024
 RECORD_BYTES = 1568
@@ -69,9 +69,7 @@ def _word_of(exponent: tl.tensor, byte: tl.tensor) -> tl.tensor:
     return (((byte & 0x80) << 8) | (exponent << 7) | (byte & 0x7F)).to(tl.int16)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # Triton ships no types
-    launch_metadata=launch_metadata, do_not_specialize=LENGTHS
-)
+@counted_jit  # type: ignore[untyped-decorator]  # Triton ships no types
 def pack12_encode_kernel(
     src: tl.tensor,  # *uint8, (2 * count,): bf16 words, 16-byte aligned
     dst: tl.tensor,  # *uint8, (encoded_bytes,), 16-byte aligned
@@ -128,9 +126,7 @@ def pack12_encode_kernel(
         tl.store((dst + blocks * 1568).to(tl.pointer_type(tl.int16)) + rest, left, mask=kept)
 
 
-@triton.jit(  # type: ignore[untyped-decorator]  # Triton ships no types
-    launch_metadata=launch_metadata, do_not_specialize=LENGTHS
-)
+@counted_jit  # type: ignore[untyped-decorator]  # Triton ships no types
 def pack12_decode_kernel(
     src: tl.tensor,  # *uint8, (encoded_bytes,), 16-byte aligned
     dst: tl.tensor,  # *uint8, (2 * count,): bf16 words, 16-byte aligned

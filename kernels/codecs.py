@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from chameleon_mm.kernels.codec import Codec
 from chameleon_mm.kernels.codec_bool import BOOL_AS_BITS
-from chameleon_mm.kernels.codec_float import FP32_AS_BF16, FP32_AS_FP16
-from chameleon_mm.kernels.codec_int import INT64_AS_INT16, INT64_AS_INT32
+from chameleon_mm.kernels.codec_narrow import FP32_AS_BF16, FP32_AS_FP16, INT64_AS_INT16, INT64_AS_INT32
 from chameleon_mm.kernels.codec_pack12 import PACK12
 
 CODECS: tuple[Codec, ...] = (BOOL_AS_BITS, INT64_AS_INT16, INT64_AS_INT32, FP32_AS_BF16, FP32_AS_FP16, PACK12)

@@ -1,17 +1,24 @@
-"""A strided tensor as bytes in the order in which they lie in memory.
+"""The memory of strided tensors: in which order the bytes of one lie, and whether those of two meet.
 
     layout = MemoryLayout.of(element_bytes, sizes, strides, alignment)
     layout.nbytes                       distinct bytes: a dimension of stride 0 repeats what is there, and counts once
     layout.pieces                       what a kernel moves: each an array of units of 1, 2, 4, 8 or 16 bytes, up to 8 dims
+    are_apart(...)                      none begins before the one below it ends: one sort of the addresses
+    check_apart(...)                    per cluster of tensors whose ranges meet: every run of bytes against the next one
 
 Dimensions are taken by stride, the smallest innermost, and joined where one continues the other. So a transposed tensor is
-one run of bytes like the tensor it was transposed from, and a unit is as wide as its runs, strides and address allow.
+one run of bytes like the tensor it was transposed from, and a unit is as wide as its runs, strides and address allow. And two
+halves of one fused matrix, interleaved row by row, are told from two that share a column.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
@@ -19,6 +26,11 @@ MAX_DIMS = 8
 
 MAX_PIECE_UNITS = 1 << 30
 """Units of a piece at most, so that indices are divided in 32 bits: the 64-bit division of a GPU is a call, with a stack."""
+
+MAX_CHECKED_RUNS = 1 << 24
+"""Destinations that interleave in more runs than this are refused unchecked: sorting 16 Mi of them takes seconds."""
+
+_Words = NDArray[np.int64]
 
 
 class Dim(NamedTuple):
@@ -131,3 +143,61 @@ def _piece(offset: int, dims: list[Dim], alignment: int) -> Piece:
         unit //= 2
     inner = [Dim(run.size // unit, 1)] if run.size > unit or not outer else []
     return Piece(offset, offset, unit, (*inner, *(Dim(dim.size, dim.stride // unit) for dim in outer)))
+
+
+def are_apart(addresses: _Words, end_bytes: _Words) -> bool:
+    """Whether ranges of `end_bytes` from `addresses` on surely share no byte. An empty one inside another is not told apart."""
+    if len(addresses) < 2:
+        return True
+    order = addresses.argsort()
+    begins = addresses[order]
+    gaps = begins[1:] - begins[:-1] - end_bytes[order[:-1]]
+    return bool(gaps[gaps.argmin()] >= 0)
+
+
+def check_apart(what: str, addresses: _Words, layouts: Sequence[MemoryLayout]) -> None:
+    """Raise `ValueError`, naming the tensors by their index, where two elements share a byte."""
+    order = np.argsort(addresses, kind="stable")
+    order = order[[layouts[i].nbytes > 0 for i in order]]
+    if not len(order):
+        return
+    begins = addresses[order]
+    ends = begins + [layouts[i].end_byte for i in order]
+    # A cluster goes up to where a tensor begins that none before it reaches.
+    is_first = begins[1:] >= np.maximum.accumulate(ends)[:-1]
+    cluster = np.concatenate(([0], np.cumsum(is_first)))
+    suspect = np.bincount(cluster)[cluster] > 1
+    suspect |= [layouts[i].overlaps for i in order]
+    for group in dict.fromkeys(cluster[suspect].tolist()):
+        _check_runs(what, order[cluster == group], addresses, layouts)
+
+
+def _check_runs(what: str, indices: _Words, addresses: _Words, layouts: Sequence[MemoryLayout]) -> None:
+    """Raise `ValueError` where two runs of bytes of the tensors `indices` overlap."""
+    sizes = [layouts[i].dims[0].size for i in indices]
+    counts = [layouts[i].nbytes // size for i, size in zip(indices, sizes, strict=True)]
+    if sum(counts) > MAX_CHECKED_RUNS:
+        raise ValueError(
+            f"{what}: expected destinations that are plainly apart, but tensor {indices[0]} is interleaved with itself or with "
+            f"tensors {indices[1:].tolist()} in {sum(counts)} runs of bytes; write to their common storage instead"
+        )
+    begins = np.concatenate([addresses[i] + _run_offsets(layouts[i]) for i in indices])
+    ends = begins + np.repeat(sizes, counts)
+    owners = np.repeat(indices, counts)
+    order = np.argsort(begins, kind="stable")
+    clash = np.flatnonzero(begins[order][1:] < ends[order][:-1])
+    if len(clash):
+        first, second = sorted(owners[order[clash[0] : clash[0] + 2]].tolist())
+        who = f"tensors {first} and {second}" if first != second else f"elements of tensor {first}"
+        raise ValueError(
+            f"{what}: expected destinations that share no byte, but {who} overlap; unpack into a contiguous tensor and copy "
+            f"from there"
+        )
+
+
+def _run_offsets(layout: MemoryLayout) -> _Words:
+    """Offsets at which each run of bytes begins in the tensor."""
+    offsets = np.zeros(1, dtype=np.int64)
+    for size, stride in layout.dims[1:]:
+        offsets = (np.arange(size)[:, None] * stride + offsets).reshape(-1)
+    return offsets

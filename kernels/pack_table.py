@@ -6,7 +6,6 @@
     table = PackTable(tensors)              # once per batch layout: Python per distinct layout, numpy for the rest
     table.refresh(tensors)                  # other tensors of the same layouts: new addresses, no more
     table.move(addresses)                   # ... whose layouts the caller has looked at, and whose addresses it has
-    table.place(words_on_device)            # where a caller put table.words by a copy of its own
 
 A tensor has one row, two where its size is odd, none where it is empty. Every tensor's place is a multiple of 128 bytes: a
 packed tensor can be viewed in place as any dtype, all 16-byte accesses to it are legal, and no two tensors share a cache
@@ -20,19 +19,72 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from chameleon_mm.kernels.arguments import UNIT_BYTES, check_aligned, check_flat
-from chameleon_mm.kernels.memory_layout import MemoryLayout
-from chameleon_mm.kernels.pack_destinations import are_apart, check_apart
+from chameleon_mm.kernels.memory_layout import MemoryLayout, are_apart, check_apart
 from chameleon_mm.kernels.pack_guard import LayoutGuard
-from chameleon_mm.kernels.pack_rows import ADDRESS, TableRows, Words
 
 BLOCK_BYTES = 16384
 """Bytes of an item: four 16-byte accesses in flight for each of 256 threads."""
 
+PLACE_BYTES = 128
+"""Every tensor's place in the staging buffer is a multiple of it: a cache line of every GPU since Volta."""
 
+ADDRESS = 0
+"""The word of a row that says where its bytes begin in the tensor's memory."""
+
+_PLACE, _FIRST_ITEM, _FIXED_WORDS = 1, 5, 6
+
+Words = NDArray[np.int64]
 _Shape = tuple[int, tuple[int, ...], tuple[int, ...]]  # bytes of an element, sizes, strides
+
+
+class TableRows(NamedTuple):
+    """Rows for tensors at address 0, in the tensors' order: one each, two where the size is odd, none where it is empty."""
+
+    words: Words
+    """(rows, row words)."""
+    items: Words
+    """Number of blocks of bytes of each row."""
+    tensor: Words
+    """Index of each row's tensor."""
+    source_offset: Words
+    """Offset of each row's first byte from the tensor's address."""
+    places: Words
+    """Offset of each tensor from the start of the staging buffer."""
+
+    @classmethod
+    def of(cls, layouts: Sequence[MemoryLayout], of_tensor: Words, block_bytes: int) -> TableRows:
+        """Rows for tensors whose layouts are `layouts[of_tensor]`, in blocks of `block_bytes`."""
+        nbytes = np.array([layout.nbytes for layout in layouts], dtype=np.int64)[of_tensor]
+        spans = -(-nbytes // PLACE_BYTES) * PLACE_BYTES
+        places = np.cumsum(spans) - spans
+        templates, first_template = _templates(layouts, block_bytes)
+        rows_of_tensor = np.diff(first_template)[of_tensor]
+        tensor = np.repeat(np.arange(len(of_tensor)), rows_of_tensor)
+        within = np.arange(len(tensor)) - np.repeat(np.cumsum(rows_of_tensor) - rows_of_tensor, rows_of_tensor)
+        words = templates[first_template[of_tensor][tensor] + within]
+        items = words[:, _FIRST_ITEM].copy()  # a template has the number of its items there
+        words[:, _FIRST_ITEM] = np.cumsum(items) - items
+        words[:, _PLACE] += places[tensor]
+        source_offset = words[:, ADDRESS].copy()  # ... and where its piece begins in the tensor
+        return cls(words, items, tensor, source_offset, places)
+
+
+def _templates(layouts: Sequence[MemoryLayout], block_bytes: int) -> tuple[Words, Words]:
+    """Rows of each layout for a tensor at address 0 with place 0, and where the rows of each begin; one more for the end."""
+    pieces = [layout.pieces for layout in layouts]
+    flat = [piece for of_layout in pieces for piece in of_layout]
+    most_dims = max((len(piece.dims) for piece in flat), default=1)
+    rows = np.zeros((len(flat), _FIXED_WORDS + 2 * most_dims), dtype=np.int64)
+    for row, piece in zip(rows, flat, strict=True):
+        items = -(-piece.units * piece.unit_bytes // block_bytes)
+        words = [piece.source_offset, piece.packed_offset, piece.units, piece.unit_bytes, len(piece.dims), items]
+        words += [word for dim in piece.dims for word in dim]
+        row[: len(words)] = words
+    return rows, np.cumsum([0, *map(len, pieces)])
 
 
 class PackedLayout(NamedTuple):
@@ -68,26 +120,16 @@ class PackTable:
     num_rows: int
     row_words: int
 
-    _words: Tensor
+    words: Tensor
+    """The table: (n,) int64 on the host. Changed in place by `refresh`, so copy it before or wait for its copy."""
+    device_copy: Tensor | None
+    """The table on the device; None until it was uploaded, and again after a `refresh` that changed it."""
+
     _row_addresses: Words  # (num_rows,), a view of the words
-    _is_row_each: bool  # every tensor has one row, of all its bytes
-    _tensor_of_row: Words
-    _source_offsets: Words  # of each row, from its tensor's address
-    _device_copy: Tensor | None
-    _destinations_checked: bool
-    _guard: LayoutGuard | None  # once other tensors were seen to have these layouts
-    # Per tensor:
-    _shapes: list[_Shape]
     _addresses: list[int]
-    _address_words: Words  # the same
     _alignments: bytes
-    _layouts: list[MemoryLayout]
-    _packed_bytes: Words
-    _end_bytes: Words  # from its address
-    _farthest_end: int  # the largest of those
-    _overlaps_itself: bool  # any of them
-    _nbytes: list[int]  # of all its elements, repetitions included
-    _contiguous: list[bool]
+    _packed_bytes: Words  # of each tensor
+    _guard: LayoutGuard | None  # once other tensors were seen to have these layouts
 
     def __init__(self, tensors: Sequence[Tensor], *, block_bytes: int = BLOCK_BYTES) -> None:
         """Raises `ValueError`, naming the tensor by its index, for several devices, for layouts other than strided, for
@@ -99,40 +141,17 @@ class PackTable:
         _check_kinds(tensors)
         self._guard = None
         self._shapes = [(t.element_size(), t.shape, t.stride()) for t in tensors]
-        self._nbytes = [t.nbytes for t in tensors]
+        self._nbytes = [t.nbytes for t in tensors]  # of all elements, repetitions included
         self._contiguous = [t.is_contiguous() for t in tensors]
         self._build(_addresses_of(tensors))
 
-    @property
-    def words(self) -> Tensor:
-        """The table: (n,) int64 on the host. Changed in place by `refresh`, so copy it before or wait for its copy."""
-        return self._words
-
-    @property
-    def device_copy(self) -> Tensor | None:
-        """The table on the device; None until it was set, and again after a `refresh` that changed it."""
-        return self._device_copy
-
-    def set_device_copy(self, words: Tensor) -> None:
-        """Use `words`, a copy of `self.words` that the device can read, for what is launched from now on.
-
-        The copy must come before the launch in stream order. Raises `ValueError` for another size, dtype or device.
-        """
-        expected = self._words.numel()
-        if words.dtype is not torch.int64 or words.shape != (expected,) or words.device != self.device:
-            raise ValueError(
-                f"PackTable: expected a copy of .words, {expected} int64 on {self.device}, got {words.dtype} of shape "
-                f"{tuple(words.shape)} on {words.device}; copy .words after the last refresh"
-            )
-        self._device_copy = words
-
     def upload(self) -> Tensor:
-        """The table on the device: the one that was placed, or else a copy of its own on the current stream."""
-        if self._device_copy is None:
+        """The table on the device: the one that is there, or else a copy on the current stream."""
+        if self.device_copy is None:
             # torch reuses its pinned memory only after the copy that reads it: the next refresh may write self.words at once.
             on_host = self.device.type == "cpu"  # under the interpreter
-            self._device_copy = self._words if on_host else self._words.pin_memory().to(self.device, non_blocking=True)
-        return self._device_copy
+            self.device_copy = self.words if on_host else self.words.pin_memory().to(self.device, non_blocking=True)
+        return self.device_copy
 
     def refresh(self, tensors: Sequence[Tensor]) -> bool:
         """Take the addresses of `tensors`, which have the layouts the table was built for; True where a word changed.
@@ -162,7 +181,7 @@ class PackTable:
             return True
         self._addresses, self._address_words = addresses, words
         self._row_addresses[...] = words if self._is_row_each else words[self._tensor_of_row] + self._source_offsets
-        self._device_copy = None
+        self.device_copy = None
         self._destinations_checked = False
         return True
 
@@ -224,13 +243,17 @@ class PackTable:
         rows = TableRows.of(list(distinct.values()), of_tensor, self.block_bytes)
         rows.words[:, ADDRESS] += words[rows.tensor]
         all_words = np.concatenate([rows.words.reshape(-1), np.repeat(np.arange(len(rows.words)), rows.items)])
-        self._words = torch.from_numpy(all_words)
+        self.words = torch.from_numpy(all_words)
         self._row_addresses = all_words[: rows.words.size].reshape(rows.words.shape)[:, ADDRESS]
+        # Whether every tensor has one row, of all its bytes.
         self._is_row_each = np.array_equal(rows.tensor, np.arange(len(addresses))) and not rows.source_offset.any()
-        self._tensor_of_row, self._source_offsets = rows.tensor, rows.source_offset
-        self._device_copy = None
+        self._tensor_of_row, self._source_offsets = (
+            rows.tensor,
+            rows.source_offset,
+        )  # ... of each row, from its tensor's address
+        self.device_copy = None
         self._destinations_checked = False
-        self._addresses, self._address_words, self._alignments = addresses, words, _alignments(words)
+        self._addresses, self._address_words, self._alignments = addresses, words, _alignments(words)  # the words: the same
         self._layouts, self._packed_bytes = layouts, packed_bytes
         self._end_bytes = np.array([layout.end_byte for layout in layouts], dtype=np.int64)
         self._farthest_end = max((layout.end_byte for layout in distinct.values()), default=0)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
-from chameleon_mm.policy.engine import CopyEngine
+from chameleon_mm.policy.timing import CopyEngine
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import round_up
 

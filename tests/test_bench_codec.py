@@ -20,8 +20,7 @@ from chameleon_mm.bench._stand_in import NO_TRITON
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.kernels.codec_bool import BOOL_AS_BITS
-from chameleon_mm.kernels.codec_float import FP32_AS_BF16
-from chameleon_mm.kernels.codec_int import INT64_AS_INT16
+from chameleon_mm.kernels.codec_narrow import FP32_AS_BF16, INT64_AS_INT16
 from chameleon_mm.kernels.codec_pack12 import MAX_EXCEPTIONS, PACK12, Pack12Codec
 from chameleon_mm.kernels.codecs import CODECS
 

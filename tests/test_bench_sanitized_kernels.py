@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from chameleon_mm.bench import _sanitized_kernels
+from chameleon_mm.bench import _copy_kernel, _sanitized_kernels
 from chameleon_mm.bench._sanitized_kernels import Case, batches, cases, check, counts, values
 from chameleon_mm.bench._sanitized_memory import Memory
-from chameleon_mm.kernels import copy, pack, unpack
+from chameleon_mm.kernels import pack
 from chameleon_mm.kernels.codec import Codec
 from chameleon_mm.kernels.codecs import CODECS
 
@@ -90,7 +90,7 @@ def move(dst: Tensor, src: Tensor, *, num_programs: int) -> None:
     ("stand_in", "right"), [(plain_copy, True), (copy_and_write_beside, False), (copy_too_little, False), (move, False)]
 )
 def test_a_copy_that_is_wrong_is_noticed(stand_in: Callable[..., None], right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy, "copy_bytes", stand_in)
+    monkeypatch.setattr(_copy_kernel, "copy_bytes", stand_in)
     case = next(case for case in cases(CPU) if case.name.startswith("copy, 17 bytes") and "at the front" in case.name)
     assert case.is_right() is right
 
@@ -103,13 +103,13 @@ def test_a_packing_that_is_wrong_is_noticed(kind: str, broken: str, monkeypatch:
         out[-1] += broken == "pack"
 
     def unpacked(buffer: Tensor, tensors: list[Tensor], *, num_programs: int) -> None:
-        unpack.unpack_reference(buffer, tensors)
+        pack.unpack_reference(buffer, tensors)
         if broken == "unpack":
             last = next(t for t in reversed(tensors) if t.numel())
             Tensor.view(torch.as_strided(last, (1,), (1,)), torch.uint8)[0] += 1
 
     monkeypatch.setattr(pack, "pack", packed)
-    monkeypatch.setattr(unpack, "unpack", unpacked)
+    monkeypatch.setattr(pack, "unpack", unpacked)
     case = next(case for case in cases(CPU) if case.name.startswith(f"pack, {kind}"))
     goes_both_ways = kind != "overlapping"  # nothing is unpacked where elements share bytes
     assert case.is_right() is (not broken or (broken == "unpack" and not goes_both_ways))

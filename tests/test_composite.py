@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS, operators
-from chameleon_mm.device.composite import CUDA_KERNELS, composite_on
-from chameleon_mm.device.operators import OpFactsCache
+from chameleon_mm.device.operators import CUDA_KERNELS, OpFactsCache, composite_on
 from chameleon_mm.planning.record import record_step
 from chameleon_mm.planning.workload import Workload
 from chameleon_mm.profiler.recorder import Recorder

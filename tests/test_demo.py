@@ -25,10 +25,8 @@ from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.compare import first_difference, same_bits
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.notes import StepNote, by_kind, notes
-from chameleon_mm.demo.outcome import Outcome
-from chameleon_mm.demo.program import Rows, TrainConfig, train_plain
-from chameleon_mm.demo.schedule import StepKind, schedule
+from chameleon_mm.demo.outcome import Outcome, StepNote, by_kind, notes
+from chameleon_mm.demo.program import Rows, StepKind, TrainConfig, schedule, train_plain
 from chameleon_mm.demo.show import kind_rows, show, verdicts
 from chameleon_mm.demo.show import rows as table_rows
 from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
@@ -488,7 +486,7 @@ def test_what_the_library_warned_of_stands_between_bits_and_budget() -> None:
 def test_warnings_are_heard_and_printed_nowhere_else() -> None:
     program = (
         "import logging\n"
-        "from chameleon_mm.demo.remarks import remarks\n"
+        "from chameleon_mm.demo.command import remarks\n"
         "logger = logging.getLogger('chameleon_mm.somewhere')\n"
         "with remarks() as said:\n"
         "    logger.info('unheard'); logger.warning('no plan: %d', 3)\n"

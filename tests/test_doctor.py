@@ -18,9 +18,8 @@ from chameleon_mm import doctor
 from chameleon_mm.device import Device, SimDevice, cuda_is_available
 from chameleon_mm.doctor import DoctorReport, Finding, Machine, collect, pin_trial, render, run_program
 from chameleon_mm.doctor.gpu import gpus
-from chameleon_mm.doctor.host import host
+from chameleon_mm.doctor.host import host, software
 from chameleon_mm.doctor.report import Unavailable, run_probe
-from chameleon_mm.doctor.software import software
 from chameleon_mm.doctor.transfer import curve_text, paths_text, transfer
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.transfer import Calibration, CalibrationCache, CurvePoint, Thresholds, calibrate

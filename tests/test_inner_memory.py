@@ -19,12 +19,11 @@ from chameleon_mm.device import Device, MemoryReading
 from chameleon_mm.device.inner_memory import inner_bytes
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
-from chameleon_mm.planning.needs import needs_of
+from chameleon_mm.planning.prediction import needs_of
 from chameleon_mm.policy import memory_curve, peak_memory
 from chameleon_mm.profiler.op_times import PricedTimes
-from chameleon_mm.profiler.readings import Readings
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.storages import StorageTable
+from chameleon_mm.profiler.storages import Readings, StorageTable
 from chameleon_mm.trace import Trace, TraceBuilder
 from chameleon_mm.units import KIB
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from chameleon_mm.kernels.codec import Codec, EncodeStatus, launch_metadata
 from chameleon_mm.kernels.codec_bool import BOOL_AS_BITS
-from chameleon_mm.kernels.codec_float import FP32_AS_BF16, FP32_AS_FP16
-from chameleon_mm.kernels.codec_int import INT64_AS_INT16, INT64_AS_INT32
+from chameleon_mm.kernels.codec_narrow import FP32_AS_BF16, FP32_AS_FP16, INT64_AS_INT16, INT64_AS_INT32
 from chameleon_mm.kernels.codec_pack12 import BLOCK_ELEMENTS, MAX_EXCEPTIONS, PACK12, RECORD_BYTES
 from chameleon_mm.kernels.codecs import CODECS
 

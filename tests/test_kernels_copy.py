@@ -64,7 +64,7 @@ def test_a_copy_that_touches_a_canary_is_noticed() -> None:
 
 @pytest.mark.parametrize(("place_src", "place_dst"), ENDS)
 def test_copies_are_exact(place_src: State, place_dst: State) -> None:
-    from chameleon_mm.kernels.copy import copy_bytes
+    from chameleon_mm.bench._copy_kernel import copy_bytes
 
     def copy_and_wait(dst: Tensor, src: Tensor, **options: int) -> None:
         copy_bytes(dst, src, **options)
@@ -86,7 +86,7 @@ def test_copies_are_exact(place_src: State, place_dst: State) -> None:
     ],
 )
 def test_bad_arguments_are_refused(dst: Tensor, src: Tensor, options: dict[str, int], message: str) -> None:
-    from chameleon_mm.kernels.copy import copy_bytes
+    from chameleon_mm.bench._copy_kernel import copy_bytes
 
     with pytest.raises(ValueError, match=message):
         copy_bytes(dst, src, **{"num_programs": 1, **options})
@@ -95,13 +95,13 @@ def test_bad_arguments_are_refused(dst: Tensor, src: Tensor, options: dict[str, 
 def test_launch_metadata_carries_the_bytes_read_and_written() -> None:
     from types import SimpleNamespace
 
-    from chameleon_mm.kernels.copy import copy_kernel
+    from chameleon_mm.bench._copy_kernel import copy_kernel
 
     told = copy_kernel.launch_metadata((4, 1, 1), SimpleNamespace(name="copy_kernel"), {"head": 3, "nbytes": 97})
     assert told == {"name": "copy_kernel_100B", "bytes": 200}
 
 
 def test_reference_copies() -> None:
-    from chameleon_mm.kernels.copy import copy_bytes_reference
+    from chameleon_mm.bench._copy_kernel import copy_bytes_reference
 
     assert copied_exactly(17, 1, 2, 1, lambda dst, src, **_: copy_bytes_reference(dst, src))

@@ -20,9 +20,18 @@ from torch import Tensor
 
 from chameleon_mm.kernels import memory_layout, pack_guard
 from chameleon_mm.kernels.memory_layout import MemoryLayout
-from chameleon_mm.kernels.pack import PackTable, launch_pack, pack, pack_kernel, pack_reference, packed_layout
+from chameleon_mm.kernels.pack import (
+    PackTable,
+    launch_pack,
+    launch_unpack,
+    pack,
+    pack_kernel,
+    pack_reference,
+    packed_layout,
+    unpack,
+    unpack_reference,
+)
 from chameleon_mm.kernels.pack_guard import LayoutGuard
-from chameleon_mm.kernels.unpack import launch_unpack, unpack, unpack_reference
 
 PLACES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -204,7 +213,7 @@ def test_a_caller_may_bring_the_table_to_the_device(place: str) -> None:
     tensors = [filled(contiguous(torch.bfloat16, 40), place)[1]]
     table = PackTable(tensors)
     words = table.words.clone().to(place)
-    table.set_device_copy(words)
+    table.device_copy = words
     assert table.upload() is words
     _, out = staging_for(tensors, place)
     launch_pack(table, out, num_programs=1)
@@ -301,11 +310,11 @@ def test_a_refresh_renews_addresses_alone() -> None:
     first, second = [buffer[:8], buffer[8:16, :4]], [buffer[16:24], buffer[24:32, :4]]
     table = PackTable(first)
     before = table.words.clone()
-    table.set_device_copy(before)
+    table.device_copy = before
     assert not table.refresh([t.view_as(t) for t in first])
     assert table.upload() is before
     assert table.refresh(second)
-    assert table.device_copy is None
+    assert table.upload() is not before
     assert torch.equal(table.words, PackTable(second).words)
     assert int((table.words != before).sum()) == 2
     assert table.refresh([buffer[16:24], buffer[24:32, 1:5]])  # off the 16-byte boundary: narrower units
@@ -336,11 +345,11 @@ def test_moved_addresses_are_taken_without_a_tensor() -> None:
     others = [torch.zeros(41, dtype=torch.uint8)[1:], torch.zeros(0), torch.zeros(5, 7)[:, :3]]  # off the 16-byte boundary
     table = PackTable(tensors)
     before = table.words.clone()
-    table.set_device_copy(before)
+    table.device_copy = before
     assert not table.move([t.data_ptr() for t in tensors])
     assert table.upload() is before
     assert table.move([t.data_ptr() for t in others])
-    assert table.device_copy is None
+    assert table.upload() is not before
     assert torch.equal(table.words, PackTable(others).words)
     words = table.words.clone()
     with pytest.raises(ValueError, match="tensor 2 without"):
@@ -474,7 +483,7 @@ def test_overlapping_destinations_are_refused(pick: Callable[[Tensor], list[Tens
 
 
 def test_destinations_too_interleaved_to_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.kernels.pack_destinations.MAX_CHECKED_RUNS", 19)
+    monkeypatch.setattr("chameleon_mm.kernels.memory_layout.MAX_CHECKED_RUNS", 19)
     base = torch.zeros(10, 10)
     with pytest.raises(ValueError, match="plainly apart"):
         unpack(torch.zeros(4096, dtype=torch.uint8), [base[:, :5], base[:, 5:]], num_programs=1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from chameleon_mm.kernels.codec import EncodeStatus
-from chameleon_mm.kernels.codec_float import FP32_AS_FP16
+from chameleon_mm.kernels.codec_narrow import FP32_AS_FP16
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device.sim.poison import poison
+from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Metrics

@@ -201,7 +201,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Except
 def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
     monkeypatch: pytest.MonkeyPatch, auto: str | None
 ) -> None:
-    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 12 * MIB + 1)
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 12 * MIB + 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert PinnedPool(auto, "sim").limit_bytes == 6 * MIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -211,7 +211,7 @@ def test_the_limit_auto_is_this_ranks_share_of_half_of_the_available_memory(
         PinnedPool(auto, "sim")
     assert PinnedPool("1MiB", "sim").limit_bytes == MIB, "a limit in bytes is nobody's share"
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 0)
     with pytest.raises(ValueError, match=r'^max_bytes: expected the available host memory, which "auto" takes'):
         PinnedPool(auto, "sim")
 

@@ -407,12 +407,12 @@ def test_a_dropped_pool_waits_for_the_device_before_pageable_memory_goes(scripte
 
 def test_pageable_memory_is_bounded_by_what_the_machine_has(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, blocks = full(scripted, on_full="pageable")
-    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 5000)
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 5000)
     assert pool.allocate(5000).pageable
     for allocate in (pool.allocate, pool.allocate_pageable):
         with pytest.raises(HostMemoryExhausted, match=r"asked for 5001 bytes, but 4\.88 KiB of host memory are available"):
             allocate(5001)
-    monkeypatch.setattr("chameleon_mm.pinned.available.available_host_bytes", lambda: 0)
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 0)
     assert pool.allocate(5001).nbytes == 5001, "nothing says how much there is: the device decides"
     blocks.clear()
 

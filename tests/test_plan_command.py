@@ -25,17 +25,12 @@ from chameleon_mm.cli import main
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.planning.budgets import HIDDEN_WITHIN
-from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, built_in
-from chameleon_mm.planning.command import add_arguments
-from chameleon_mm.planning.gpu_autocast import gpu_autocast
-from chameleon_mm.planning.gpu_operators import GpuOperators
-from chameleon_mm.planning.llama import Llama, LlamaShape
-from chameleon_mm.planning.prediction import Prediction, link_of, predict
-from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, _Step, record_step
-from chameleon_mm.planning.shapes_alone import shapes_alone
+from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, Llama, LlamaShape, built_in
+from chameleon_mm.planning.command import add_arguments, source_of
+from chameleon_mm.planning.gpu_operators import GpuOperators, gpu_autocast
+from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, link_of, predict
+from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, _Step, record_step, shapes_alone
 from chameleon_mm.planning.show import assumptions, show, verdicts
-from chameleon_mm.planning.sources import source_of
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 from chameleon_mm.policy import memory_curve, peak_memory, simulate
 from chameleon_mm.session import SwapSession

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chameleon_mm.bench._swap_first import swap_first
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import (
     Candidates,
@@ -24,7 +25,6 @@ from chameleon_mm.policy import (
     smallest_budget,
     smallest_hidden_budget,
     swap_all,
-    swap_first,
 )
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import KIB, MIB

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.bench._planner_traces import LayerShape, layer_chain, step_of
+from chameleon_mm.bench._swap_first import swap_first
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import (
     Candidates,
@@ -26,7 +27,6 @@ from chameleon_mm.policy import (
     simulate,
     smallest_budget,
     swap_all,
-    swap_first,
 )
 from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.moves import Moves, in_order

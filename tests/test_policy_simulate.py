@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.device.sim.link import COPY_LATENCY_US
-from chameleon_mm.device.sim.link import CopyEngine as SimulatedEngine
+from chameleon_mm.device.sim.cost import COPY_LATENCY_US
+from chameleon_mm.device.sim.cost import CopyEngine as SimulatedEngine
 from chameleon_mm.policy import (
     Action,
     ActionKind,
@@ -25,9 +25,8 @@ from chameleon_mm.policy import (
     simulate,
     smallest_budget,
 )
-from chameleon_mm.policy.engine import CopyEngine, EngineSpan
-from chameleon_mm.policy.moves import Moves
-from chameleon_mm.policy.planned_memory import PlannedMemory
+from chameleon_mm.policy.moves import Moves, PlannedMemory
+from chameleon_mm.policy.timing import CopyEngine, EngineSpan
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
 from tests._oracles import carried_out, timed_one_by_one

@@ -32,7 +32,8 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.adaptation import RECORDINGS
 from chameleon_mm.profiler.dispatch_state import is_on
 from chameleon_mm.profiler.record_hooks import RecordingHooks
-from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, UNMOVABLE, Recorder
+from chameleon_mm.profiler.recorder import _INTERRUPTED, NO_HOOK, Recorder
+from chameleon_mm.profiler.step_log import UNMOVABLE
 from chameleon_mm.units import MIB
 from tests._fakes import Unwatched
 from tests._programs import deep, on_a_thread
@@ -630,7 +631,7 @@ def test_what_is_told_after_a_flaw_is_not_written_down() -> None:
         recorder.retired(traced)
         assert torch.equal(x * 2, torch.full((8,), 2.0))
     assert recorder.flaw is not None
-    assert recorder.num_ops == 0
+    assert recorder._log.builder.num_ops == 0
 
 
 def test_a_recorder_keeps_nothing_alive_whatever_ended_it() -> None:

@@ -14,8 +14,9 @@ from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.profiler.op_times import EventTimes, PricedTimes
-from chameleon_mm.profiler.record_hooks import RecordingHooks, shape_feature
-from chameleon_mm.profiler.recorder import UNMOVABLE, Recorder
+from chameleon_mm.profiler.record_hooks import RecordingHooks
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.step_log import UNMOVABLE, content_of, describe_tensor
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -315,10 +316,10 @@ class Swapper(torch.autograd.graph.saved_tensors_hooks):
         def on_save(t: Tensor) -> _Held | Tensor:
             drop()
             if isinstance(t, nn.Parameter) or isinstance(t._base, nn.Parameter):
-                recorder.on_save([], shape_feature(t))
+                recorder.on_save([], content_of(describe_tensor(t)))
                 return t
             saved = _Held(recorder, t)
-            recorder.on_save([saved.traced], shape_feature(t))
+            recorder.on_save([saved.traced], content_of(describe_tensor(t)))
             held.append(saved)
             counts.append(1)
             return saved
@@ -326,7 +327,7 @@ class Swapper(torch.autograd.graph.saved_tensors_hooks):
         def on_use(saved: _Held | Tensor) -> Tensor:
             drop()
             if isinstance(saved, Tensor):
-                recorder.on_use([], shape_feature(saved))
+                recorder.on_use([], content_of(describe_tensor(saved)))
                 return saved
             recorder.on_use([saved.traced], saved.feature)
             with recorder.paused(), torch.no_grad():
@@ -348,7 +349,7 @@ class _Held:
         self.storage: torch.UntypedStorage | None = t.untyped_storage()
         self.host: torch.UntypedStorage | None = None
         self.traced = recorder.add_claim(self.storage)
-        self.feature, self.dtype = shape_feature(t), t.dtype
+        self.feature, self.dtype = content_of(describe_tensor(t)), t.dtype
         self.geometry = (int(t.storage_offset()), t.shape, t.stride())
 
     def __del__(self) -> None:

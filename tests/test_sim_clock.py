@@ -12,7 +12,7 @@ import torch
 
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel, SimDevice
-from chameleon_mm.device.sim.link import COPY_LATENCY_US, CopyEngine
+from chameleon_mm.device.sim.cost import COPY_LATENCY_US, CopyEngine
 
 ROUND = dataclasses.replace(SPECS["a100"], h2d_gbps=10.0, d2h_gbps=10.0, duplex_gbps=15.0, hbm_gbps=1000.0)
 MB = 1_000_000
@@ -80,7 +80,7 @@ def test_the_spans_of_one_direction_do_not_pile_up(device: SimDevice) -> None:
     for _ in range(20):
         out.copy(p, a)
         out.record().synchronize()
-    assert len(device.copy_spans("d2h")) <= 2
+    assert len(device._machine._d2h.spans) <= 2
 
 
 def test_a_stream_starts_after_the_event_it_waits_for(device: SimDevice) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.poison import POISON_BYTE
+from chameleon_mm.device.sim.late_copy import POISON_BYTE
 from chameleon_mm.errors import HostMemoryExhausted, SimLifetimeError, SimRaceError
 from tests._fakes import refusing
 

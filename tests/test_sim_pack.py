@@ -17,8 +17,8 @@ from torch import Tensor
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.device.sim import CostModel, SimDevice, SimStream
-from chameleon_mm.device.sim.link import COPY_LATENCY_US
-from chameleon_mm.device.sim.poison import POISON_BYTE
+from chameleon_mm.device.sim.cost import COPY_LATENCY_US
+from chameleon_mm.device.sim.late_copy import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError, SimRaceError
 from chameleon_mm.kernels.pack_table import packed_layout
 
@@ -159,7 +159,7 @@ def test_a_batch_that_cannot_be_carried_out_is_refused_whole(
     d2h, before = sim.new_stream("d2h"), sim.host_us
     with pytest.raises(ValueError, match=match):
         d2h.copy_batch(pairs(host, hbm))
-    assert (sim.host_us, sim.copy_spans("d2h"), d2h.pending) == (before, (), ())
+    assert (sim.host_us, tuple(sim._machine._d2h.spans), d2h.pending) == (before, (), ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------- pack

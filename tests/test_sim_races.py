@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chameleon_mm.device.sim import SimDevice, SimEvent, SimStream
-from chameleon_mm.device.sim.poison import POISON_BYTE
+from chameleon_mm.device.sim.late_copy import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError, SimRaceError
 
 N = 64

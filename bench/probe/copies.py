@@ -131,6 +131,6 @@ def _engine(dst: Tensor, src: Tensor) -> object:
 
 
 def _kernel(programs: int) -> Copy:
-    from chameleon_mm.kernels.copy import copy_bytes
+    from chameleon_mm.bench._copy_kernel import copy_bytes
 
     return partial(copy_bytes, num_programs=programs)

@@ -74,7 +74,7 @@ def host_costs() -> dict[str, Any]:
 
 
 def _triton_calls(hbm: Tensor) -> dict[str, Callable[[], object]]:
-    from chameleon_mm.kernels.copy import copy_bytes, copy_kernel
+    from chameleon_mm.bench._copy_kernel import copy_bytes, copy_kernel
 
     return {
         "Triton launch": lambda: copy_kernel[(1,)](hbm, hbm, 0, 0, WIDE=True, BLOCK=1024, num_warps=4, enable_fp_fusion=False),

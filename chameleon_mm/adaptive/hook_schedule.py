@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
-from chameleon_mm.policy.moves import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, Moves, in_order
-from chameleon_mm.policy.planned_memory import PlannedMemory
+from chameleon_mm.policy.moves import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, Moves, PlannedMemory, in_order
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from chameleon_mm.demo.remarks import remarks
 from chameleon_mm.outputs import check_outputs, tell_written
 from chameleon_mm.units import format_size, parse_size
 
@@ -35,6 +36,30 @@ if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
     from chameleon_mm.report import SwapReport
     from chameleon_mm.session import SwapSession
+
+
+_LIBRARY = "chameleon_mm"
+
+
+class _Listener(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage().removeprefix(f"{_LIBRARY}: "))  # beside the demo's own figures nobody asks whose
+
+
+@contextmanager
+def remarks() -> Iterator[list[str]]:
+    """The library's warnings, as they come. Handlers of the program's own get them all the same."""
+    listener, logger = _Listener(), logging.getLogger(_LIBRARY)
+    logger.addHandler(listener)
+    try:
+        yield listener.said
+    finally:
+        logger.removeHandler(listener)
+
 
 SIZES: dict[str, dict[str, int]] = {
     "simulated": {"steps": 11, "layers": 4, "width": 64, "heads": 2, "context": 8192, "batch": 1},
@@ -150,8 +175,7 @@ class _Job:
 
     def run(self, console: Console) -> Outcome:
         from chameleon_mm.demo.compare import first_difference
-        from chameleon_mm.demo.notes import notes
-        from chameleon_mm.demo.outcome import Outcome
+        from chameleon_mm.demo.outcome import Outcome, notes
 
         self._check_budgets()
         with _progress(console) as progress:

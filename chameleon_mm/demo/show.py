@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from chameleon_mm.demo.compare import same_bits
-from chameleon_mm.demo.notes import KindFigures
-from chameleon_mm.demo.outcome import Outcome
-from chameleon_mm.demo.schedule import StepKind
+from chameleon_mm.demo.outcome import KindFigures, Outcome
+from chameleon_mm.demo.program import StepKind
 from chameleon_mm.demo.train import RunResult
 from chameleon_mm.device.stand_in import is_stand_in
-from chameleon_mm.outputs import print_table
+from chameleon_mm.outputs import print_line, print_table
 from chameleon_mm.units import format_size, format_size_up, format_us
 
 
@@ -41,7 +40,7 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
             _measured(outcome, report["hidden_fraction"], "{:.1%}".format),
         ),
         (f"stall, {_timed(report)}{clock}", "-", _measured(outcome, report["stall_us"], format_us)),
-        ("what the steps were", "-", _what_steps_were(report)),
+        ("what the steps were", "-", ", ".join(f"{n} {what}" for what, n in report["steps_by_phase"].items()) or "-"),
         ("steps recorded in detail", "-", str(report["detailed_steps"])),
         ("plans made, host time", "-", f"{report['plans']}, {format_us(report['planning_us'])}"),
         ("steps that had a plan already", "-", str(report["plan_cache_hits"])),
@@ -116,31 +115,29 @@ def show(outcome: Outcome, console: Console) -> None:
         by_kind.add_column(kind.kind.name, justify="right", no_wrap=True)
     for cells in kind_rows(outcome):
         by_kind.add_row(*cells)
-    _line(console, f"chameleon-mm demo on {outcome.device.name}", style="bold")
+    print_line(console, f"chameleon-mm demo on {outcome.device.name}", style="bold")
     print_table(console, table)
     print_table(console, by_kind)
-    _line(
+    print_line(
         console,
         f"GPT: layers {model.layers}, width {model.width}, heads {model.heads}, context {model.context}; "
         f"batch {config.batch}, seed {config.seed}",
     )
-    _line(console, f"steps {config.steps}: {_sequence(config.kinds)}")
+    print_line(console, f"steps {config.steps}: {_sequence(config.kinds)}")
     if outcome.device.simulated:
-        _line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
+        print_line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
     elif is_stand_in(outcome.device.name):
-        _line(console, "no GPU took part: torch's CUDA build ran over a stand-in for its runtime, whose times mean nothing")
+        print_line(
+            console, "no GPU took part: torch's CUDA build ran over a stand-in for its runtime, whose times mean nothing"
+        )
     for line in verdicts(outcome):
-        _line(console, line, style="bold" if outcome.passed else "bold red")
+        print_line(console, line, style="bold" if outcome.passed else "bold red")
 
 
 def _enough(outcome: Outcome) -> str:
     """A budget that would do: the peak is one that was kept, and where there was no plan the remarks say what one takes."""
     by_plan = " (and what plans take, above)" if outcome.remarks else ""
     return f"{format_size_up(outcome.swapped.peak_bytes)}, which this run took{by_plan}"
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _losses(unswapped: RunResult, swapped: RunResult, step: int) -> tuple[str, str]:
@@ -165,10 +162,6 @@ def _or_none(value: float | None, text: Callable[[float], str]) -> str:
 def _timed(report: Mapping[str, Any]) -> str:
     """Which steps the stall was measured in: on a GPU timing costs time, and a session times only some."""
     return "all steps" if report["timed_steps"] == report["steps"] else f"{report['timed_steps']} timed steps"
-
-
-def _what_steps_were(report: Mapping[str, Any]) -> str:
-    return ", ".join(f"{count} {what}" for what, count in report["steps_by_phase"].items()) or "-"
 
 
 def _sequence(kinds: Sequence[StepKind]) -> str:

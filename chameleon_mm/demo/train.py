@@ -15,8 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from torch import nn
 
@@ -25,17 +24,8 @@ from chameleon_mm.demo.program import Numbers, Program, Rows, TrainConfig
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 
-
-class Session(Protocol):
-    """Interface of a `SwapSession` that a run needs."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> object: ...
-
-    def step(self) -> AbstractContextManager[object]: ...
+if TYPE_CHECKING:
+    from chameleon_mm.session import SwapSession
 
 
 class Unswapped:
@@ -72,7 +62,7 @@ def train(
     config: TrainConfig,
     rows: Rows,
     device: Device,
-    session_of: Callable[[GPT], Session] = Unswapped,
+    session_of: Callable[[GPT], SwapSession | Unswapped] = Unswapped,
     *,
     on_step: Callable[[], None] = lambda: None,
 ) -> RunResult:

@@ -72,7 +72,7 @@ def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
     node has no memory or is outside of the process's cpuset, which is logged: the process was kept off it on purpose. `root` is
     where `proc` and `sys` lie. Never raises.
     """
-    text = _text(root / f"sys/bus/pci/devices/{pci_id}/numa_node") if pci_id else ""
+    text = kernel_text(root / f"sys/bus/pci/devices/{pci_id}/numa_node") if pci_id else ""
     if not text.isdecimal():  # "-1", or no such file
         return None
     node, usable = int(text), _usable_nodes(root)
@@ -92,15 +92,15 @@ def near_node(pci_id: str | None, root: Path = Path("/")) -> int | None:
 def _usable_nodes(root: Path) -> set[int]:
     """Nodes that have memory, as far as the process's cpuset allows them; none where the kernel tells of none."""
     nodes = root / "sys/devices/system/node"
-    present = _numbers(_text(nodes / "has_memory")) or _numbers(_text(nodes / "online"))
-    for line in _text(root / "proc/self/status").splitlines():
+    present = numbers_in(kernel_text(nodes / "has_memory")) or numbers_in(kernel_text(nodes / "online"))
+    for line in kernel_text(root / "proc/self/status").splitlines():
         name, _, listed = line.partition(":")
         if name == "Mems_allowed_list":
-            return present & _numbers(listed.strip())
+            return present & numbers_in(listed.strip())
     return present
 
 
-def _numbers(text: str) -> set[int]:
+def numbers_in(text: str) -> set[int]:
     """Set of the numbers in a text such as "0-2,8"; what is no such list is none."""
     found: set[int] = set()
     for part in text.split(","):
@@ -111,7 +111,8 @@ def _numbers(text: str) -> set[int]:
     return found
 
 
-def _text(path: Path) -> str:
+def kernel_text(path: Path) -> str:
+    """Text of one of the kernel's files, without blanks around it; empty where it is absent or not ours to read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:  # absent, or not ours to read

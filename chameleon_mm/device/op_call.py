@@ -5,6 +5,11 @@
     call.flops(), call.touched_bytes()                                          # what it asks of a GPU
 
 For dispatch modes: the simulated compute and the recorder see the same calls.
+
+A mode's handler has to run them as eager would. A complex tensor's `conj()`, `mH` and `imag` may be views with a bit set, which
+dispatch keys resolve before a kernel reads them. For the length of the handler torch excludes all keys above the mode's, these
+among them: an operator that makes such a view inside itself then computes with numbers that are not conjugated. `linalg.pinv`
+of a complex matrix is wrong in its first digit under any dispatch mode that does nothing at all. So `lazy_bits_resolved`.
 """
 
 from __future__ import annotations
@@ -16,11 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.lazy_bits import lazy_bits_resolved, may_have_lazy_bits
 from chameleon_mm.device.operators import OpFacts
+
+_Key = torch._C.DispatchKey
+_RESOLVE = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
 
 Tensors = dict[int, Tensor]
 """Distinct tensors by their id."""
+
+
+def lazy_bits_resolved() -> torch._C._ForceDispatchKeyGuard:
+    """A context in which operators resolve the bits of what they make, as they do outside of dispatch modes."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _RESOLVE:
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def may_have_lazy_bits(tensors: Iterable[Tensor]) -> bool:
+    """Whether an operator that is given `tensors` may make views with such a bit: they begin with complex numbers."""
+    return any(t.is_complex() or t.is_neg() for t in tensors)
 
 
 class OpCall:

@@ -3,6 +3,7 @@
     memory = mmap(nbytes); madvise(huge pages, not for children); place(memory); populate(memory) on several threads
     register(memory)                                # from here on the copy engines read and write it directly
     refused -> clear the error it left behind -> host_alloc(nbytes) -> refused -> HostMemoryExhausted with both reasons
+    memory = pageable_memory(nbytes)                # ordinary memory: what is left where nothing more can be pinned
 
 Zeroing the pages is most of the work and parallel; registering takes the driver's locks and is not. The driver's calls come
 in as functions: this file needs no GPU.
@@ -30,11 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chameleon_mm.errors import DeviceUnavailable, HostMemoryExhausted
 from chameleon_mm.units import GIB, MIB, format_size
+
+_PAGE_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +63,24 @@ PreferPages = Callable[[int, int], None]
 raises."""
 
 _Pinned = tuple[Tensor, Callable[[], None]]  # the memory, and what gives it back
+
+
+def pageable_memory(nbytes: int) -> Tensor:
+    """A flat, page-aligned uint8 tensor of `nbytes`; its contents are not defined. No torch operator makes it.
+
+    Raises `ValueError` for a negative size, `HostMemoryExhausted` where the machine does not give that much.
+    """
+    if nbytes < 0:
+        raise ValueError(f"host memory: expected 0 bytes or more, got {nbytes}")
+    try:
+        raw = np.empty(nbytes + _PAGE_BYTES, dtype=np.uint8)
+    except MemoryError as error:
+        raise HostMemoryExhausted(
+            f"host memory: asked for {format_size(nbytes)}, which this machine does not give ({error}); ask for less"
+        ) from error
+    start = -raw.ctypes.data % _PAGE_BYTES
+    with torch._C._DisableTorchDispatch():  # or the simulator's active `compute()` would take it for device memory
+        return torch.from_numpy(raw[start : start + nbytes])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

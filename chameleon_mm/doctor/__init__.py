@@ -20,9 +20,8 @@ from rich.console import Console
 
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.doctor.gpu import gpus
-from chameleon_mm.doctor.host import host
+from chameleon_mm.doctor.host import host, software
 from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, render, run_probe
-from chameleon_mm.doctor.software import software
 from chameleon_mm.doctor.transfer import transfer
 from chameleon_mm.outputs import tell_written
 from chameleon_mm.transfer import CalibrationCache

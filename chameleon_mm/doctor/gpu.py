@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from chameleon_mm.device.cuda import visible_gpus
+from chameleon_mm.device.cuda import VisibleGpu, visible_gpus
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.units import MIB, format_size
 
@@ -26,18 +25,9 @@ _QUERY = (
 _GENERATION_OF_GT_PER_S = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
-    name: str
-    total_bytes: int | None
-    capability: str
-    pci_id: str | None
-    link: dict[str, int] = field(default_factory=dict)
-
-
 def gpus(machine: Machine) -> Iterator[Finding]:
     """Rows of the section `gpu`: three for each GPU, or one that says why there is none."""
-    found: list[_Gpu] = []
+    found: list[VisibleGpu] = []
 
     def search() -> tuple[str, Any]:
         found.extend(_found(machine))
@@ -50,15 +40,13 @@ def gpus(machine: Machine) -> Iterator[Finding]:
         yield run_probe("gpu", f"{index} NUMA node", partial(_numa_node, machine, gpu))
 
 
-def _found(machine: Machine) -> list[_Gpu]:
+def _found(machine: Machine) -> list[VisibleGpu]:
     try:
         found = [_of_smi(line) for line in _smi(machine)]
         why = "nvidia-smi names no GPU"
     except Unavailable as error:
         found, why = [], str(error)
-    found = found or [
-        _Gpu(name=gpu.name, total_bytes=gpu.total_bytes, capability=gpu.capability, pci_id=gpu.pci_id) for gpu in visible_gpus()
-    ]
+    found = found or visible_gpus()
     if not found:
         raise Unavailable(f"{why}, and torch finds no GPU either")
     return found
@@ -73,10 +61,10 @@ def _smi(machine: Machine) -> list[list[str]]:
     return rows
 
 
-def _of_smi(row: list[str]) -> _Gpu:
+def _of_smi(row: list[str]) -> VisibleGpu:
     name, memory_mib, capability, bus_id, *numbers = row
     names = ("generation", "width", "max_generation", "max_width")
-    return _Gpu(
+    return VisibleGpu(
         name=name,
         total_bytes=int(memory_mib) * MIB if memory_mib.isdecimal() else None,
         capability=capability,
@@ -91,7 +79,7 @@ def _as_sysfs_names_it(bus_id: str) -> str | None:
     return f"{int(match[1], 16):04x}:{match[2]}" if match else None
 
 
-def _identity(gpu: _Gpu) -> tuple[str, Any]:
+def _identity(gpu: VisibleGpu) -> tuple[str, Any]:
     memory = "memory unknown" if gpu.total_bytes is None else format_size(gpu.total_bytes)
     text = f"{gpu.name}, {memory}, compute capability {gpu.capability}, PCI {gpu.pci_id or 'address unknown'}"
     return text, {
@@ -99,13 +87,13 @@ def _identity(gpu: _Gpu) -> tuple[str, Any]:
     }  # fmt: skip
 
 
-def _link(machine: Machine, gpu: _Gpu) -> tuple[str, Any]:
+def _link(machine: Machine, gpu: VisibleGpu) -> tuple[str, Any]:
     link = gpu.link if len(gpu.link) == 4 else _link_of_sysfs(machine, gpu)
     now, most = (f"PCIe {link[f'{of}generation']}.0 x{link[f'{of}width']}" for of in ("", "max_"))
     return (now if now == most else f"{now} now, at most {most} (an idle GPU lowers its link)"), link
 
 
-def _link_of_sysfs(machine: Machine, gpu: _Gpu) -> dict[str, int]:
+def _link_of_sysfs(machine: Machine, gpu: VisibleGpu) -> dict[str, int]:
     folder = _pci_folder(gpu)
     link: dict[str, int] = {}
     for of, prefix in (("current", ""), ("max", "max_")):
@@ -118,14 +106,14 @@ def _link_of_sysfs(machine: Machine, gpu: _Gpu) -> dict[str, int]:
     return link
 
 
-def _numa_node(machine: Machine, gpu: _Gpu) -> tuple[str, Any]:
+def _numa_node(machine: Machine, gpu: VisibleGpu) -> tuple[str, Any]:
     node = int(machine.read(f"{_pci_folder(gpu)}/numa_node"))
     if node < 0:
         raise Unavailable("the kernel ties this GPU to no node (one node, or a virtual machine)")
     return str(node), node
 
 
-def _pci_folder(gpu: _Gpu) -> str:
+def _pci_folder(gpu: VisibleGpu) -> str:
     if gpu.pci_id is None:
         raise Unavailable("the GPU's PCI address is unknown")
     return f"sys/bus/pci/devices/{gpu.pci_id}"

@@ -1,23 +1,40 @@
-"""The host: processors, nodes, memory and the limits on it.
+"""The host: processors, nodes, memory and the limits on it, and the versions of what the library stands on.
 
     memory that may be pinned by default = what a PinnedPool of max_bytes="auto" takes: half of what the kernel and every
                                            control group leave, divided among the ranks on this machine
+    python, system, driver                 from the interpreter and the kernel
+    torch and the CUDA it was built for; triton, numpy, cupy, cuda-bindings by their installed distributions, not imported
 
-Containers are told their own limits here, not their host's.
+Containers are told their own limits here, not their host's. Nothing is imported to learn its version: an installed CuPy may
+refuse to import.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import resource
 from collections.abc import Iterator
+from functools import partial
+from importlib import metadata
 from typing import Any
 
+import torch
+
+from chameleon_mm import __version__
+from chameleon_mm.device.numa import numbers_in
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.units import format_size
 
 _NO_LIMIT_BYTES = 1 << 60  # control groups of version 1 write "no limit" as about 2**63
+
+_DISTRIBUTIONS = {
+    "triton": ("triton",),
+    "numpy": ("numpy",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "cuda-bindings": ("cuda-bindings",),
+}
 
 
 def host(machine: Machine) -> Iterator[Finding]:
@@ -41,19 +58,8 @@ def _numa_nodes(machine: Machine) -> tuple[str, Any]:
     folders = sorted((machine.root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     if not folders:
         raise Unavailable("/sys/devices/system/node names no node")
-    nodes = [
-        int(f.name[4:]) for f in folders if usable & _parse_cpus(machine.read(f"sys/devices/system/node/{f.name}/cpulist"))
-    ]
+    nodes = [int(f.name[4:]) for f in folders if usable & numbers_in(machine.read(f"sys/devices/system/node/{f.name}/cpulist"))]
     return f"this process runs on {nodes} of {len(folders)}", {"process": nodes, "total": len(folders)}
-
-
-def _parse_cpus(text: str) -> set[int]:
-    """Numbers in a text such as "0-3,8"."""
-    cpus: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        cpus |= set(range(int(first), int(last or first) + 1))
-    return cpus
 
 
 def _available(machine: Machine) -> int:
@@ -106,3 +112,45 @@ def _limits(machine: Machine, line: str) -> Iterator[tuple[int, int, str]]:
 def _memlock() -> tuple[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return ("none", None) if soft == resource.RLIM_INFINITY else (format_size(soft), soft)
+
+
+def software(machine: Machine) -> Iterator[Finding]:
+    """Rows of the section `software`."""
+    yield run_probe("software", "python", lambda: (platform.python_version(), platform.python_version()))
+    yield run_probe("software", "system", lambda: (platform.platform(), platform.platform()))
+    yield run_probe("software", "chameleon-mm", lambda: (__version__, __version__))
+    yield run_probe("software", "torch", _torch)
+    for name, distributions in _DISTRIBUTIONS.items():
+        yield run_probe("software", name, partial(_installed, distributions))
+    yield run_probe("software", "NVIDIA driver", lambda: _driver(machine))
+
+
+def _torch() -> tuple[str, Any]:
+    built_for = torch.version.cuda
+    text = f"{torch.__version__}, built {'without CUDA' if built_for is None else f'for CUDA {built_for}'}"
+    return text, {"version": str(torch.__version__), "cuda": built_for}
+
+
+def _installed(distributions: tuple[str, ...]) -> tuple[str, Any]:
+    for name in distributions:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return version if len(distributions) == 1 else f"{version} ({name})", version
+    raise Unavailable("not installed")
+
+
+def _driver(machine: Machine) -> tuple[str, Any]:
+    try:
+        version = machine.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).splitlines()[0].strip()
+    except (Unavailable, IndexError):
+        # "NVRM version: NVIDIA UNIX ... Kernel Module  580.159.03  Release Build ..."
+        try:
+            words = machine.read("proc/driver/nvidia/version").splitlines()[0].split()
+        except Unavailable:
+            raise Unavailable("none is loaded") from None
+        version = next((word for word in words if word[:1].isdigit() and "." in word), "")
+        if not version:
+            raise Unavailable("no version in /proc/driver/nvidia/version") from None
+    return version, version

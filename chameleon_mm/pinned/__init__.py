@@ -14,13 +14,12 @@
 | one user's share of a pool | `LimitedAllocator` |
 | a log of every call, done again elsewhere | `RecordingAllocator`, `replay_log` -> `LogReplay` |
 | bugs: writes beside a block, second releases | `CheckingAllocator` |
-| an allocator that is not thread-safe | `LockedAllocator` |
 | CuPy, or code in the shape of its pool | `pool.as_cupy_allocator()`, `PinnedMalloc` |
 | how much there is | `available_host_bytes`, `auto_limit_bytes` |
 | addresses alone | `FreeList` |
 
 Read free_list (which bytes), pending (until when), block (one block's life), chunks (how large), ledger (all of it, under one
-lock), growth (more of it) and pool (what users see), in that order; then reservation, pageable and the wrappers.
+lock), growth (more of it) and pool (what users see), in that order; then pageable and the wrappers.
 """
 
 from __future__ import annotations
@@ -28,20 +27,17 @@ from __future__ import annotations
 from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper
 from chameleon_mm.pinned.block import PinnedBlock
 from chameleon_mm.pinned.checking import CheckingAllocator
+from chameleon_mm.pinned.counting import AllocationStats, LimitedAllocator, StatisticsAllocator
 from chameleon_mm.pinned.free_list import FreeList
+from chameleon_mm.pinned.growth import Reservation
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
-from chameleon_mm.pinned.limiting import LimitedAllocator
-from chameleon_mm.pinned.locking import LockedAllocator
+from chameleon_mm.pinned.ledger import PoolStats
 from chameleon_mm.pinned.malloc import PinnedMalloc
 from chameleon_mm.pinned.pageable import PageableBlock
 from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
 from chameleon_mm.pinned.pool import PinnedPool, pool_for
-from chameleon_mm.pinned.recording import RecordingAllocator
+from chameleon_mm.pinned.recording import LogReplay, RecordingAllocator, replay_log
 from chameleon_mm.pinned.replay import ReplayPool, ReplayStats
-from chameleon_mm.pinned.replay_log import LogReplay, replay_log
-from chameleon_mm.pinned.reservation import Reservation
-from chameleon_mm.pinned.statistics import AllocationStats, StatisticsAllocator
-from chameleon_mm.pinned.stats import PoolStats
 
 __all__ = [
     "AllocationStats",
@@ -50,7 +46,6 @@ __all__ = [
     "CheckingAllocator",
     "FreeList",
     "LimitedAllocator",
-    "LockedAllocator",
     "LogReplay",
     "OffsetPlan",
     "PageableBlock",

@@ -5,9 +5,9 @@
             block = super().allocate(nbytes, stream)       # a block of ours over a block of the inner one's
             self.count += 1
             return block
-        def take_back(self, ticket, events):               # in a finalizer perhaps: no lock, no device
+        def note_released(self, ticket, events):           # in a finalizer perhaps: no lock, no device
             self.count -= 1
-            super().take_back(ticket, events)              # the inner block goes back, with its events
+            super().note_released(ticket, events)          # the inner block goes back, with its events
 
     pool = CheckingAllocator(LimitedAllocator(PinnedPool("8GiB"), "1GiB"))      # they nest in any order
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import count
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
@@ -62,29 +62,25 @@ class AllocatorWrapper:
     """
 
     def __init__(self, inner: Allocator) -> None:
-        self._inner = inner
+        self.inner: Final = inner
+        """The allocator that this one is around."""
         self._serials = count(1)  # `next` of it is one atomic step, and so are `pop` and the like of a dictionary
         self._lent: dict[int, PinnedBlock] = {}
 
     @property
-    def inner(self) -> Allocator:
-        """The allocator that this one is around."""
-        return self._inner
-
-    @property
     def device(self) -> Device:
-        return self._inner.device
+        return self.inner.device
 
     def allocate(self, nbytes: int | str, stream: Stream | None = None) -> PinnedBlock:
         """Allocate as `Allocator.allocate` does."""
-        return self._lend(self._inner.allocate(nbytes, stream))
+        return self._lend(self.inner.allocate(nbytes, stream))
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Release the inner block with the outer one's events; called by blocks alone. Takes no lock, calls no device."""
         self._take_inner(ticket, events).release()
 
     def stats(self) -> Stats:
-        return self._inner.stats()
+        return self.inner.stats()
 
     def close(self) -> None:
         """End what the wrapper itself holds. A second call does nothing."""
@@ -96,7 +92,7 @@ class AllocatorWrapper:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} around {self._inner!r}>"
+        return f"<{type(self).__name__} around {self.inner!r}>"
 
     def _take_inner(self, ticket: Ticket, events: tuple[Event, ...]) -> PinnedBlock:
         """Return the inner block of one that was released: with its events, still to be released."""

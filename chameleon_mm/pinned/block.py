@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
-from chameleon_mm.pinned.late_event import recorded
-from chameleon_mm.pinned.tensors import BlockView, array_nbytes, as_array, as_tensor, plain_dtype, plain_shape, tensor_nbytes
+from chameleon_mm.pinned.pending import recorded
+from chameleon_mm.pinned.tensors import BlockView, as_array, as_tensor, nbytes_of, plain_dtype, plain_shape, tensor_nbytes
 
 _DLPACK_CPU = (1, 0)
 """kDLCPU, its only device. Page-locked memory has a type of its own, kDLCUDAHost, which fewer consumers take: to a reader of
@@ -55,7 +55,7 @@ class PinnedBlock:
     dropping it, may happen on any thread at any point, the garbage collector's included.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_met", "_nbytes", "_owner", "_start", "_take_turn", "_unmet", "_views")
+    __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_unmet", "_views", "nbytes")
 
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
@@ -65,15 +65,11 @@ class PinnedBlock:
         self._owner = owner
         self._memory = memory
         self._start = start
-        self._nbytes = nbytes
+        self.nbytes: Final = nbytes
+        """Bytes as asked for."""
         self._unmet = events
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as asked for."""
-        return self._nbytes
 
     @property
     def released(self) -> bool:
@@ -97,7 +93,7 @@ class PinnedBlock:
         or `wait_on` was given; for the host there are `tensor` and `numpy`. Raises `BlockReleasedError` after the release.
         """
         self._check_live("buffer")
-        return self._memory[self._start : self._start + self._nbytes]
+        return self._memory[self._start : self._start + self.nbytes]
 
     # --- views
 
@@ -110,13 +106,13 @@ class PinnedBlock:
         `BlockReleasedError` after the release.
         """
         sizes = plain_shape("tensor", shape)
-        return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self._nbytes), "tensor"), sizes, dtype)
+        return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self.nbytes), "tensor"), sizes, dtype)
 
     def numpy(self, shape: int | Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """The memory as a NumPy array, under the conditions of `tensor`. Raises `ValueError` for a dtype of Python objects
         too."""
         sizes, kind = plain_shape("numpy", shape), plain_dtype(dtype)
-        return as_array(self._view(array_nbytes(sizes, kind, self._nbytes), "numpy"), sizes, kind)
+        return as_array(self._view(nbytes_of("numpy", sizes, kind, self.nbytes), "numpy"), sizes, kind)
 
     def as_memoryview(self) -> memoryview:
         """The memory as a memoryview: all `nbytes`, flat and writable, under the conditions of `tensor`. From Python 3.12 on,
@@ -131,7 +127,7 @@ class PinnedBlock:
         """`np.asarray(block)`: all `nbytes` as uint8."""
         # `data` is an object, which NumPy then holds, and not an address, with which it would hold the block but no view of it.
         data = memoryview(self._bytes("np.asarray"))
-        return {"version": 3, "shape": (self._nbytes,), "typestr": "|u1", "data": data}
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": data}
 
     def __dlpack__(self, **arguments: Any) -> Any:
         """`torch.from_dlpack(block)`, `np.from_dlpack(block)`: all `nbytes` as uint8, on the CPU. Arguments as NumPy's own."""
@@ -190,7 +186,7 @@ class PinnedBlock:
         if self._views:
             self._take_turn.append(ticket)
             raise BlockInUseError(
-                f"release: expected no view of this block of {self._nbytes} bytes, got {len(self._views)} live; drop the "
+                f"release: expected no view of this block of {self.nbytes} bytes, got {len(self._views)} live; drop the "
                 f"tensors, arrays and memoryviews of it first, or drop the block instead: it returns with the last of them"
             )
         self._return(ticket, self._unmet + self._met if after is None else (*self._unmet, after))
@@ -208,7 +204,7 @@ class PinnedBlock:
         `BlockReleasedError` after the release.
         """
         self._check_live("lend")
-        outer = LentBlock(self, owner, serial, start, self._nbytes if nbytes is None else nbytes)
+        outer = LentBlock(self, owner, serial, start, self.nbytes if nbytes is None else nbytes)
         self._unmet = self._met = ()
         return outer
 
@@ -222,7 +218,7 @@ class PinnedBlock:
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{len(self._unmet)} pending events"
-        return f"<{type(self).__name__} {self._nbytes} bytes, {state}>"
+        return f"<{type(self).__name__} {self.nbytes} bytes, {state}>"
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         self._unmet = self._met = ()
@@ -231,7 +227,7 @@ class PinnedBlock:
     def _bytes(self, what: str) -> Any:
         """All of the memory as an array, for the protocols. Any: its type declares them only for some versions of Python and
         NumPy."""
-        return np.asarray(self._view(self._nbytes, what))
+        return np.asarray(self._view(self.nbytes, what))
 
     def _view(self, nbytes: int, what: str) -> BlockView:
         """Array of the first `nbytes`, which a view holds. The host waits, as it is about to look."""
@@ -248,7 +244,7 @@ class PinnedBlock:
     def _check_live(self, what: str) -> None:
         if not self._take_turn:
             raise BlockReleasedError(
-                f"{what}: expected a live block, got one of {self._nbytes} bytes that was released; "
+                f"{what}: expected a live block, got one of {self.nbytes} bytes that was released; "
                 f"release a block after its last use, or allocate another"
             )
 

@@ -117,14 +117,14 @@ class CheckingAllocator(AllocatorWrapper):
         self._settle(wait=False)
         padded = nbytes + 2 * ZONE_BYTES
         try:
-            inner = self._inner.allocate(padded, stream)
+            inner = self.inner.allocate(padded, stream)
         except HostMemoryExhausted:
             if not self._waiting:
                 raise
             inner = None  # retried outside of the except block, whose traceback would hold what it mentions
         if inner is None:
             self._settle(wait=True)
-            inner = self._inner.allocate(padded, stream)
+            inner = self.inner.allocate(padded, stream)
         guarded = _Guarded(inner, nbytes, _where())
         guarded.draw_zones()
         guarded.poison()
@@ -151,7 +151,7 @@ class CheckingAllocator(AllocatorWrapper):
     def stats(self) -> Stats:
         """Statistics of the inner allocator, zones included. Raises `BlockCorruptedError`."""
         self._settle(wait=False)
-        return self._inner.stats()
+        return self.inner.stats()
 
     def close(self) -> None:
         """Check all blocks as `check` does: afterwards the inner allocator has back every block that was released."""

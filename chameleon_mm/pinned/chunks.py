@@ -70,7 +70,8 @@ class Chunks:
         self._bases: list[int] = []
         self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
-        self._peak_reserved_bytes = 0
+        self.peak_reserved_bytes = 0
+        """The most `reserved_bytes` has been."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -78,11 +79,6 @@ class Chunks:
     @property
     def reserved_bytes(self) -> int:
         return self.free_list.capacity
-
-    @property
-    def peak_reserved_bytes(self) -> int:
-        """The most `reserved_bytes` has been."""
-        return self._peak_reserved_bytes
 
     @property
     def hold_memory(self) -> bool:
@@ -119,7 +115,7 @@ class Chunks:
         base = self.free_list.add_region(memory.numel())
         self._chunks.append(Chunk(base, memory))
         self._bases.append(base)
-        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.reserved_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         _log.debug(
             "chameleon_mm: pinned pool: reserved a chunk of %s, %s in all",
             format_size(memory.numel()),

@@ -48,15 +48,15 @@ class FreeList:
     """
 
     __slots__ = (
-        "_alignment", "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_regions", "_shift",
-        "_sizes",
+        "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_regions", "_shift",
+        "_sizes", "alignment",
     )  # fmt: skip
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment: expected a power of two of bytes, got {alignment}")
-        self._alignment = index(alignment)
-        self._shift = self._alignment.bit_length() - 1
+        self.alignment = index(alignment)
+        self._shift = self.alignment.bit_length() - 1
         self._regions: dict[int, tuple[_Span, int]] = {}  # base -> its lowest span, which stays the lowest; its units
         self._live: dict[int, _Span] = {}
         self._sizes: list[int] = []  # distinct sizes of free spans, in units, sorted
@@ -69,18 +69,9 @@ class FreeList:
             self.add_region(capacity)
 
     @property
-    def alignment(self) -> int:
-        """Bytes that every offset and every block's size is a multiple of."""
-        return self._alignment
-
-    @property
     def capacity(self) -> int:
         """Bytes of all regions, free and live."""
         return self._capacity_units << self._shift
-
-    @property
-    def free_bytes(self) -> int:
-        return self._free_units << self._shift
 
     @property
     def live_bytes(self) -> int:
@@ -101,21 +92,16 @@ class FreeList:
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block is live."""
-        return not self._live
-
     def round_up(self, nbytes: int) -> int:
         """Bytes that a block of `nbytes` takes."""
-        return -(-nbytes // self._alignment) * self._alignment
+        return -(-nbytes // self.alignment) * self.alignment
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a block of at least `nbytes`, or None where no free block holds that much.
 
         Raises `ValueError` for less than one byte: nothing has no address.
         """
-        units = (nbytes + self._alignment - 1) >> self._shift  # a float is a TypeError here
+        units = (nbytes + self.alignment - 1) >> self._shift  # a float is a TypeError here
         if units <= 0:
             raise ValueError(f"allocate: expected 1 byte or more, got {nbytes}")
         sizes = self._sizes
@@ -178,11 +164,11 @@ class FreeList:
     def add_region(self, nbytes: int) -> int:
         """Add `nbytes` addresses; returns the offset of the first. Offsets of regions only grow and never recur."""
         size = index(nbytes)
-        if size <= 0 or size % self._alignment:
-            raise ValueError(f"a region: expected a positive multiple of the alignment, {self._alignment} bytes, got {nbytes}")
+        if size <= 0 or size % self.alignment:
+            raise ValueError(f"a region: expected a positive multiple of the alignment, {self.alignment} bytes, got {nbytes}")
         base = self._next_base
         # One unit that belongs to nobody keeps the end of this region apart from the start of the next.
-        self._next_base = base + size + self._alignment
+        self._next_base = base + size + self.alignment
         units = size >> self._shift
         span = _Span()
         span.start = base

@@ -3,6 +3,9 @@
     available = min(MemAvailable, *(limit - usage + reclaimable page cache, for each cgroup v1 or v2 from ours up to the root))
     "auto"    = half of (what this process holds already + available), divided among the ranks on this machine
 
+    memory = AvailableMemory();  memory.read(taking=nbytes)     # reads again after 10 ms, or once 1/16 of it has been taken
+    limit = MemoryLimit("auto");  limit.grow(held)              # the most that `auto_limit_bytes` has said so far
+
 Libraries that only read /proc/meminfo report the host's memory inside a container, and pinning past the container's limit
 ends the process instead of raising an error. Swap is counted nowhere: what is pinned cannot go there.
 """
@@ -11,12 +14,24 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from chameleon_mm.device.numa import kernel_text
+from chameleon_mm.units import parse_size
+
 _RANKS = "LOCAL_WORLD_SIZE"
 _MAX_RANKS_DIGITS = 6
+
+FRESH_S = 0.01
+"""Seconds for which an answer of `AvailableMemory` is good. Reading then costs a twentieth of one processor at most, and other
+processes, writing memory at some 10 GB/s, have taken 100 MB that this does not know of: well below what a machine keeps as a
+reserve."""
+
+TRUSTED_SHARE = 16
+"""Share of an answer that may be taken before it is asked for again: what the asker itself takes is known at once only so."""
 
 
 class _Version(NamedTuple):
@@ -89,7 +104,7 @@ def _local_ranks(environ: Mapping[str, str]) -> int:
 
 
 def _of_machine(root: Path) -> Iterator[int]:
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in kernel_text(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
         if name == "MemAvailable" and words and words[0].isdecimal():
@@ -104,7 +119,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_cgroups(root: Path) -> Iterator[int]:
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) != 3:
             continue
@@ -125,7 +140,7 @@ def _mounts(root: Path, version: _Version) -> list[tuple[Path, str]]:
     In a container that is often the container's own group, not the root; beside version 1, version 2 is somewhere below.
     """
     found = []
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in kernel_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         where, what = before.split(), after.split()
         if len(where) < 5 or len(what) < 3:
@@ -155,7 +170,7 @@ def _up_from(mount: Path, way: list[str], version: _Version) -> Iterator[int]:
 
 
 def _stat(group: Path) -> dict[str, int]:
-    pairs = (line.partition(" ") for line in _text(group / "memory.stat").splitlines())
+    pairs = (line.partition(" ") for line in kernel_text(group / "memory.stat").splitlines())
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
 
 
@@ -169,12 +184,47 @@ def _unescape(path: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = kernel_text(path)
     return int(text) if text.isdecimal() else None  # "max": no limit
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:  # absent, or not ours to read
-        return ""
+class AvailableMemory:
+    """`available_host_bytes`, read again when it may have changed. Threads may share it: the worst is one reading more."""
+
+    def __init__(self) -> None:
+        self._available_bytes = 0
+        self._trusted_bytes = 0
+        self._good_until = 0.0
+
+    def read(self, taking: int = 0) -> int:
+        """Bytes that this process may still take, 0 where nothing says so. The caller is about to take `taking` of them."""
+        now = time.monotonic()
+        if taking > self._trusted_bytes or now >= self._good_until:
+            self._available_bytes = available_host_bytes()
+            self._trusted_bytes = self._available_bytes // TRUSTED_SHARE
+            self._good_until = now + FRESH_S
+        self._trusted_bytes -= taking
+        return self._available_bytes
+
+
+class MemoryLimit:
+    """`max_bytes` as `PinnedPool` takes it. Raises `ValueError` and `TypeError` for what is no size, and where "auto" finds
+    nothing that says how much memory there is."""
+
+    def __init__(self, max_bytes: int | str | None) -> None:
+        self._memory = AvailableMemory()
+        self._auto = max_bytes is None or max_bytes == "auto"
+        self.nbytes = 0 if max_bytes is None or max_bytes == "auto" else parse_size(max_bytes, what="max_bytes")
+        self.grow(0)
+        if self._auto and not self.nbytes:
+            raise ValueError(
+                'max_bytes: expected the available host memory, which "auto" takes a share of, got nothing that says how much '
+                'that is; give a size, such as "8GiB"'
+            )
+
+    def grow(self, held_bytes: int) -> None:
+        """Look again, where the limit follows the machine: a virtual one's memory may grow as it is used, so what was available
+        at the start says too little. `held_bytes` is what the pool has reserved. Never shrinks: see `auto_limit_bytes`."""
+        if self._auto:
+            found = auto_limit_bytes(available_bytes=self._memory.read(), held_bytes=held_bytes)
+            self.nbytes = max(self.nbytes, found)

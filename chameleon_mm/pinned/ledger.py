@@ -3,6 +3,7 @@
 with ledger.lock:                       # held for microseconds: nothing slow of the device is called under it
     ledger.drain()                      # released blocks back to the free list, their events beside them
     block = ledger.allocate(pool, nbytes)  # best fit over all chunks; None: growth has to get another chunk
+    ledger.stats(limit)                 # live / requested - 1 is what rounding costs, reserved / live - 1 what chunks cost
 
 pool.note_released -> ledger.returned.append(...)       # a release: no lock, for it runs in the middle of any line
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -19,7 +21,37 @@ from chameleon_mm.errors import PoolStateError
 from chameleon_mm.pinned.block import Owner, PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
 from chameleon_mm.pinned.pageable import PageableLedger
-from chameleon_mm.pinned.stats import PoolStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStats:
+    """Statistics of a pool: `requested_bytes <= live_bytes <= reserved_bytes <= limit_bytes`, always. All sizes in bytes."""
+
+    limit_bytes: int
+    """Bytes that the pool may reserve at most."""
+    reserved_bytes: int
+    """Bytes of the chunks got from the device now."""
+    live_bytes: int
+    """Bytes of live blocks, each rounded up to the alignment."""
+    requested_bytes: int
+    """Bytes of live blocks, as asked for."""
+    peak_live_bytes: int
+    """The most `live_bytes` has been. A release counts from the pool's next call on: the pool is not told in between."""
+    peak_reserved_bytes: int
+    """The most `reserved_bytes` has been."""
+    largest_free_bytes: int
+    """The largest block that fits without another chunk."""
+    num_live: int
+    """Live blocks, those of zero bytes and the pageable ones included."""
+    num_chunks: int
+    pageable_bytes: int = 0
+    """Ordinary memory of pageable blocks, beside all of the above: live ones, and released ones that the device still uses."""
+    peak_pageable_bytes: int = 0
+    """The most `pageable_bytes` has been."""
+
+    def to_dict(self) -> dict[str, int]:
+        """The fields by name, for JSON."""
+        return asdict(self)
 
 
 class Ledger:

@@ -1,12 +1,27 @@
-"""An allocator in the shape that CuPy's pinned pool has: pointers, and memory that is freed with the last of them.
+"""A pool in the shape of CuPy's: pointers, and memory that is freed with the last of them.
 
     memory = PinnedMalloc(pool)
     pointer = memory.malloc(nbytes)             # .ptr, .mem, .size(), int(pointer), pointer + 8
     pointer.mem.free()                          # ... or drop the pointers
     memory.free_all_blocks()                    # chunks that nobody uses go back to the system
 
+    cupy.cuda.set_pinned_memory_allocator(pool.as_cupy_allocator())
+    array = cupyx.empty_pinned(shape, dtype)        # in a block of the pool, which returns with the last view
+    cupy.asarray(x)                                 # staged through one
+
 What is freed here is freed with no event, as the shape has none. So whoever gets the bytes next waits for all that the
-current stream has been given by then: see `late_event`. `malloc` itself makes the host wait, for its callers write at once.
+current stream has been given by then: see `LateEvent`. `malloc` itself makes the host wait, for its callers write at once.
+
+For its own transfers CuPy holds the memory until they are complete. `array.set(pinned)` and
+`array.get(out=pinned, blocking=False)` hold nothing: with CuPy's own pool, memory dropped right after them is given out again
+while the copy runs. Here whoever gets it next waits for everything that was queued by then
+
+    - on the device's blocking streams, which are the null stream and every `cupy.cuda.Stream()` (an event on the null stream
+      comes after all of them), and
+    - on CuPy's current stream of the thread that allocates.
+
+What remains is a copy on a `Stream(non_blocking=True)` that is not current when the bytes are used again: as with CuPy's own
+pool, keep the array until such a copy is done.
 """
 
 from __future__ import annotations
@@ -16,10 +31,12 @@ from bisect import bisect_left, insort
 from collections import deque
 from typing import Any
 
+from chameleon_mm.device.cuda import CupyPinning
 from chameleon_mm.device.protocols import Event
+from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned.allocator import AllocatorWrapper
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
-from chameleon_mm.pinned.late_event import LateEvent
+from chameleon_mm.pinned.pending import LateEvent
 from chameleon_mm.pinned.pool import PinnedPool
 
 
@@ -137,3 +154,28 @@ class PinnedMalloc(AllocatorWrapper):
         for gone in starts[first:last]:
             del self._ends[gone]
         del starts[first:last]
+
+
+class CupyAllocator(PinnedMalloc):
+    """What `cupy.cuda.set_pinned_memory_allocator` takes: bytes -> `cupy.cuda.PinnedMemoryPointer`. Imports CuPy.
+
+    `free_all_blocks` and `n_free_blocks` are those of CuPy's pool. Every pointer holds the pool. Raises `DeviceUnavailable`
+    where CuPy is not installed.
+    """
+
+    def __init__(self, pool: PinnedPool) -> None:
+        super().__init__(pool)
+        self._cupy = CupyPinning()
+
+    def __call__(self, nbytes: int) -> Any:
+        """A `PinnedMemoryPointer`. Where memory is exhausted, raises the error by which CuPy knows to copy without pinning."""
+        try:
+            return self.malloc(nbytes)
+        except HostMemoryExhausted as exhausted:
+            raise self._cupy.out_of_memory() from exhausted
+
+    def _last_use(self) -> tuple[Event, ...]:
+        return self._cupy.events(self.device)
+
+    def _pointer(self, memory: MallocMemory) -> Any:
+        return self._cupy.pointer(memory)

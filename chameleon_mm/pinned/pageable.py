@@ -16,8 +16,8 @@ from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.errors import HostMemoryExhausted
-from chameleon_mm.pinned.available import AvailableMemory
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
+from chameleon_mm.pinned.host_memory import AvailableMemory
 from chameleon_mm.units import format_size
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -43,8 +43,9 @@ class PageableLedger:
     def __init__(self) -> None:
         self._live: dict[int, Tensor] = {}  # serial -> memory
         self._ending: list[tuple[Tensor, tuple[Event, ...]]] = []
-        self._nbytes = 0
-        self._peak_bytes = 0
+        self.nbytes = 0
+        """Bytes held now: live blocks, and those whose last event was not complete when the ledger looked last."""
+        self.peak_bytes = 0
 
     def __contains__(self, serial: int) -> bool:
         return serial in self._live
@@ -58,15 +59,6 @@ class PageableLedger:
         return [memory.numel() for memory in self._live.values()]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held now: live blocks, and those whose last event was not complete when the ledger looked last."""
-        return self._nbytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._peak_bytes
-
-    @property
     def holds_memory(self) -> bool:
         return bool(self._live or self._ending)
 
@@ -74,8 +66,8 @@ class PageableLedger:
         """Hold `memory` for the block of that serial number."""
         self.drop_complete()
         self._live[serial] = memory
-        self._nbytes += memory.numel()
-        self._peak_bytes = max(self._peak_bytes, self._nbytes)
+        self.nbytes += memory.numel()
+        self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def note_released(self, serial: int, events: tuple[Event, ...]) -> None:
         """Note that the block was released: its memory stays until `events` are complete."""
@@ -83,12 +75,12 @@ class PageableLedger:
         if events:
             self._ending.append((memory, events))
         else:
-            self._nbytes -= memory.numel()
+            self.nbytes -= memory.numel()
 
     def drop_complete(self) -> None:
         """Free the memory of released blocks that the device is done with. The host does not wait."""
         kept = [(memory, events) for memory, events in self._ending if not all(event.query() for event in events)]
-        self._nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
+        self.nbytes += sum(memory.numel() for memory, _ in kept) - sum(memory.numel() for memory, _ in self._ending)
         self._ending = kept
 
     def ending(self) -> list[Event]:
@@ -99,7 +91,7 @@ class PageableLedger:
         """Free everything. All device work on it must be complete."""
         self._live.clear()
         self._ending.clear()
-        self._nbytes = 0
+        self.nbytes = 0
 
 
 class PageableSource:

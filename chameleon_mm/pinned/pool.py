@@ -4,7 +4,7 @@
                          best fit over all chunks  |  else another chunk  |  else `on_full`      `growth`
                          the block takes the events left on its bytes; stream waits for them, the host does not
     release(after):      a ticket onto a deque; nothing else, for it runs in the middle of any line
-    reserve(n):          chunks ahead of need, on a thread of its own if asked          `reservation`
+    reserve(n):          chunks ahead of need, on a thread of its own if asked          `growth`
 
 Pinning is slow (a few GB/s) and holds locks of the driver, so it happens by the chunk. Rounding every request to a power of
 two, or one list per size, can waste as much as it serves on activations of many sizes; best fit with immediate coalescing does
@@ -34,16 +34,14 @@ from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned.allocator import block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
-from chameleon_mm.pinned.growth import Growth
-from chameleon_mm.pinned.ledger import Ledger
-from chameleon_mm.pinned.limit import MemoryLimit
+from chameleon_mm.pinned.growth import Growth, Progress, Reservation
+from chameleon_mm.pinned.host_memory import MemoryLimit
+from chameleon_mm.pinned.ledger import Ledger, PoolStats
 from chameleon_mm.pinned.pageable import PageableBlock, PageableSource
-from chameleon_mm.pinned.reservation import Progress, Reservation
-from chameleon_mm.pinned.stats import PoolStats
 from chameleon_mm.units import format_size, parse_size
 
 if TYPE_CHECKING:
-    from chameleon_mm.pinned.cupy_allocator import CupyAllocator
+    from chameleon_mm.pinned.malloc import CupyAllocator
     from chameleon_mm.pinned.plan_offsets import OffsetPlan
     from chameleon_mm.pinned.replay import ReplayPool
 
@@ -95,19 +93,15 @@ class PinnedPool:
         self._limit = limit
         self._on_full = on_full
         self._max_wait_s = max_wait_s
-        self._device = resolve_device(device)
-        self._chunks = Chunks(self._device, chunk)
+        self.device = resolve_device(device)
+        self._chunks = Chunks(self.device, chunk)
         self._ledger = Ledger(self._chunks)
         self._returned = self._ledger.returned
         self._growth = Growth(self._ledger, limit)
-        self._pageable_source = PageableSource(self._device)
+        self._pageable_source = PageableSource(self.device)
         self._pid = os.getpid()
         # The finalizer must not hold the pool, only what it needs of it. Never at exit: the driver may be gone by then.
-        weakref.finalize(self, _free_all, self._device, self._ledger, self._pid).atexit = False
-
-    @property
-    def device(self) -> Device:
-        return self._device
+        weakref.finalize(self, _free_all, self.device, self._ledger, self._pid).atexit = False
 
     @property
     def limit_bytes(self) -> int:
@@ -171,7 +165,7 @@ class PinnedPool:
 
     def as_cupy_allocator(self) -> CupyAllocator:
         """This pool for `cupy.cuda.set_pinned_memory_allocator`."""
-        from chameleon_mm.pinned.cupy_allocator import CupyAllocator
+        from chameleon_mm.pinned.malloc import CupyAllocator
 
         return CupyAllocator(self)
 
@@ -270,7 +264,7 @@ class PinnedPool:
     def __repr__(self) -> str:
         live = self._ledger.num_live - len(self._ledger.returned)
         return (
-            f"<PinnedPool on {self._device.name}: {live} live blocks, "
+            f"<PinnedPool on {self.device.name}: {live} live blocks, "
             f"{format_size(self._chunks.reserved_bytes)} of {format_size(self._limit.nbytes)} reserved>"
         )
 

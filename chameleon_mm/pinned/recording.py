@@ -1,8 +1,8 @@
-"""A log of every call of an allocator, a line each in a file of JSON lines; `replay_log` does the same calls again.
+"""A log of every call of an allocator, a line each in a file of JSON lines, which `replay_log` does again on any other.
 
     with RecordingAllocator(pool, "calls.jsonl") as recorded:
         train(recorded)
-    replay_log("calls.jsonl", PinnedPool("4GiB", "sim"))
+    replay_log("calls.jsonl", StatisticsAllocator(PinnedPool("4GiB", "sim"))) -> LogReplay(allocations=..., peak_bytes=...)
 
     {"log": "chameleon_mm.allocations.v1"}
     {"time_us": 12.5, "op": "allocate", "serial": 1, "nbytes": 4096, "stream": "d2h", "thread": 0}
@@ -10,6 +10,8 @@
     {"time_us": 95.0, "op": "refuse", "serial": null, "nbytes": 1099511627776, "stream": null, "thread": 0}
 
 `time_us` counts from the start of the recording, `thread` is a number given at its first call, `serial` tells blocks apart.
+A replay has one thread and the order of the file, without streams: the host waits for nothing, and nothing is copied. Blocks
+that the log never releases are released at its end.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import os
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import PoolStateError
@@ -65,7 +68,7 @@ class RecordingAllocator(AllocatorWrapper):
         nbytes = block_nbytes(nbytes)
         name = None if stream is None else stream.name
         try:
-            inner = self._inner.allocate(nbytes, stream)
+            inner = self.inner.allocate(nbytes, stream)
         except MemoryError:
             self._note("refuse", None, nbytes, name)
             self._flush()
@@ -110,3 +113,65 @@ def _line(fields: dict[str, object], time_us: float | None = None) -> bytes:
     if time_us is not None:
         fields = {"time_us": time_us} | {name: value for name, value in fields.items() if name != "time_ns"}
     return json.dumps(fields).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReplay:
+    """Counts of a replay."""
+
+    allocations: int
+    releases: int
+    """Releases by the log, not counting those at its end."""
+    refusals: int
+    """Requests that the logged allocator refused. They are not made again."""
+    peak_bytes: int
+    """The most bytes in live blocks, as asked for."""
+
+
+def replay_log(path: str | Path, allocator: Allocator) -> LogReplay:
+    """Replay the log at `path`. Raises `ValueError`, naming the line, for what is no such log, and what `allocate` raises."""
+    live: dict[int, PinnedBlock] = {}
+    counts = {"allocate": 0, "release": 0, "refuse": 0}
+    number = live_bytes = peak_bytes = 0
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            call = _parsed(line, f"{path}, line {number}")
+            if number == 1:
+                if call != {"log": LOG_FORMAT}:
+                    raise ValueError(f"{path}: expected a log of {LOG_FORMAT!r}, got {line.strip()!r} in the first line")
+                continue
+            try:
+                op, serial = call["op"], call["serial"]
+                if op == "allocate":
+                    block = live[serial] = allocator.allocate(call["nbytes"])
+                    live_bytes += block.nbytes
+                    peak_bytes = max(peak_bytes, live_bytes)
+                elif op == "release":
+                    block = live.pop(serial)
+                    live_bytes -= block.nbytes
+                    block.release()
+                counts[op] += 1
+            except KeyError as missing:
+                raise ValueError(
+                    f"{path}, line {number}: expected a call of the log, on a live block, got {line.strip()!r} ({missing} is "
+                    f"unknown); replay a log from its first line"
+                ) from None
+    if number == 0:
+        raise ValueError(f"{path}: expected a log of {LOG_FORMAT!r}, got a file that is empty; record one first")
+    for block in live.values():
+        block.release()
+    return LogReplay(
+        allocations=counts["allocate"], releases=counts["release"], refusals=counts["refuse"], peak_bytes=peak_bytes
+    )
+
+
+def _parsed(line: str, where: str) -> dict[str, Any]:
+    try:
+        call = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{where}: expected a JSON object, got {line.strip()!r} ({error}); was the recording cut short?"
+        ) from error
+    if not isinstance(call, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {line.strip()!r}; name a file that RecordingAllocator wrote")
+    return call

@@ -20,7 +20,7 @@ from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
@@ -67,7 +67,7 @@ class ReplayPool:
 
     def __init__(self, pool: Allocator, plan: OffsetPlan) -> None:
         self._pool = pool
-        self._plan = plan
+        self.plan: Final = plan
         self._extents = [plan.extent(position) for position in range(len(plan.sizes))]
         self._arena = pool.allocate(plan.arena_bytes)
         if self._arena.pageable:
@@ -96,10 +96,6 @@ class ReplayPool:
     @property
     def device(self) -> Device:
         return self._pool.device
-
-    @property
-    def plan(self) -> OffsetPlan:
-        return self._plan
 
     def begin_step(self) -> None:
         """Expect the plan's first request next. Blocks of earlier steps stay; their bytes are not given twice."""
@@ -140,8 +136,8 @@ class ReplayPool:
         with self._lock:
             self._drain()
             return ReplayStats(
-                arena_bytes=self._plan.arena_bytes,
-                lower_bound_bytes=self._plan.lower_bound_bytes,
+                arena_bytes=self.plan.arena_bytes,
+                lower_bound_bytes=self.plan.lower_bound_bytes,
                 live_bytes=sum(end - start for start, end in self._ends.items()),
                 num_live=len(self._ends),
                 served=self._served,
@@ -176,8 +172,8 @@ class ReplayPool:
 
     def __repr__(self) -> str:
         return (
-            f"<ReplayPool on {self.device.name}: {len(self._plan.sizes)} planned requests, arena of "
-            f"{format_size(self._plan.arena_bytes)}>"
+            f"<ReplayPool on {self.device.name}: {len(self.plan.sizes)} planned requests, arena of "
+            f"{format_size(self.plan.arena_bytes)}>"
         )
 
     # --- under the lock
@@ -213,7 +209,7 @@ class ReplayPool:
 
     def _match(self, nbytes: int) -> int | None:
         """The planned request that this one is: the expected one, else one that was skipped, else the nearest one ahead."""
-        sizes, expected = self._plan.sizes, self._expected
+        sizes, expected = self.plan.sizes, self._expected
         if expected < len(sizes) and sizes[expected] == nbytes:
             self._expected = expected + 1
             self._since_match = 0

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.pinned.late_event import LateEvent
+from chameleon_mm.pinned.pending import LateEvent
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
@@ -80,11 +80,8 @@ class _Dropped:
         self._device = device
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        self._inner.set_pending((*events, LateEvent(self._record)))
+        self._inner.set_pending((*events, LateEvent(lambda: (self._device.current_stream().record(),))))
         self._inner.release()
-
-    def _record(self) -> tuple[Event, ...]:
-        return (self._device.current_stream().record(),)
 
 
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -111,12 +108,7 @@ def tensor_nbytes(what: str, shape: tuple[int, ...], dtype: torch.dtype, limit: 
             f"{what}: expected a torch.dtype such as torch.float32, got {dtype!r} ({type(dtype).__name__}); an array with a "
             f"dtype of NumPy's is allocate(nbytes).numpy(shape, dtype)"
         )
-    return _nbytes(what, shape, dtype.itemsize, dtype, limit)
-
-
-def array_nbytes(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int) -> int:
-    """Bytes of an array, checked as `tensor_nbytes` checks."""
-    return _nbytes("numpy", shape, dtype.itemsize, dtype, limit)
+    return nbytes_of(what, shape, dtype, limit)
 
 
 def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -133,8 +125,9 @@ def plain_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return kind
 
 
-def _nbytes(what: str, shape: tuple[int, ...], itemsize: int, dtype: object, limit: int | None) -> int:
-    nbytes = math.prod(shape) * itemsize
+def nbytes_of(what: str, shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any], limit: int | None) -> int:
+    """Bytes of a tensor or an array. Raises `ValueError` for a shape that takes more than `limit`."""
+    nbytes = math.prod(shape) * dtype.itemsize
     if limit is not None and nbytes > limit:
         raise ValueError(
             f"{what}: expected a shape of at most {limit} bytes, got {shape} of {dtype} = {nbytes} bytes; "

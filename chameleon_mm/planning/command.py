@@ -9,25 +9,28 @@ tables, JSON, PNG; 0: there is a plan, 1: there is none within the budgets
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import spec_by_name
 from chameleon_mm.outputs import check_outputs, tell_written
-from chameleon_mm.planning.budgets import default_budget
-from chameleon_mm.planning.builtin import BUILT_IN
+from chameleon_mm.planning.builtin import BUILT_IN, built_in
+from chameleon_mm.planning.hugging_face import hugging_face
+from chameleon_mm.planning.own_function import own_function
 from chameleon_mm.planning.plot import save_plot
-from chameleon_mm.planning.prediction import Prediction, predict
+from chameleon_mm.planning.prediction import Prediction, default_budget, predict
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS, record_step
 from chameleon_mm.planning.show import show
-from chameleon_mm.planning.sources import source_of
+from chameleon_mm.planning.workload import Build, ModelUnusable
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.session import DEFAULT_BUDGET_SHARE
 from chameleon_mm.units import parse_size
@@ -125,3 +128,35 @@ def _check_png(path: Path | None) -> None:
         raise ValueError(f"--png: expected a file name that ends in .png, got {path}")
     if find_spec("matplotlib") is None:
         raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
+
+
+def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype) -> Build:
+    """Builder of the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
+
+    Raises `ModelUnusable` for what cannot be found, and for sizes below 1.
+    """
+    for name, value in (("batch", batch), ("seq", seq)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name}: expected 1 or more, got {value}")
+    if not text:
+        raise ModelUnusable(
+            f"MODEL: expected one of {', '.join(BUILT_IN)}, module:function, or a Hugging Face configuration, got ''"
+        )
+    if text in BUILT_IN:
+        return built_in(text, batch=batch or 1, seq=seq)
+    if ":" in text and not Path(text).exists():
+        return own_function(text, batch=batch, seq=seq)
+    if _is_a_path(text) and not Path(text).exists():
+        raise ModelUnusable(
+            f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
+            f"the path, or name a built-in model or module:function"
+        )
+    likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
+    if likely and not Path(text).exists():  # rather than half a minute of asking the network for it
+        raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
+    return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype)
+
+
+def _is_a_path(text: str) -> bool:
+    """Whether it cannot be a name on the hub, which is `name` or `owner/name`."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".json")

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_mm.planning.builtin import BUILT_IN
-from chameleon_mm.planning.failures import said_by, told_as
-from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
+from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, said_by, told_as
 
 _MOST_TOKENS = 4096
 """Tokens of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""

@@ -20,9 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from chameleon_mm.planning.failures import told_as
-from chameleon_mm.planning.gpu_autocast import gpu_autocast
-from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
+from chameleon_mm.planning.gpu_operators import gpu_autocast
+from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, told_as
 
 _RETURNS = "(model, batch) or (model, batch, loss_fn)"
 

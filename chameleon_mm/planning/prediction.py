@@ -3,6 +3,13 @@
 prediction = predict(step, spec, hbm_budget, host_budget=None)
 prediction.ways             no swapping, the plan, swap everything, full recomputation: peak, stall, step time
 prediction.infeasible       why there is no plan within the budget, where there is none
+prediction.needs            device memory by class of storages: the most, and at the peak
+peak_phase(trace, peak)     forward, backward or optimizer
+smallest_within(trace, ...) the smallest budget of which there is a plan, whatever it costs in time
+hidden_budget(trace, ...)   the smallest whose plan's copies cost next to none
+
+Budgets that are found can be said: `format_size_up` makes a text of one, and what the text stands for has such a plan too. A
+budget that is a little larger need not have one as good.
 """
 
 from __future__ import annotations
@@ -11,28 +18,120 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.planning.budgets import HIDDEN_WITHIN, hidden_budget, smallest_within
-from chameleon_mm.planning.needs import MemoryNeed, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     LinkCost,
     Peak,
+    Simulator,
     SwapPlan,
     Timeline,
     full_recomputation,
     generate_plan,
+    hides_copies,
     ideal,
     least_memory,
     peak_memory,
     simulate,
+    smallest_hidden_budget,
     swap_all,
 )
-from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.policy.memory import sum_over_time
+from chameleon_mm.session import DEFAULT_BUDGET_SHARE
+from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.units import allocated_size, format_size_up, parse_size
+
+HIDDEN_WITHIN = 1e-3
+"""Share of the step by which it may take longer and still count as one with all copies hidden."""
+
+_TRIES = 64
+"""Number of steps from a budget that does not hide all copies to the unswapped peak, while one that does is sought."""
+
+_CLASSES = {
+    "parameters": (TensorKind.PARAMETER,),
+    "gradients": (TensorKind.GRADIENT,),
+    "optimizer state": (TensorKind.OPTIMIZER,),
+    "activations": (TensorKind.ACTIVATION,),
+    "temporaries": (TensorKind.TEMPORARY,),
+    "inputs and buffers": (TensorKind.INPUT, TensorKind.BUFFER),
+}
 
 SCHEMA = "chameleon_mm.plan/1"
+
+
+def default_budget(spec: GpuSpec) -> int:
+    """Bytes of device memory that a session takes where nobody says how many."""
+    return int(spec.hbm_bytes * DEFAULT_BUDGET_SHARE)
+
+
+def smallest_within(trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost) -> int:
+    """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
+    while True:
+        budget = min(_said(budget), peak_bytes)
+        try:
+            generate_plan(trace, budget, host_budget, cost)
+        except InfeasibleBudget as error:  # names a larger one; the unswapped peak, at the latest, needs no host memory
+            budget = error.smallest_bytes or peak_bytes
+        else:
+            return budget
+
+
+def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: LinkCost) -> int:
+    """The smallest budget whose plan takes at most `HIDDEN_WITHIN` of the step longer: at the most `peak_bytes`, that of
+    `trace`."""
+
+    def plan_for(budget: int) -> SwapPlan:
+        return generate_plan(trace, budget, host_budget, cost)
+
+    simulator = Simulator(trace, cost)
+    budget = _said(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
+    while budget < peak_bytes and not hides_copies(simulator, plan_for, budget, HIDDEN_WITHIN):
+        budget = _said(budget + (peak_bytes - budget) // _TRIES + 1)
+    return min(budget, peak_bytes)
+
+
+def _said(budget: int) -> int:
+    """The budget that results when somebody reads the text of `budget` and gives it back."""
+    return parse_size(format_size_up(budget))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Storages of one class."""
+
+    name: str
+    most_bytes: int
+    """The most bytes of this class at any time of the step."""
+    at_peak_bytes: int
+    """Bytes of this class while the step as a whole needs the most."""
+
+
+def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
+    """The classes that `trace` has. `peak`: its peak. O(operators + storages)."""
+    size = allocated_size(trace.tensor_bytes)
+    since, until = np.maximum(trace.tensor_born, 0), trace.tensor_dies + 1
+    needs = []
+    for name, kinds in _CLASSES.items():
+        which = np.isin(trace.tensor_kind, kinds)
+        if which.any():
+            most = int(sum_over_time(trace.num_ticks, size[which], since[which], until[which]).max(initial=0))
+            at_peak = sum(peak.by_kind.get(kind, 0) for kind in kinds)
+            needs.append(MemoryNeed(name=name, most_bytes=most, at_peak_bytes=at_peak))
+    if trace.op_inner_bytes.any():
+        needs.append(
+            MemoryNeed(name="inside operators", most_bytes=int(trace.op_inner_bytes.max()), at_peak_bytes=peak.inner_bytes)
+        )
+    return tuple(needs)
+
+
+def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
+    """The phase of the last operator before the peak, or of it."""
+    op = int(np.searchsorted(trace.op_tick, peak.tick, side="right")) - 1
+    return StepPhase(int(trace.op_phase[max(op, 0)])) if len(trace.op_phase) else StepPhase.FORWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

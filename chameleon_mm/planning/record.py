@@ -1,5 +1,7 @@
 """One training step of a model that is not there, as a trace: operators run on shapes alone, their times are a roofline's.
 
+    with shapes_alone():
+        model = Model().to(torch.bfloat16)      # takes no memory: tensors are their shapes and nothing else
     step = record_step(build, spec, optimizer="adamw", dtype=torch.bfloat16, autocast=None, min_bytes=1 << 20)
     step.trace                  as a recorder on that GPU would have it, were the host never late
 
@@ -15,15 +17,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.optim import SGD, AdamW, Optimizer
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
-from chameleon_mm.planning.failures import told_as
-from chameleon_mm.planning.gpu_autocast import PLANNED_ON, gpu_autocast
-from chameleon_mm.planning.gpu_operators import GpuOperators
-from chameleon_mm.planning.shapes_alone import shapes_alone
-from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
+from chameleon_mm.planning.gpu_operators import PLANNED_ON, GpuOperators, gpu_autocast
+from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, told_as
 from chameleon_mm.profiler.op_times import PricedTimes
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import Recorder
@@ -39,6 +39,24 @@ OPTIMIZERS = {
     "none": "forward and backward alone",
 }
 """Name -> what it is."""
+
+
+class _NoTensorMemo(FakeTensorConverter):
+    """Keeps no weak reference to what operators return: `Module.to` refuses a parameter that has one.
+
+    They are for finding the same fake tensor again from the same result, which no operator returns twice. Real tensors from
+    outside are remembered all the same, by the converter below this one.
+    """
+
+    def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
+        """Does nothing."""
+
+
+def shapes_alone() -> FakeTensorMode:
+    """A mode in which tensors are fake, those from outside of it included."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.fake_tensor_converter = _NoTensorMemo()
+    return mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

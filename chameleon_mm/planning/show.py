@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.outputs import print_table
-from chameleon_mm.planning.budgets import HIDDEN_WITHIN, default_budget
-from chameleon_mm.planning.prediction import Prediction, Way
+from chameleon_mm.outputs import print_line, print_table
+from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, Way, default_budget
 from chameleon_mm.trace import StepPhase
 from chameleon_mm.units import format_size, format_size_up, format_us
 
@@ -27,8 +26,8 @@ _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attentio
 def show(prediction: Prediction, console: Console) -> None:
     """Print both tables, the verdicts and the assumptions."""
     spec, step = prediction.spec, prediction.step
-    _line(console, f"chameleon-mm plan: {step.about}", style="bold")
-    _line(
+    print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
+    print_line(
         console,
         f"{_count(step.num_parameters)} parameters, {step.dtype}, {_autocast(prediction)}optimizer {step.optimizer}; one "
         f"training step on {spec.name}, predicted: nothing ran",
@@ -36,8 +35,8 @@ def show(prediction: Prediction, console: Console) -> None:
     print_table(console, _needs(prediction))
     print_table(console, _ways(prediction))
     for text in verdicts(prediction):
-        _line(console, text, style="bold" if prediction.infeasible is None else "bold red")
-    _line(console, "assumptions:")
+        print_line(console, text, style="bold" if prediction.infeasible is None else "bold red")
+    print_line(console, "assumptions:")
     lines = Table.grid(padding=(0, 1))
     for text in assumptions(prediction):
         lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
@@ -174,7 +173,3 @@ def _count(number: int) -> str:
 
 def _phase(phase: StepPhase) -> str:
     return {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "the optimizer"}[phase]
-
-
-def _line(console: Console, text: str, style: str = "") -> None:
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from chameleon_mm.policy.baselines import swap_all, swap_first
 from chameleon_mm.policy.bounds import Ideal, hidden_budget_bound, hides_copies, ideal, smallest_hidden_budget
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import EngineSpan
-from chameleon_mm.policy.learned import Headroom, LargestGrowth, UseOrder
 from chameleon_mm.policy.memory import Candidates, Peak, least_memory, memory_curve, peak_memory, smallest_budget
 from chameleon_mm.policy.plan import Action, ActionKind, StorageAction, SwapPlan
 from chameleon_mm.policy.planner import candidate_plans, generate_plan
 from chameleon_mm.policy.recomputation import Recomputation, full_recomputation
-from chameleon_mm.policy.rule import CodecRule, DefaultRule, Limits, SaveFacts
+from chameleon_mm.policy.rule import CodecRule, DefaultRule, Headroom, LargestGrowth, Limits, SaveFacts, UseOrder
 from chameleon_mm.policy.simulate import Simulator, Timeline, simulate
+from chameleon_mm.policy.swap_all import swap_all
+from chameleon_mm.policy.timing import EngineSpan
 
 __all__ = [
     "Action",
@@ -47,5 +46,4 @@ __all__ = [
     "smallest_budget",
     "smallest_hidden_budget",
     "swap_all",
-    "swap_first",
 ]

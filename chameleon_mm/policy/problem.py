@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
-from chameleon_mm.policy.moves import Moves
-from chameleon_mm.policy.planned_memory import moments_in_part
+from chameleon_mm.policy.moves import Moves, moments_in_part
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Int64s
 

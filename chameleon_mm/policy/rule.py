@@ -1,13 +1,17 @@
-"""The default rule, by which saved tensors move where no plan says so, and limits on the device memory that swapping may use.
+"""The default rule, by which saved tensors move where no plan says so, what the previous step forecasts for it, and its limits.
 
 rule.reason_to_keep(facts)            -> None to swap, or why a saved tensor stays where it is
 rule.gathers(facts, ...)              -> whether a small view goes without the rest of its storage
+forecast.need(ahead)                  -> bytes to leave free until the next check of memory
+order.upcoming(index)                 -> saved storages in the order in which the previous step used them
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import islice, zip_longest
+from math import ceil
 
 from chameleon_mm.units import MIB
 
@@ -112,3 +116,138 @@ class Limits:
             nbytes = getattr(self, knob.name)
             if nbytes is not None and nbytes < 0:
                 raise ValueError(f"{knob.name}: expected 0 bytes or more, or None for no such limit, got {nbytes}")
+
+
+class Headroom:
+    """Forecast of how far allocation grows between two checks of memory, learned from the previous step.
+
+    Position k is the k-th check of a step. The growth of the cumulative allocation from check k to check k+1 bounds the peak in
+    between: nothing that was allocated and freed again is missed. In the first step, after one that did not end, and beyond the
+    last check of the previous one there is no forecast (None): the caller then keeps as much free as it can.
+
+    Growth beyond the forecast says that this step is larger, a longer batch say: all later forecasts of the step grow in the
+    same proportion. Where the forecast was nothing at all there is no proportion, and no forecast for the rest of the step.
+    """
+
+    WINDOW = 2
+    """Neighbours on each side that count too, so that a sequence shifted by a check or two is still covered."""
+
+    def __init__(self) -> None:
+        self._known: list[int] = []
+        self._growing: list[int] = []
+        self._scale: float | None = 1.0
+        """Factor by which this step is larger than the previous one, as far as it went."""
+
+    def record(self, growth_bytes: int) -> None:
+        """Record the growth since the previous check of this step; at its end, since the last one."""
+        at, scale = len(self._growing), self._scale
+        # A forecast is no less than what was known of this very check: as a rule there is none to be computed.
+        if scale is not None and at < len(self._known) and growth_bytes > scale * self._known[at]:
+            predicted = self.need()
+            if predicted is not None and growth_bytes > predicted:
+                self._scale = scale * growth_bytes / predicted if predicted else None
+        self._growing.append(growth_bytes)
+
+    @property
+    def position(self) -> int:
+        """Number of the next check in this step, from 0."""
+        return len(self._growing)
+
+    def need(self, ahead: int = 0) -> int | None:
+        """Bytes to leave free until the next check, or the most until any of the next `ahead` checks; None: not known."""
+        position = self.position
+        if self._scale is None or position >= len(self._known):
+            return None
+        return ceil(self._scale * max(self._known[max(0, position - self.WINDOW) : position + self.WINDOW + 1 + ahead]))
+
+    def most(self) -> int | None:
+        """The most bytes until any check of the previous step, in proportion to how much larger this step is. None: not
+        known."""
+        if self._scale is None or not self._known:
+            return None
+        return ceil(self._scale * max(self._known))
+
+    def end_step(self) -> None:
+        """End the step: the next one is expected to be like it."""
+        self._known, self._growing, self._scale = self._growing, [], 1.0
+
+    def forget(self) -> None:
+        """Learn nothing from the step, which did not end as it began (an exception)."""
+        self._growing = []
+        self.end_step()
+
+
+class LargestGrowth:
+    """The most that allocation grew between two checks of memory in any step so far: what to leave free, where it is known.
+
+    Unlike `Headroom` it is for all checks, not for one: it holds for steps that do the same in another order. It says nothing
+    of a step that saves more than was ever saved (a longer batch), from the first save on that is larger than any of that
+    number before; and nothing before a first step has ended.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        """Largest save in all steps that ended, by its number in the step."""
+        self._most: int | None = None
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._saved: list[int] = []
+        self._most_now = 0
+        self._larger = False
+
+    def saved(self, nbytes: int) -> None:
+        """Note that the next save of this step is of so many bytes."""
+        number = len(self._saved)
+        self._larger |= number >= len(self._sizes) or nbytes > self._sizes[number]
+        self._saved.append(nbytes)
+
+    def record(self, growth_bytes: int) -> None:
+        """Record that allocation grew so much between two checks."""
+        self._most_now = max(self._most_now, growth_bytes)
+
+    @property
+    def nbytes(self) -> int | None:
+        """The most growth; None: not known."""
+        return None if self._larger or self._most is None else max(self._most, self._most_now)
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step; learn from it if it `completed`."""
+        if completed:
+            self._most = max(self._most or 0, self._most_now)
+            self._sizes = [max(pair) for pair in zip_longest(self._sizes, self._saved, fillvalue=0)]
+        self._forget_step()
+
+
+@dataclass(slots=True)
+class UseOrder:
+    """Order in which backward asks for what forward saved: as in the previous step; the first time, last saved first."""
+
+    _learned: list[int] = field(default_factory=list)
+    _position: dict[int, int] = field(default_factory=dict)
+    _current: dict[int, None] = field(default_factory=dict)
+
+    def used(self, index: int) -> None:
+        """Note that storage number `index` of this step is used now."""
+        self._current.setdefault(index)
+
+    def upcoming(self, index: int, at_most: int) -> Iterator[int]:
+        """Numbers of the storages likely to be used after `index`, soonest first."""
+        position = self._position.get(index)
+        if position is None:
+            return iter(range(index - 1, max(-1, index - 1 - at_most), -1))
+        return islice(self._learned, position + 1, position + 1 + at_most)
+
+    def rank(self, index: int) -> int:
+        """Rank of `index` in the expected order: higher is later. Not seen before: sooner than what was."""
+        return self._position.get(index, -index)
+
+    def forget(self) -> None:
+        """Learn nothing from the step, which did not end as it began."""
+        self._current = {}
+
+    def end_step(self) -> None:
+        """End the step: the next one is expected to use what it saves in the same order."""
+        self._learned = list(self._current)
+        self._position = {index: position for position, index in enumerate(self._learned)}
+        self._current = {}

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import EngineSpan
 from chameleon_mm.policy.memory import Candidates, memory_curve
-from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, in_order
+from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, PlannedMemory, in_order, pinned_peak
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
-from chameleon_mm.policy.planned_memory import PlannedMemory, pinned_peak
-from chameleon_mm.policy.timing import Walk, walk
+from chameleon_mm.policy.timing import EngineSpan, Walk, walk
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 

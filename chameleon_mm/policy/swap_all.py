@@ -1,9 +1,11 @@
-"""Plans that swap all that may move, whole: what published offloading does, and what no plan is to be worse than.
+"""Plans that swap all that may move, whole, and search for nothing: what published offloading does, and no plan is to be worse.
 
 out       as soon as each may be sent
 reclaimed when `depth` later ones may be copied
 back      with the use of the one that is used `depth` before it
 depth 0   reclaimed at once, back on demand
+
+Depth is how the activation offloading of published libraries is bounded: a number of storages in flight, whatever a copy takes.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ import numpy as np
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.policy.moves import Moves
+from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import Scheduled
+from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 
 _EACH_DEPTH = 8
@@ -113,3 +118,29 @@ def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:
     """(n,) ends of copies that one engine runs in this order, none before it is ready."""
     before = np.cumsum(took_us) - took_us
     return np.asarray(before + took_us + np.maximum.accumulate(ready_us - before))
+
+
+def swap_all(trace: Trace, cost_model: LinkCost, *, depth: int = 1) -> SwapPlan:
+    """Plan that moves every candidate of `trace`. Its budget is the peak that comes of it.
+
+    depth: a storage is reclaimed when that many later ones may be copied, and comes back with the use of the one that is used
+    that many before it; 0: at once, and on demand.
+    """
+    candidates = Candidates.of(trace)
+    return plan_of(trace, cost_model, candidates.take(np.argsort(candidates.use, kind="stable")), depth, None)
+
+
+def plan_of(trace: Trace, cost_model: LinkCost, who: Candidates, depth: int, hbm_budget: int | None) -> SwapPlan:
+    """The plan that moves `who`, ordered by their uses; without a budget its own peak is the budget."""
+    moves = early_moves(who, depth)
+    timeline = Simulator(trace, cost_model).run_moves(moves, who)
+    return SwapPlan(
+        fingerprint=trace.fingerprint,
+        num_hooks=len(trace.hook_tick),
+        actions=moves.actions(who.tensor.tolist()),
+        hbm_budget_bytes=timeline.peak_bytes if hbm_budget is None else hbm_budget,
+        peak_bytes=timeline.peak_bytes,
+        host_bytes=timeline.host_bytes,
+        step_us=timeline.step_us,
+        stall_us=timeline.stall_us,
+    )

@@ -1,4 +1,4 @@
-"""Simulates a plan without carrying it out: device memory at every tick, stalls, both copy engines, the step's time.
+"""Times of a plan: stalls, both copy engines, the step's time, by a model of the link and of compute that waits for it.
 
 at every hook that an action names, in the order that plan.py sets down:
     reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out
@@ -7,8 +7,13 @@ at every hook that an action names, in the order that plan.py sets down:
     copies back   ready now; of those in part the head is copied back meanwhile
 between hooks compute takes what the trace says
 
-Memory is exact. Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at
-its hook, and one back runs after its own copy out.
+each engine is one FIFO per direction, and both share what the link carries at once:
+    start         max(when it is ready, when the engine is free)
+    per piece     copy_us, then its bytes at this direction's rate, or at the duplex rest while the other direction is busy
+
+Time is a model: the host is always far enough ahead, a copy is queued on its engine, whole, when compute is at its hook, and
+one back runs after its own copy out. As in the simulated device, a copy's time is fixed when it is queued. The earlier of two
+that run both ways keeps its rate.
 """
 
 from __future__ import annotations
@@ -18,8 +23,87 @@ from math import inf
 from typing import NamedTuple
 
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.engine import CopyEngine
 from chameleon_mm.policy.moves import OUT, RECLAIM_IN_PART, USE, Events, Moves
+
+
+class EngineSpan(NamedTuple):
+    """Time in which a storage crosses the link, one way."""
+
+    tensor: int
+    """Number of the storage in the trace."""
+    start_us: float
+    end_us: float
+    nbytes: int
+
+
+class CopyEngine:
+    """The copy engine of one direction."""
+
+    __slots__ = ("_beside", "_copy_us", "_other", "_piece_bytes", "_rate", "_rows", "_shared_rate", "free_at_us")
+
+    def __init__(self, cost: LinkCost, rate_gbps: float, other_gbps: float) -> None:
+        self._copy_us = cost.copy_us
+        self._piece_bytes = cost.piece_bytes
+        self._rate = rate_gbps * 1e3  # bytes a microsecond
+        self._shared_rate = (cost.duplex_gbps - other_gbps) * 1e3
+        self._other: CopyEngine = self
+        self._beside = 0
+        """Index of the first of the other engine's spans that a copy queued from now on can run beside."""
+        self.free_at_us = 0.0
+        self._rows: list[tuple[int, float, float, int]] = []
+        """Spans as plain tuples: a named one takes as long as the rest of a copy's arithmetic, and a search wants none."""
+
+    @classmethod
+    def pair(cls, cost: LinkCost) -> tuple[CopyEngine, CopyEngine]:
+        """Engines from device to host and from host to device; both idle."""
+        out, back = cls(cost, cost.d2h_gbps, cost.h2d_gbps), cls(cost, cost.h2d_gbps, cost.d2h_gbps)
+        out._other, back._other = back, out
+        return out, back
+
+    @property
+    def spans(self) -> tuple[EngineSpan, ...]:
+        """Spans of the queued copies, in the order in which they run."""
+        return tuple(map(EngineSpan._make, self._rows))
+
+    def spans_of(self, tensors: Sequence[int]) -> tuple[EngineSpan, ...]:
+        """`spans` of what was queued by its place in `tensors`."""
+        rows = ((tensors[place], start_us, end_us, nbytes) for place, start_us, end_us, nbytes in self._rows)
+        return tuple(map(EngineSpan._make, rows))
+
+    def queue(self, tensor: int, nbytes: int, ready_us: float) -> float:
+        """Queue a copy that may start at `ready_us`, behind what was queued before. Returns when it ends."""
+        start = max(ready_us, self.free_at_us)
+        others = self._other._rows
+        while self._beside < len(others) and others[self._beside][2] <= start:
+            self._beside += 1
+        end = start
+        if self._beside == len(others):  # alone, as most are
+            end += -(-nbytes // self._piece_bytes) * self._copy_us + nbytes / self._rate
+        else:
+            for offset in range(0, nbytes, self._piece_bytes):
+                end = self._piece(min(self._piece_bytes, nbytes - offset), end + self._copy_us)
+        self.free_at_us = end
+        self._rows.append((tensor, start, end, nbytes))
+        return end
+
+    def _piece(self, nbytes: int, clock_us: float) -> float:
+        """Time at which `nbytes` whose first byte crosses at `clock_us` are through."""
+        left, others = float(nbytes), self._other._rows
+        for i in range(self._beside, len(others)):
+            _, beside_start, beside_end, _ = others[i]
+            if beside_end <= clock_us:
+                continue
+            alone = max(0.0, beside_start - clock_us)
+            if left <= alone * self._rate:
+                break
+            left -= alone * self._rate
+            clock_us += alone
+            shared = beside_end - clock_us
+            if left <= shared * self._shared_rate:
+                return clock_us + left / self._shared_rate
+            left -= shared * self._shared_rate
+            clock_us = beside_end
+        return clock_us + left / self._rate
 
 
 class Walk(NamedTuple):

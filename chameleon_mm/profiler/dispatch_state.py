@@ -7,6 +7,11 @@ compiled   -> dynamo compiled: the step took the time that compiling takes, and 
 tracer_is_on()               -> the same for whoever has no step of its own to compare with
 in_backward()                -> whether autograd runs a backward on this thread
 is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, known by identity, whoever is above it
+has_other_formula(call)      -> the mode has to be gone before the backward of this call begins
+
+While any dispatch mode is on, torch computes the gradient of some operators by another formula, one that rounds otherwise:
+autograd then does without writes in place and without shapes that hang on data (`isTensorSubclassLike` in torch's
+FunctionsManual.cpp). `tests/test_op_db.py` finds them: all of torch's operator samples, under a mode that does nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +22,22 @@ from collections.abc import Callable
 from types import TracebackType
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from chameleon_mm.device import Device
+from chameleon_mm.device.op_call import OpCall
 
 _Key = torch._C._TorchDispatchModeKey
 
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 """Returns the number of dispatch modes on this thread: a hook asks no further where there is none."""
+
+_OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
+"""Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
+
+_OF_ONE_INPUT = {"masked_fill": 2}
+"""Index of the only argument whose gradient is another, by operator."""
 
 
 class DispatchState:
@@ -110,3 +123,15 @@ def _frames_compiled() -> int:
     """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
+def has_other_formula(call: OpCall) -> bool:
+    """Whether a gradient of the call's is computed otherwise under a dispatch mode."""
+    name = call.facts.name.removesuffix("_")
+    if name in _OF_ANY_INPUT:
+        return any(t.requires_grad for t in call.inputs.values())
+    if name in _OF_ONE_INPUT:
+        argument = _OF_ONE_INPUT[name]
+        value = call.args[argument] if argument < len(call.args) else call.kwargs.get("value")
+        return isinstance(value, Tensor) and value.requires_grad
+    return False

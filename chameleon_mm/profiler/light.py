@@ -65,18 +65,9 @@ class LightProfiler:
     """
 
     __slots__ = (
-        "_boundaries",
-        "_features",
-        "_followed",
-        "_kinds",
-        "_last_used",
-        "_number",
-        "_numbers",
-        "_phase",
-        "_save_of",
-        "_thread",
-        "num_hooks",
-    )
+        "_boundaries", "_features", "_followed", "_kinds", "_last_used", "_number", "_numbers", "_phase", "_save_of",
+        "_thread", "num_hooks",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._kinds: set[type] = set()
@@ -160,12 +151,6 @@ class LightProfiler:
             record = StepRecord.of(cast("list[Feature]", self._features[:-1]), self._save_of, boundaries)
         self.begin_step()
         return record
-
-    @property
-    def phase(self) -> StepPhase | None:
-        """Phase by the hooks so far, FORWARD or BACKWARD; None before the first. A forward that backward runs again is
-        BACKWARD."""
-        return self._phase
 
     # --- what happens at a few hooks of a step, or in a new one
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -34,28 +33,6 @@ _READS_LENGTHS = {
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward", "_efficient_attention_backward",
 }  # fmt: skip
 """Operators whose FLOPs torch counts by reading lengths from the device, for which the host would wait."""
-
-
-class OpTimes(Protocol):
-    """Takes the time of operators. Called by one thread at a time."""
-
-    def begin(self) -> None:
-        """Begin the step."""
-        ...
-
-    def ran(self, op: int, call: OpCall) -> None:
-        """Note that operator number `op` was launched."""
-        ...
-
-    def pause(self) -> None:
-        """Count what follows until `resume` as no operator's time."""
-        ...
-
-    def resume(self) -> None: ...
-
-    def resolve(self) -> Iterator[tuple[int, float]]:
-        """Yield number and microseconds of each operator. The step is over; the host may wait for the device."""
-        ...
 
 
 @dataclass(slots=True)
@@ -86,6 +63,7 @@ class EventTimes:
         self.resume()
 
     def ran(self, op: int, call: OpCall) -> None:
+        """Note that operator number `op` was launched."""
         stretch = self._current
         if stretch is None:
             return
@@ -95,6 +73,7 @@ class EventTimes:
             self._current = _Stretch(self._close(stretch))
 
     def pause(self) -> None:
+        """Count what follows until `resume` as no operator's time."""
         stretch, self._current = self._current, None
         if stretch is not None and stretch.ops:
             self._close(stretch)
@@ -103,6 +82,7 @@ class EventTimes:
         self._current = _Stretch(self._mark())
 
     def resolve(self) -> Iterator[tuple[int, float]]:
+        """Yield number and microseconds of each operator. The step is over; the host may wait for the device."""
         self.pause()
         closed, self._closed = self._closed, []
         for stretch in closed:
@@ -149,6 +129,10 @@ class PricedTimes:
 
     def resolve(self) -> Iterator[tuple[int, float]]:
         yield from self._times
+
+
+OpTimes = EventTimes | PricedTimes
+"""Takes the time of operators. Called by one thread at a time."""
 
 
 def weight_of(call: OpCall) -> float:

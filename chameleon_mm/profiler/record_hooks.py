@@ -9,15 +9,15 @@ For a plan without a GPU, under fake tensors, and wherever there is no executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from chameleon_mm.profiler.contents import content_of, describe_tensor
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.profiler.step_log import content_of, describe_tensor
 from chameleon_mm.profiler.storages import TracedStorage
 
 _sequence_nr = torch._C._autograd._get_sequence_nr
@@ -25,31 +25,25 @@ _sequence_nr = torch._C._autograd._get_sequence_nr
 [Swap-out]."""
 
 
-def shape_feature(t: Tensor) -> int:
-    """Hash of shape, strides and dtype of a saved tensor, 64 bits."""
-    return content_of(describe_tensor(t))
-
-
 class RecordingHooks(torch.autograd.graph.saved_tensors_hooks):
     """Tells `recorder` of every save and use on this thread and its backward.
 
     Storages of `min_bytes` or more are told apart; what is smaller, a parameter, a leaf or a wrapper subclass is a hook call
-    about none. `feature` is what a call is known by. Eager's check for in-place writes is off inside: record a step that is
-    known to be right. Raises what `saved_tensors_hooks` does.
+    about none. A call is known by its tensor's shape, strides and dtype. Eager's check for in-place writes is off inside:
+    record a step that is known to be right. Raises what `saved_tensors_hooks` does.
     """
 
-    def __init__(self, recorder: Recorder, *, min_bytes: int = 1, feature: Callable[[Tensor], int] = shape_feature) -> None:
-        teller = _HookPair(recorder, min_bytes, feature)
+    def __init__(self, recorder: Recorder, *, min_bytes: int = 1) -> None:
+        teller = _HookPair(recorder, min_bytes)
         super().__init__(teller.on_save, teller.on_use)
 
 
 class _HookPair:
     """The two hooks. Not the manager's own methods: with them it would hold itself."""
 
-    def __init__(self, recorder: Recorder, min_bytes: int, feature: Callable[[Tensor], int]) -> None:
+    def __init__(self, recorder: Recorder, min_bytes: int) -> None:
         self._recorder = recorder
         self._min_bytes = min_bytes
-        self._feature = feature
         self._fresh: list[tuple[TracedStorage, int]] = []
         self._seen: set[Hashable] = set()
         """Views that were saved, by the number of their storage, and storages that were saved whole."""
@@ -57,7 +51,7 @@ class _HookPair:
     def on_save(self, t: Tensor) -> _Handle:
         self._note_copyable()
         traced = self._claim(t) if self._may_move(t) else None
-        feature = self._feature(t)
+        feature = content_of(describe_tensor(t))
         self._recorder.on_save([traced], feature)
         with self._recorder.paused():
             # One of its own where that is counted below; a result by reference would keep its node, and so itself, alive.

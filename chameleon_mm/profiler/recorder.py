@@ -16,12 +16,11 @@ What the hooks of whoever swaps call, in this order, one line each:
     use:   ... recorder.on_use([traced], feature)
     end:   recorder.retired(traced)                  # the claim is no more; any thread, at any time
 
-Operators and hooks are in one file, long as it is: both number ticks of one builder under one lock, and share one table.
+It decides what is seen and when to give up, and holds the lock; `StepLog` writes it down.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import weakref
@@ -31,33 +30,23 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
 
 from chameleon_mm.device import Device
-from chameleon_mm.device.composite import GPU
-from chameleon_mm.device.inner_memory import inner_bytes
-from chameleon_mm.device.op_call import OpCall, Tensors
-from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.device.operators import GPU, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
-from chameleon_mm.profiler.contents import ContentHashes
-from chameleon_mm.profiler.dispatch_state import DispatchState, in_backward, is_on, leave, remove
-from chameleon_mm.profiler.kinds import kind_seen, kinds_of, storages_of
-from chameleon_mm.profiler.op_times import EventTimes, OpTimes
-from chameleon_mm.profiler.other_formulas import has_other_formula
-from chameleon_mm.profiler.readings import Readings
+from chameleon_mm.profiler.dispatch_state import DispatchState, has_other_formula, is_on, leave, remove
+from chameleon_mm.profiler.op_times import OpTimes
 from chameleon_mm.profiler.retry import OomRetry, ReclaimSome
-from chameleon_mm.profiler.storages import StorageTable, TracedStorage
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
-from chameleon_mm.trace.trace import UInt8s
+from chameleon_mm.profiler.step_log import UNMOVABLE, StepLog
+from chameleon_mm.profiler.storages import TracedStorage
+from chameleon_mm.trace import Trace
 
 _log = logging.getLogger(__name__)
-
-UNMOVABLE = -1
-"""Tensor number of a hook call that is about no storage, or about several."""
 
 NO_HOOK = -1
 """Number of a hook call that was not recorded."""
@@ -66,9 +55,6 @@ _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
 _PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
 """`__torch_dispatch__` of classes that leave operators as they are."""
-
-_FRESH = ("lift_fresh", "lift")
-"""Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
 
 
 class Recorder(TorchDispatchMode):
@@ -108,36 +94,18 @@ class Recorder(TorchDispatchMode):
         self._flaw: str | None = None
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
-        self._readings = Readings(device)
-        self._start_bytes = self._readings.allocated_bytes
-        self._builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
-        self._table = StorageTable(self._builder, allocated_bytes=self._start_bytes)
-        self._contents = ContentHashes()
+        self._log = StepLog(device, model=model, optimizers=optimizers, times=times)
+        self._table = self._log.table
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
-        self._times = EventTimes(device) if times is None else times
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
         self._thread = threading.local()
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
-        self._last_backward = -1, -1
-        """Number and tick of the last operator of a backward so far."""
-        self._in_backward = self._fake = self._stopped = False
-        for storage, kind in kinds_of(model, optimizers, self._device_type):
-            self._table.expect(storage, kind)
-        if model is not None:
-            for parameter in model.parameters():
-                self._parameters[id(parameter)] = weakref.ref(parameter)
-        self._times.begin()
+        self._stopped = False
 
     @property
     def oom_retries(self) -> int:
         """Number of operators that were run again because they had found no memory."""
         return 0 if self._retry is None else self._retry.retries
-
-    @property
-    def num_ops(self) -> int:
-        """Number of operators recorded so far."""
-        return self._builder.num_ops
 
     @property
     def flaw(self) -> str | None:
@@ -210,9 +178,7 @@ class Recorder(TorchDispatchMode):
         read: list[TracedStorage] = []
         new_storages: list[torch.UntypedStorage] = []
         with self._lock, self._forgiving(call):
-            self._begin_tick()
-            self._follow_phase()
-            read, new_storages = self._look_up(call.inputs)
+            read, new_storages = self._log.before(call)
         try:
             out = self._run(call)
         except Exception:
@@ -222,9 +188,7 @@ class Recorder(TorchDispatchMode):
             raise
         with self._lock, self._forgiving(call):
             if not self._stopped:
-                self._table.record_deaths()
-                given, made, inner = self._number(call, new_storages)
-                self._note(call, [*read, *given], made, inner)
+                self._log.after(call, read, new_storages)
         return out
 
     def _writes(self) -> bool:
@@ -251,86 +215,6 @@ class Recorder(TorchDispatchMode):
             self._give_up(_INTERRUPTED)
             raise
 
-    def _note(self, call: OpCall, read: list[TracedStorage], written: list[TracedStorage], inner: int) -> None:
-        name = call.func.name()
-        op = self._builder.op(
-            name,
-            self._contents.of(name, call.args, call.kwargs),
-            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
-            0.0,
-            reads=[traced.number for traced in read],
-            writes=[traced.number for traced in written],
-            inner_bytes=inner,
-        )
-        for traced in written:
-            traced.last_write = op
-            traced.first_write = op if traced.first_write < 0 else traced.first_write
-        if self._in_backward:
-            self._last_backward = op, self._builder.num_ticks - 1
-        self._times.ran(op, call)
-
-    def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
-        """Storages of the device that `tensors` lie in: those that the table has, and those that it has not."""
-        known: dict[int, TracedStorage] = {}
-        unknown: dict[int, torch.UntypedStorage] = {}
-        for t in tensors.values():
-            storage = t.untyped_storage()
-            if isinstance(t, Parameter):
-                self._note_parameter(t, storage)
-            traced = self._table.find(storage)
-            if traced is not None:
-                known[traced.number] = traced
-            elif self._device.owns(t):
-                unknown[id(storage)] = storage
-        return list(known.values()), list(unknown.values())
-
-    def _note_parameter(self, parameter: Parameter, storage: torch.UntypedStorage) -> None:
-        ref = self._parameters.get(id(parameter))
-        if ref is None or ref() is not parameter:
-            self._parameters[id(parameter)] = weakref.ref(parameter)
-            self._table.expect(storage, TensorKind.PARAMETER)
-
-    def _number(
-        self, call: OpCall, new_storages: list[torch.UntypedStorage]
-    ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
-        """Number the storages that the call was given and nobody knew, and those that it made. Returns the former, all that it
-        wrote, and how many bytes it held inside itself."""
-        tick, fresh = self._builder.num_ticks, call.facts.name in _FRESH
-        fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
-        written, unknown = self._look_up(call.written)
-        given_ids = {id(storage) for storage in new_storages}
-        for storage in unknown:
-            if id(storage) not in given_ids:
-                written.append(self._table.add(storage, born=tick, counted=not fake))
-        if fake:
-            self._fake, inner = True, inner_bytes(call)
-            for storage in new_storages:
-                self._table.add(storage, born=tick if fresh else -1, counted=False)
-        else:
-            made_bytes = sum(traced.charged_bytes for traced in written if traced.born == tick)
-            inner = self._readings.take(self._table, new_storages, tick=tick, fresh=fresh, made_bytes=made_bytes)
-        given = {id(storage): traced for storage in new_storages if (traced := self._table.find(storage)) is not None}
-        written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
-        return list(given.values()), written, inner
-
-    def _read(self, new_storages: Sequence[torch.UntypedStorage] = ()) -> None:
-        """Begin a new reading: what was allocated until now is no operator's."""
-        self._readings.take(self._table, new_storages, tick=self._builder.num_ticks)
-
-    def _begin_tick(self) -> None:
-        self._table.record_deaths()
-        self._table.poll()
-
-    def _follow_phase(self) -> None:
-        was_in_backward, self._in_backward = self._in_backward, in_backward()
-        if was_in_backward and not self._in_backward:
-            self._note_gradients()
-
-    def _note_gradients(self) -> None:
-        parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
-        for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
-            self._table.expect(storage, TensorKind.GRADIENT)
-
     # --- what the hooks tell
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
@@ -342,12 +226,7 @@ class Recorder(TorchDispatchMode):
         if not self._writes():
             return TracedStorage(UNMOVABLE, 0, -1, None, counted=False, owner=None)  # nobody's
         with self._lock:
-            if self._table.find(storage) is None:  # saved before any operator was given it
-                if storage.device.type == self._device_type:
-                    self._read([storage])
-                else:
-                    self._table.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
-            return self._table.saved(storage)
+            return self._log.add_claim(storage)
 
     def on_save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
         """Record that autograd saved a tensor, in these storages: none or several are nobody's to move. Returns the hook's
@@ -355,21 +234,14 @@ class Recorder(TorchDispatchMode):
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
-            self._begin_tick()
-            self._follow_phase()
-            return self._builder.save(self._only(saved), feature)
+            return self._log.save(saved, feature)
 
     def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
         """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
-            self._begin_tick()
-            traced = list(used)
-            for one in traced:
-                if one is not None:
-                    one.used = True
-            return self._builder.use(self._only(traced), feature)
+            return self._log.use(used, feature)
 
     def sendable(self, traced: TracedStorage | None) -> None:
         """Note that the operator that saved it is over, as the hook found that is running and has not been told of yet.
@@ -378,7 +250,7 @@ class Recorder(TorchDispatchMode):
         """
         if traced is not None and traced.owner is self._table.owner:
             with self._lock:
-                traced.sendable = self._builder.num_hooks
+                traced.sendable = self._log.builder.num_hooks
 
     def restored(self, traced: TracedStorage | None, storage: torch.UntypedStorage) -> None:
         """Note that `storage`, made inside of `paused()`, holds the bytes of a saved one again: it is the same in the trace."""
@@ -402,8 +274,7 @@ class Recorder(TorchDispatchMode):
             self._thread.paused = depth
             if not depth and self._writes():
                 with self._lock:
-                    self._table.record_deaths()
-                    self._read()
+                    self._log.read_memory()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -411,21 +282,20 @@ class Recorder(TorchDispatchMode):
         operator's."""
         if self._writes():
             with self._lock:
-                self._times.pause()
+                self._log.times.pause()
         try:
             yield
         finally:
             if self._writes():
                 with self._lock:
-                    self._times.resume()
+                    self._log.times.resume()
 
     def stop(self) -> None:
         """Stop recording: the step turned out to need no trace. Until it is left, it goes on running operators again that find
         no memory."""
         with self._lock:
             self._stopped = True
-            self._parameters.clear()
-            self._table.forget()
+            self._log.forget()
 
     def _sees_autograd(self) -> bool:
         """Whether the operators of whoever calls a hook now are seen too."""
@@ -455,27 +325,9 @@ class Recorder(TorchDispatchMode):
                     f"finish: expected a recorder that saw the whole step, got one that ended before "
                     f"({self._flaw or 'it was stopped or has finished'}); make one for the next step"
                 )
-            self._begin_tick()
-            self._note_gradients()
-            uncounted_bytes = self._table.end(fake=self._fake)
-            for op, duration_us in self._times.resolve():
-                self._builder.set_duration(op, duration_us)
-            last_op, last_tick = self._last_backward
-            for traced in self._table.traced:
-                self._builder.kind(traced.number, kind_seen(traced, last_backward_op=last_op, last_backward_tick=last_tick))
-                if 0 <= traced.sendable < self._builder.num_hooks:
-                    self._builder.sendable(traced.number, traced.sendable)
-            trace = self._builder.finish(fingerprint)
+            trace = self._log.finish(fingerprint)
             self._stopped = True
-            self._parameters.clear()
-        return dataclasses.replace(
-            trace, start_bytes=self._start_bytes + uncounted_bytes, op_phase=_with_optimizer(trace, last_op, last_tick)
-        )
-
-    def _only(self, storages: Iterable[TracedStorage | None]) -> int:
-        """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""
-        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self._table.owner}
-        return numbers.pop() if len(numbers) == 1 else UNMOVABLE
+        return trace
 
     def _reclaiming(self, reclaim_some: ReclaimSome) -> ReclaimSome:
         """A callback that reclaims memory, holding the recorder weakly: the recorder holds what it makes."""
@@ -489,14 +341,3 @@ class Recorder(TorchDispatchMode):
                 return reclaim_some(nbytes, excluded)
 
         return free
-
-
-def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
-    """Phases of the operators, with the optimizer's after the last backward, until something is saved again."""
-    phases = trace.op_phase.copy()
-    if last_op >= 0:
-        saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
-        end = trace.num_ticks if len(saves) == 0 else saves[0]
-        after = (trace.op_tick > last_tick) & (trace.op_tick < end)
-        phases[after] = StepPhase.OPTIMIZER
-    return phases

@@ -11,15 +11,15 @@ the allocator does not look again at what events held when it failed (pytorch#18
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall
-from chameleon_mm.profiler.random_state import RandomState
 from chameleon_mm.units import parse_size
 
 ReclaimSome = Callable[[int, Sequence[torch.UntypedStorage]], bool]
@@ -30,6 +30,27 @@ _TRIED = re.compile(r"[Tt]ried to allocate (\d+(?:\.\d+)? (?:[KMGT]iB|B|bytes))"
 
 _ROUNDED_OFF = 1.01
 """Factor for the rounding of the message, which gives three digits: what was asked for may be half a percent more."""
+
+
+class RandomState:
+    """The states of torch's default generators, the host's and the device's where it has its own, and of `generators`."""
+
+    __slots__ = ("_device", "_device_state", "_host_state", "_others")
+
+    def __init__(self, device: Device, generators: Iterable[Generator] = ()) -> None:
+        self._device = device.torch_device
+        self._others = [(generator, generator.get_state()) for generator in generators]
+        self._host_state = torch.get_rng_state()
+        self._device_state: Tensor | None = None
+        if self._device.type != "cpu":
+            self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._host_state)
+        if self._device_state is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_state, self._device)
+        for generator, state in self._others:
+            generator.set_state(state)
 
 
 class OomRetry:

@@ -114,12 +114,3 @@ class StepRecord:
     @property
     def num_saves(self) -> int:
         return self.save_of.count(NOT_A_USE)
-
-    @property
-    def num_uses(self) -> int:
-        return self.num_hooks - self.num_saves
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of forward passes that saved something."""
-        return sum(boundary.phase is StepPhase.FORWARD for boundary in self.boundaries)

@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
-from chameleon_mm.profiler.random_state import RandomState
+from chameleon_mm.profiler.retry import RandomState
 
 
 def dense_bytes(t: Tensor) -> Tensor | None:

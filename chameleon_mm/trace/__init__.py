@@ -5,8 +5,7 @@ from __future__ import annotations
 from chameleon_mm.trace.builder import TraceBuilder
 from chameleon_mm.trace.diff import diff_traces
 from chameleon_mm.trace.files import load_trace, save_trace
-from chameleon_mm.trace.records import HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord
-from chameleon_mm.trace.trace import NEVER, Trace
+from chameleon_mm.trace.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace
 
 __all__ = [
     "NEVER",

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chameleon_mm.trace.records import StepPhase, TensorKind
-from chameleon_mm.trace.trace import NEVER, Trace, growing_columns, trace_columns
+from chameleon_mm.trace.trace import NEVER, StepPhase, TensorKind, Trace, growing_columns, trace_columns
 
 
 class TraceBuilder:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from difflib import SequenceMatcher
 
-from chameleon_mm.trace.records import OpRecord
-from chameleon_mm.trace.trace import Trace
+from chameleon_mm.trace.trace import OpRecord, Trace
 from chameleon_mm.units import format_size, format_us
 
 _NAMES_SHOWN = 4

@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from chameleon_mm.trace.records import TensorKind
-from chameleon_mm.trace.trace import NEVER, Trace
+from chameleon_mm.trace.trace import NEVER, TensorKind, Trace
 from chameleon_mm.units import allocated_size
 
 

@@ -1,13 +1,15 @@
 """One step's operators, storages and hook calls, in columns: a million operators are a few arrays, not a million objects.
 
-    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for
+    trace.ops[i], trace.tensors[j], trace.hooks[k]        records, made when asked for, one at a time
     trace.op_us, trace.tensor_bytes, trace.hook_tick ...  the columns, for arithmetic
 
-Ticks number what happened, operators and hook calls together, from 0: two things on one clock.
+tick   0        1        2        3        4 ...          every operator and every hook of the step is one tick
+       op       save     op       save     op             numbered from 0: two things on one clock
 """
 
 from __future__ import annotations
 
+import enum
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +17,6 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
-
-from chameleon_mm.trace.records import HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord
 
 NEVER = -2
 """Number of a tick or a hook that did not happen."""
@@ -29,6 +29,96 @@ UInt8s = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 
 _Record = TypeVar("_Record")
+
+COLUMNS: dict[str, type[np.generic]] = {
+    "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
+    "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
+    "op_inner_bytes": np.int64,
+    "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
+    "tensor_sendable": np.int32, "tensor_dies": np.int32,
+    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_feature": np.uint64,
+}  # fmt: skip
+"""Columns of a `Trace`, and what each holds."""
+
+_INT32 = np.iinfo(np.int32)
+
+
+class StepPhase(enum.IntEnum):
+    """Part of a step that an operator belongs to. With several micro-batches forward and backward alternate."""
+
+    FORWARD = 0
+    """Begins with the step, and with the first save after a backward."""
+    BACKWARD = 1
+    """Begins with the first operator that autograd's engine runs; ends when its graph task does."""
+    OPTIMIZER = 2
+    """Begins after the last backward of the step; ends with it."""
+
+
+class TensorKind(enum.IntEnum):
+    """Purpose of a storage."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    GRADIENT = 2
+    """Gradient of a parameter, as the optimizer reads it."""
+    OPTIMIZER = 3
+    """State that an optimizer keeps from step to step."""
+    INPUT = 4
+    """On the device before the step, none of the above."""
+    ACTIVATION = 5
+    """Made in the step and saved by autograd."""
+    TEMPORARY = 6
+    """Made in the step, and neither saved nor kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One operator that ran."""
+
+    tick: int
+    name: str
+    """Name as torch has it: "aten::mm"."""
+    content: int
+    """64-bit hash of its name, its tensors' shapes, strides and dtypes, and its plain arguments: the same in every process."""
+    phase: StepPhase
+    duration_us: float
+    """Time on the device until the next operator could begin; stalls on copies are not in it."""
+    reads: tuple[int, ...]
+    """Numbers of the storages of its tensor arguments."""
+    writes: tuple[int, ...]
+    """Numbers of the storages that it returned or changed."""
+    inner_bytes: int
+    """Device memory that it allocates and frees again before it ends: at most so much beside its inputs and results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One storage. Its memory is there from tick `born` to tick `dies`, both included, where nothing is swapped."""
+
+    nbytes: int
+    kind: TensorKind
+    born: int
+    """Tick at which it is made; -1: before the step."""
+    released: int
+    """Last tick before its first use during which somebody beside a handle of ours held it, so that dropping it after that tick
+    frees its memory. NEVER: nobody saved it, or somebody held it until it was used."""
+    sendable: int
+    """Number of the first hook at which the operator that saved it is over, so that it may be copied; NEVER: not saved."""
+    dies: int
+    """Last tick of its life; the number of ticks: it outlives the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookRecord:
+    """One call of autograd's two hooks."""
+
+    tick: int
+    use: bool
+    """Whether it is a use; False: a save."""
+    tensor: int
+    """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
+    feature: int
+    """64-bit hash of what the light profiler knows of this call: shape, dtype and more. Comparable within a process alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -187,19 +277,6 @@ class Trace:
             )
         if not _within(self.hook_tensor, -1, m):
             raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
-
-
-COLUMNS: dict[str, type[np.generic]] = {
-    "op_name": np.int32, "op_content": np.uint64, "op_phase": np.uint8, "op_us": np.float64, "op_tick": np.int32,
-    "read_offsets": np.int64, "read_tensors": np.int32, "write_offsets": np.int64, "write_tensors": np.int32,
-    "op_inner_bytes": np.int64,
-    "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
-    "tensor_sendable": np.int32, "tensor_dies": np.int32,
-    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_feature": np.uint64,
-}  # fmt: skip
-"""Columns of a `Trace`, and what each holds."""
-
-_INT32 = np.iinfo(np.int32)
 
 
 def growing_columns() -> dict[str, array[Any]]:

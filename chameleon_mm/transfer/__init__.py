@@ -1,15 +1,14 @@
 """Moves bytes between device and host: which copy is handed to the device when.
 
-Read route (which way by size), calibrate (from which sizes on), copy_queue (one direction, piece by piece), then engine (both,
-for any thread).
+Read route (which way by size), calibrate (from which sizes on), then copy_queue (one direction, piece by piece; and both
+together, for any thread).
 """
 
 from __future__ import annotations
 
 from chameleon_mm.transfer.calibrate import Calibration, CurvePoint, calibrate, thresholds_of
 from chameleon_mm.transfer.calibration_cache import CalibrationCache, thresholds_for
-from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece
-from chameleon_mm.transfer.engine import Transfer
+from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue, Move, Piece, Transfer
 from chameleon_mm.transfer.route import Path, Thresholds
 
 __all__ = [

@@ -25,7 +25,7 @@ class CupyPinning:
     def __init__(self) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # as in cupy_runtime.py
+                warnings.simplefilter("ignore")  # as in pinning_calls.py
                 from cupy import cuda
         except ImportError as error:
             raise DeviceUnavailable(

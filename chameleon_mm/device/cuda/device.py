@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.cuda.batch_copies import batch_copies
-from chameleon_mm.device.cuda.cupy_runtime import cupy_runtime
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
-from chameleon_mm.device.cuda.pinning_calls import pinning_calls
-from chameleon_mm.device.cuda.stream import CudaStream
+from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
+from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
-from chameleon_mm.device.pageable import pageable_memory
-from chameleon_mm.device.pinning import PageLocker
+from chameleon_mm.device.pinning import PageLocker, pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.units import MIB
@@ -41,6 +38,11 @@ class CudaDevice:
     Raises `DeviceUnavailable` (a `RuntimeError`) where torch sees no GPU or runs another allocator than its own,
     `ValueError` for an index that there is not, and for `pack_programs` below 1.
     """
+
+    simulated = False
+    block_slack_bytes = MIB
+    """Slack of a block: torch's allocator hands out a cached block whole where cutting it would leave no more (`should_split`
+    in c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
 
     def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
         self.packer = Packer(pack_programs)
@@ -63,7 +65,7 @@ class CudaDevice:
         """CuPy's binding of the CUDA runtime, or None where it is not installed or does not work with this driver."""
         self.batch_copies = batch_copies()
         """Many copies in one call, or None where CUDA's own bindings are not installed or do not have it."""
-        self._torch_device = torch.device("cuda", self.index)
+        self.torch_device = torch.device("cuda", self.index)
         self._known_streams: dict[int, CudaStream] = {}
         node = near_node(pci_id(torch.cuda.get_device_properties(self.index)))
         self._locker = PageLocker(
@@ -80,10 +82,6 @@ class CudaDevice:
         return str(torch.cuda.get_device_name(self.index))
 
     @property
-    def simulated(self) -> bool:
-        return False
-
-    @property
     def driver(self) -> str:
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))  # torch has loaded it already
@@ -92,10 +90,6 @@ class CudaDevice:
     @property
     def host_us(self) -> float:
         return time.perf_counter() * 1e6
-
-    @property
-    def torch_device(self) -> torch.device:
-        return self._torch_device
 
     @property
     def capacity(self) -> int:
@@ -107,12 +101,6 @@ class CudaDevice:
         held = int(self._stat("reserved_bytes", "current"))
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
         return min(allowed, held + free)
-
-    @property
-    def block_slack_bytes(self) -> int:
-        """Slack of a block, 1 MiB: torch's allocator hands out a cached block whole where cutting it would leave no more
-        (`should_split` in c10/cuda/CUDACachingAllocator.cpp), and counts all of it as allocated."""
-        return MIB
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.index}, {self.name}>"

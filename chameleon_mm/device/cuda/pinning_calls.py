@@ -1,5 +1,6 @@
-"""The calls that page-lock host memory, of CuPy's runtime or of torch's.
+"""CuPy's binding of the CUDA runtime, where it can be used, and the calls that page-lock host memory, of it or of torch.
 
+runtime = cupy_runtime(index)           # lets go of the GIL while the driver works. None: copies and pinning go through torch
 calls = pinning_calls(runtime, index)   # for a PageLocker, which says in which order they are tried
 """
 
@@ -7,18 +8,35 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.cuda.cupy_runtime import ATTR_HOST_REGISTER_SUPPORTED
 from chameleon_mm.device.pinning import PinningCalls
+
+ATTR_HOST_REGISTER_SUPPORTED = 99
+"""cudaDevAttrHostRegisterSupported."""
 
 _log = logging.getLogger(__name__)
 
 _HOST_PORTABLE = 1  # cudaHostRegisterPortable = cudaHostAllocPortable: page-locked for every device of the process
 _ATTR_CAN_USE_HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+
+
+def cupy_runtime(index: int) -> Any:
+    """CuPy's CUDA runtime if it is installed and answers for this device, else None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its remarks on import are about compilers and libraries that are not used here
+            from cupy.cuda import runtime
+
+        runtime.deviceGetAttribute(ATTR_HOST_REGISTER_SUPPORTED, index)  # refused by a CuPy for another CUDA than the driver's
+    except (ImportError, RuntimeError) as error:
+        _log.info("chameleon_mm: copies and pinning go through torch, as CuPy cannot be used: %s", error)
+        return None
+    return runtime
 
 
 def pinning_calls(runtime: Any, index: int) -> PinningCalls:

@@ -9,6 +9,8 @@ stream.record()         = an untimed event; stream.wait(e) = cudaStreamWaitEvent
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -24,12 +26,57 @@ if TYPE_CHECKING:
     from chameleon_mm.device.cuda.device import CudaDevice
     from chameleon_mm.kernels.codec import Codec
 
+
+_log = logging.getLogger(__name__)
+
 CODEC_PROGRAMS = 132
 """Number of programs of a codec's kernel, as many as an H200 has SMs, for the kernel stands in compute's own way. Not
 measured."""
 
 _MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 _LEGACY_HANDLES = (0, 1)  # the null stream: which of the two it is, is settled when the runtime is loaded; and cudaStreamLegacy
+
+
+class BatchCopies:
+    """cudaMemcpyBatchAsync of CUDA's bindings, of version 12.9 (which returns a failed copy's index, too) or 13.
+
+    Thread-safe. Where a driver turns out not to have it, it is not asked again.
+    """
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._supported = True
+        self._attributes = runtime.cudaMemcpyAttributes()
+        self._attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        # A hint to use the copy engines, not kernels of the driver's own.
+        self._attributes.flags = int(runtime.cudaMemcpyFlags.cudaMemcpyFlagPreferOverlapWithCompute)
+
+    def enqueue(self, dsts: list[int], srcs: list[int], sizes: list[int], handle: int) -> bool:
+        """Enqueue copies between addresses on a stream that is not the null stream, of the current device.
+
+        Returns whether they were. If not they may all be enqueued again: the same bytes to the same places.
+        """
+        if not self._supported:
+            return False
+        runtime = self._runtime
+        status = runtime.cudaMemcpyBatchAsync(dsts, srcs, sizes, len(sizes), [self._attributes], [0], 1, handle)[0]
+        if status == runtime.cudaError_t.cudaSuccess:
+            return True
+        runtime.cudaGetLastError()  # or the bindings' next caller gets it
+        errors = runtime.cudaError_t
+        lacking = (errors.cudaErrorNotSupported, errors.cudaErrorCallRequiresNewerDriver, errors.cudaErrorInsufficientDriver)
+        self._supported = status not in lacking
+        _log.info("chameleon_mm: a batch of %d copies is enqueued one by one, as the driver refused it: %s", len(sizes), status)
+        return False
+
+
+def batch_copies() -> BatchCopies | None:
+    """The call that takes many copies, if CUDA's bindings are installed and have it, else None."""
+    try:
+        return BatchCopies(importlib.import_module("cuda.bindings.runtime"))
+    except (ImportError, AttributeError, RuntimeError) as error:
+        _log.info("chameleon_mm: small copies are enqueued one by one, as CUDA's bindings cannot be used: %s", str(error))
+        return None
 
 
 class CudaEvent:
@@ -60,21 +107,17 @@ class CudaEvent:
 class CudaStream:
     """A `torch.cuda.Stream` of one device. It is never made current for longer than one allocation or copy."""
 
-    __slots__ = ("_device", "_handle", "_name", "_plans", "raw")
+    __slots__ = ("_device", "_handle", "_plans", "name", "raw")
 
     def __init__(self, device: CudaDevice, raw: torch.cuda.Stream, name: str) -> None:
         self._device = device
-        self._name = name
+        self.name = name
         self._handle = int(raw.cuda_stream)
         self._plans = PackPlans(device.torch_device)
         self.raw = raw
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def __repr__(self) -> str:
-        return f"<CudaStream {self._name} of {self._device.torch_device}, {self._handle:#x}>"
+        return f"<CudaStream {self.name} of {self._device.torch_device}, {self._handle:#x}>"
 
     def alloc(self, nbytes: int) -> Tensor:
         """Allocate as `Stream.alloc` does. On the current stream, the usual case, without any switch."""

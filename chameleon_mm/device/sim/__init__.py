@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost import CostModel, Span
 from chameleon_mm.device.sim.device import SimDevice
-from chameleon_mm.device.sim.link import Span
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 
 __all__ = ["CostModel", "SimDevice", "SimEvent", "SimStream", "Span"]

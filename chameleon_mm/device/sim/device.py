@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from chameleon_mm.device.pageable import pageable_memory
+from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.device.sim.link import Span
+from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.poison import poison
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
@@ -49,9 +48,9 @@ class SimDevice:
         check_races: bool = True,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
-        self._capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
+        self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
-        self._machine = Machine(self._capacity, self.cost, check_races=check_races)
+        self._machine = Machine(self.capacity, self.cost, check_races=check_races)
 
     @property
     def name(self) -> str:
@@ -70,10 +69,6 @@ class SimDevice:
         return torch.device("cpu")
 
     @property
-    def capacity(self) -> int:
-        return self._capacity
-
-    @property
     def block_slack_bytes(self) -> int:
         return 0
 
@@ -83,7 +78,7 @@ class SimDevice:
         return self._machine.host_us
 
     def __repr__(self) -> str:
-        return f"<SimDevice {self.spec.name}, {self._capacity} bytes>"
+        return f"<SimDevice {self.spec.name}, {self.capacity} bytes>"
 
     # --- memory
 
@@ -168,10 +163,6 @@ class SimDevice:
 
     def synchronize(self) -> None:
         self._machine.synchronize()
-
-    def copy_spans(self, direction: str) -> tuple[Span, ...]:
-        """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""
-        return self._machine.copy_spans(direction)
 
     def compute(self) -> AbstractContextManager[SimDevice]:
         """Context as `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""

@@ -1,7 +1,8 @@
-"""A copy that was issued and not yet carried out: its bytes move when something ordered after it must see them.
+"""A copy that was issued and not yet carried out: its bytes move when something ordered after must see them.
 
 late = LateCopy(dst, src, label, before)       # `before`: copies that it was ordered after
 carry_out([late])                              # before first, then late; a buffer that is gone by then is an error
+poison(storage)                                # what memory holds that nothing was written to yet
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from chameleon_mm.device.sim.poison import POISON_BYTE
 from chameleon_mm.errors import SimLifetimeError
+
+POISON_BYTE = 0xFB
+"""Value of the byte, as float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""
 
 Bytes = npt.NDArray[np.bool_]
 """Flags for bytes that lie side by side."""
+
+
+def poison(storage: torch.UntypedStorage, start: int = 0, nbytes: int | None = None) -> None:
+    """Fill bytes of a storage with `POISON_BYTE`, past every dispatcher."""
+    size = storage.nbytes() - start if nbytes is None else nbytes
+    if size > 0:
+        ctypes.memset(storage.data_ptr() + start, POISON_BYTE, size)
 
 
 class _End:

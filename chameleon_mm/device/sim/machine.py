@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim.checks import check_batch, check_copy, packed_parts
-from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.device.sim.extent import Extent, extent_of
-from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out
-from chameleon_mm.device.sim.link import CopyEngine, Span
+from chameleon_mm.device.sim.cost import CopyEngine, CostModel
+from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out, poison
 from chameleon_mm.device.sim.memory import Buffer, Ledger, held_by_caller_alone, plain_bytes
-from chameleon_mm.device.sim.poison import poison
-from chameleon_mm.device.sim.shadow import HOST, Access, Clock, join
+from chameleon_mm.device.sim.shadow import HOST, Access, Clock, Extent, extent_of, join
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.errors import SimLifetimeError
 
@@ -288,10 +285,6 @@ class Machine:
         engine.forget_before(self.host_us)
         other.forget_before(self.host_us)
         stream.ready_us = engine.schedule(nbytes, ready, other).end_us
-
-    def copy_spans(self, direction: str) -> tuple[Span, ...]:
-        with self.lock:
-            return tuple({"d2h": self._d2h, "h2d": self._h2d}[direction].spans)
 
     def run_kernel(self, stream: SimStream, price_us: float) -> None:
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us

@@ -19,8 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.sim.extent import Extent
-from chameleon_mm.device.sim.shadow import Access, Clock, Shadow, join
+from chameleon_mm.device.sim.shadow import Access, Clock, Extent, Shadow, join
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.units import allocated_size, format_size
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.device.sim.extent import Extent
 from chameleon_mm.device.sim.late_copy import LateCopy, carry_out
-from chameleon_mm.device.sim.shadow import Access, Clock
+from chameleon_mm.device.sim.shadow import Access, Clock, Extent
 
 if TYPE_CHECKING:
     from chameleon_mm.device.sim.machine import Machine
@@ -57,11 +56,11 @@ class SimEvent:
 class SimStream:
     """A queue of simulated work. `late` streams carry copies out as late as legal; compute streams work in program order."""
 
-    __slots__ = ("_machine", "_name", "actor", "clock", "late", "pending", "ready_us")
+    __slots__ = ("_machine", "actor", "clock", "late", "name", "pending", "ready_us")
 
     def __init__(self, machine: Machine, name: str, actor: int, *, late: bool) -> None:
         self._machine = machine
-        self._name = name
+        self.name = name
         self.actor = actor
         self.late = late
         self.clock: Clock = {actor: 0}
@@ -69,12 +68,8 @@ class SimStream:
         self.pending: tuple[LateCopy, ...] = ()
         """Copies that this stream's next work is ordered after and that may not have been carried out."""
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     def __repr__(self) -> str:
-        return f"<SimStream {self._name} at {self.ready_us:.1f} us>"
+        return f"<SimStream {self.name} at {self.ready_us:.1f} us>"
 
     def alloc(self, nbytes: int) -> Tensor:
         """Allocate as `Stream.alloc` does, filled with poison; other streams must be ordered after this point before they touch

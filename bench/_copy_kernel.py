@@ -5,6 +5,7 @@
 
 P programs stay resident and walk the body together, so their number says how many SMs a copy may take from the model's own
 kernels. Either end may be device memory or pinned host memory: Triton translates the address of a pinned CPU tensor.
+The library copies by its copy engines alone: this is what they are timed against.
 """
 
 from __future__ import annotations

@@ -1,0 +1,320 @@
+"""Log of a recorded step, of which its trace is made: operators, saves and uses, and the storages that they are about.
+
+    log = StepLog(device, model=model, optimizers=(), times=times)
+    read, new = log.before(call); out = call.run(); log.after(call, read, new)      # a tick
+    log.save(traced, feature); log.use(traced, feature)                             # a tick each
+    trace = log.finish(fingerprint)
+
+    content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # looked up by signature
+
+    kind of a storage, as model and optimizer say: a parameter, a buffer, the gradient of a parameter, an optimizer's state
+    else by what it was seen to do:
+        there before, lives on, written in forward           -> buffer (running statistics)
+        lives on, written after the last backward            -> optimizer state
+        there before                                         -> input
+        made in the step: saved by autograd                  -> activation
+                          else                               -> temporary
+
+Operators and hooks are in one log: both number ticks of one builder, and share one table. Addresses, numbers of objects and
+Python's own hashes are no part of a content: traces of two processes can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.inner_memory import inner_bytes
+from chameleon_mm.device.op_call import OpCall, Tensors, collect_tensors
+from chameleon_mm.profiler.dispatch_state import in_backward
+from chameleon_mm.profiler.op_times import EventTimes, OpTimes
+from chameleon_mm.profiler.storages import Readings, StorageTable, TracedStorage
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.trace.trace import UInt8s
+
+UNMOVABLE = -1
+"""Tensor number of a hook call that is about no storage, or about several."""
+
+_FRESH = ("lift_fresh", "lift")
+"""Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
+
+_PLAIN = (int, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device, torch.Size)
+"""Types whose `repr` says all there is, and nothing of this process."""
+
+
+class StepLog:
+    """The log of the step that begins now, parameters as in `Recorder`. Not thread-safe. Holds no storage."""
+
+    def __init__(
+        self, device: Device, *, model: nn.Module | None, optimizers: Iterable[Optimizer], times: OpTimes | None
+    ) -> None:
+        self._device = device
+        self._device_type = device.torch_device.type
+        self._readings = Readings(device)
+        self._start_bytes = self._readings.allocated_bytes
+        self.builder = TraceBuilder(device=device.name, simulated=device.simulated, start_bytes=self._start_bytes)
+        self.table = StorageTable(self.builder, allocated_bytes=self._start_bytes)
+        self._contents: dict[str, int] = {}
+        """Hash of each signature that was met, computed once."""
+        self.times = EventTimes(device) if times is None else times
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._last_backward = -1, -1
+        """Number and tick of the last operator of a backward so far."""
+        self._in_backward = self._fake = False
+        for storage, kind in kinds_of(model, optimizers, self._device_type):
+            self.table.expect(storage, kind)
+        for parameter in () if model is None else model.parameters():
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+        self.times.begin()
+
+    # --- operators
+
+    def before(self, call: OpCall) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
+        """Note that `call` is about to run. Returns what it reads: storages that the table has, and those that it has not."""
+        self._begin_tick()
+        self._follow_phase()
+        return self._look_up(call.inputs)
+
+    def after(self, call: OpCall, read: list[TracedStorage], new_storages: list[torch.UntypedStorage]) -> None:
+        """Write down that `call` ran; the others are what `before` returned."""
+        self.table.record_deaths()
+        given, written, inner = self._number(call, new_storages)
+        name = call.func.name()
+        signature = f"{name}({_describe(call.args)}, {_describe(call.kwargs)})"
+        content = self._contents.get(signature)
+        if content is None:
+            content = self._contents[signature] = content_of(signature)
+        op = self.builder.op(
+            name,
+            content,
+            StepPhase.BACKWARD if self._in_backward else StepPhase.FORWARD,
+            0.0,
+            reads=[traced.number for traced in (*read, *given)],
+            writes=[traced.number for traced in written],
+            inner_bytes=inner,
+        )
+        for traced in written:
+            traced.last_write = op
+            traced.first_write = op if traced.first_write < 0 else traced.first_write
+        if self._in_backward:
+            self._last_backward = op, self.builder.num_ticks - 1
+        self.times.ran(op, call)
+
+    def read_memory(self) -> None:
+        """Begin a new reading: what was allocated until now is no operator's."""
+        self.table.record_deaths()
+        self._readings.take(self.table, tick=self.builder.num_ticks)
+
+    # --- hooks
+
+    def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
+        """Add a handle's claim on a saved storage; returns the storage's record."""
+        if self.table.find(storage) is None:  # saved before any operator was given it
+            if storage.device.type == self._device_type:
+                self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
+            else:
+                self.table.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
+        return self.table.saved(storage)
+
+    def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
+        """Write down that autograd saved a tensor in these storages. Returns the hook's number."""
+        self._begin_tick()
+        self._follow_phase()
+        return self.builder.save(self._only(saved), feature)
+
+    def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
+        """Write down that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
+        self._begin_tick()
+        traced = list(used)
+        for one in traced:
+            if one is not None:
+                one.used = True
+        return self.builder.use(self._only(traced), feature)
+
+    # --- the end
+
+    def forget(self) -> None:
+        """Forget the storages: there will be no trace."""
+        self._parameters.clear()
+        self.table.forget()
+
+    def finish(self, fingerprint: int) -> Trace:
+        """Trace of the step, which is over; waits for the device. Call once."""
+        self._begin_tick()
+        self._note_gradients()
+        uncounted_bytes = self.table.end(fake=self._fake)
+        for op, duration_us in self.times.resolve():
+            self.builder.set_duration(op, duration_us)
+        last_op, last_tick = self._last_backward
+        for traced in self.table.traced:
+            self.builder.kind(traced.number, kind_seen(traced, last_backward_op=last_op, last_backward_tick=last_tick))
+            if 0 <= traced.sendable < self.builder.num_hooks:
+                self.builder.sendable(traced.number, traced.sendable)
+        trace = self.builder.finish(fingerprint)
+        self._parameters.clear()
+        return dataclasses.replace(
+            trace, start_bytes=self._start_bytes + uncounted_bytes, op_phase=_with_optimizer(trace, last_op, last_tick)
+        )
+
+    # --- storages
+
+    def _look_up(self, tensors: Tensors) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
+        """Storages of the device that `tensors` lie in: those that the table has, and those that it has not."""
+        known: dict[int, TracedStorage] = {}
+        unknown: dict[int, torch.UntypedStorage] = {}
+        for t in tensors.values():
+            storage = t.untyped_storage()
+            if isinstance(t, Parameter):
+                self._note_parameter(t, storage)
+            traced = self.table.find(storage)
+            if traced is not None:
+                known[traced.number] = traced
+            elif self._device.owns(t):
+                unknown[id(storage)] = storage
+        return list(known.values()), list(unknown.values())
+
+    def _note_parameter(self, parameter: Parameter, storage: torch.UntypedStorage) -> None:
+        ref = self._parameters.get(id(parameter))
+        if ref is None or ref() is not parameter:
+            self._parameters[id(parameter)] = weakref.ref(parameter)
+            self.table.expect(storage, TensorKind.PARAMETER)
+
+    def _number(
+        self, call: OpCall, new_storages: list[torch.UntypedStorage]
+    ) -> tuple[list[TracedStorage], list[TracedStorage], int]:
+        """Number the storages that the call was given and nobody knew, and those that it made. Returns the former, all that it
+        wrote, and how many bytes it held inside itself."""
+        tick, fresh = self.builder.num_ticks, call.facts.name in _FRESH
+        fake = any(isinstance(t, FakeTensor) for t in (*call.inputs.values(), *call.written.values()))
+        written, unknown = self._look_up(call.written)
+        given_ids = {id(storage) for storage in new_storages}
+        for storage in unknown:
+            if id(storage) not in given_ids:
+                written.append(self.table.add(storage, born=tick, counted=not fake))
+        if fake:
+            self._fake, inner = True, inner_bytes(call)
+            for storage in new_storages:
+                self.table.add(storage, born=tick if fresh else -1, counted=False)
+        else:
+            made_bytes = sum(traced.charged_bytes for traced in written if traced.born == tick)
+            inner = self._readings.take(self.table, new_storages, tick=tick, fresh=fresh, made_bytes=made_bytes)
+        given = {id(storage): traced for storage in new_storages if (traced := self.table.find(storage)) is not None}
+        written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
+        return list(given.values()), written, inner
+
+    def _begin_tick(self) -> None:
+        self.table.record_deaths()
+        self.table.poll()
+
+    def _follow_phase(self) -> None:
+        was_in_backward, self._in_backward = self._in_backward, in_backward()
+        if was_in_backward and not self._in_backward:
+            self._note_gradients()
+
+    def _note_gradients(self) -> None:
+        parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
+        for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
+            self.table.expect(storage, TensorKind.GRADIENT)
+
+    def _only(self, storages: Iterable[TracedStorage | None]) -> int:
+        """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""
+        numbers = {traced.number for traced in storages if traced is not None and traced.owner is self.table.owner}
+        return numbers.pop() if len(numbers) == 1 else UNMOVABLE
+
+
+def _with_optimizer(trace: Trace, last_op: int, last_tick: int) -> UInt8s:
+    """Phases of the operators, with the optimizer's after the last backward, until something is saved again."""
+    phases = trace.op_phase.copy()
+    if last_op >= 0:
+        saves = trace.hook_tick[~trace.hook_use & (trace.hook_tick > last_tick)]
+        end = trace.num_ticks if len(saves) == 0 else saves[0]
+        after = (trace.op_tick > last_tick) & (trace.op_tick < end)
+        phases[after] = StepPhase.OPTIMIZER
+    return phases
+
+
+def content_of(text: str) -> int:
+    """Hash of a text, 64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def describe_tensor(t: Tensor) -> str:
+    """Text of shape, strides and dtype; a nested tensor's shape is not one, a sparse one has no strides."""
+    if t.is_nested:
+        return f"nested {t.dtype}"
+    if t.layout is not torch.strided:
+        return f"{tuple(t.shape)} {t.layout} {t.dtype}"
+    return f"{tuple(t.shape)} {t.stride()} {t.dtype}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return describe_tensor(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_describe, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_describe(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, (float, complex, *_PLAIN)):
+        return repr(value)
+    return type(value).__name__  # a generator, a function: its repr would name an address
+
+
+def kinds_of(
+    model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
+) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
+    """Storages that a model and optimizers name, with their kinds. Of two kinds for one storage the later stands."""
+    named: list[tuple[Iterable[Any], TensorKind]] = []
+    if model is not None:
+        named.append((model.buffers(), TensorKind.BUFFER))
+        named.append((model.parameters(), TensorKind.PARAMETER))
+        named.append(((parameter.grad for parameter in model.parameters()), TensorKind.GRADIENT))
+    for optimizer in optimizers:
+        named.extend((state.values(), TensorKind.OPTIMIZER) for state in optimizer.state.values())
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        named.append((parameters, TensorKind.PARAMETER))
+        named.append(((parameter.grad for parameter in parameters), TensorKind.GRADIENT))
+    for tensors, kind in named:
+        for storage in storages_of(tensors, device_type):
+            yield storage, kind
+
+
+def storages_of(values: Iterable[Any], device_type: str) -> list[torch.UntypedStorage]:
+    """Storages of the tensors in a nest of values, wrapper subclasses by what they wrap; anything else is passed over."""
+    found: Tensors = {}
+    collect_tensors(_plain(values), device_type, found)
+    return [t.untyped_storage() for t in found.values()]
+
+
+def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        wrapper: Any = value  # the stub's protocol class cannot be a Tensor for mypy
+        if is_traceable_wrapper_subclass(wrapper):
+            names, _ = wrapper.__tensor_flatten__()
+            yield from _plain(getattr(wrapper, name) for name in names)
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tick: int) -> TensorKind:
+    """Kind of a storage by what it did, once its step is over. -1 for both: the step had no backward."""
+    if traced.kind is not None:
+        return traced.kind
+    before = traced.born < 0
+    written_after_backward = 0 <= last_backward_op < traced.last_write
+    if written_after_backward and not traced.dead and (before or traced.born > last_backward_tick):
+        return TensorKind.OPTIMIZER
+    if before:
+        written_in_forward = traced.first_write >= 0 and not traced.dead
+        return TensorKind.BUFFER if written_in_forward else TensorKind.INPUT
+    return TensorKind.ACTIVATION if traced.saved else TensorKind.TEMPORARY

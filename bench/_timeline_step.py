@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import SimDevice
+from chameleon_mm.device.sim.cost import Span
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.saved import SwappedView

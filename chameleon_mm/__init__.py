@@ -42,25 +42,8 @@ from chameleon_mm.session import SwapSession
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockCorruptedError",
-    "BlockInUseError",
-    "BlockReleasedError",
-    "ChameleonError",
-    "CudaDevice",
-    "DeviceUnavailable",
-    "HostMemoryExhausted",
-    "InfeasibleBudget",
-    "PinnedBlock",
-    "PinnedPool",
-    "PoolStateError",
-    "SessionClosedError",
-    "SimDevice",
-    "SimLifetimeError",
-    "SimRaceError",
-    "SwapMismatch",
-    "SwapReport",
-    "SwapSession",
-    "TransferFailed",
-    "resolve_device",
-    "save_on_cpu",
-]
+    "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
+    "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError", "SessionClosedError",
+    "SimDevice", "SimLifetimeError", "SimRaceError", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed",
+    "resolve_device", "save_on_cpu",
+]  # fmt: skip

@@ -30,10 +30,9 @@ from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.hook_counts import misuse
-from chameleon_mm.executor.peak import Peak, PeakWatch
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.report import SwapReport
+from chameleon_mm.report import Peak, PeakWatch, SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for

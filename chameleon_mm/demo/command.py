@@ -174,8 +174,8 @@ class _Job:
         return resolve_device(None if self._args.device == "auto" else self._args.device)
 
     def run(self, console: Console) -> Outcome:
-        from chameleon_mm.demo.compare import first_difference
         from chameleon_mm.demo.outcome import Outcome, notes
+        from chameleon_mm.demo.train import first_difference
 
         self._check_budgets()
         with _progress(console) as progress:

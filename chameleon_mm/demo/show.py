@@ -14,10 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from chameleon_mm.demo.compare import same_bits
 from chameleon_mm.demo.outcome import KindFigures, Outcome
 from chameleon_mm.demo.program import StepKind
-from chameleon_mm.demo.train import RunResult
+from chameleon_mm.demo.train import RunResult, same_bits
 from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.outputs import print_line, print_table
 from chameleon_mm.units import format_size, format_size_up, format_us

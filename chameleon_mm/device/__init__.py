@@ -17,18 +17,9 @@ from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
 __all__ = [
-    "SPECS",
-    "CudaDevice",
-    "Device",
-    "Event",
-    "GpuSpec",
-    "MemoryReading",
-    "SimDevice",
-    "Stream",
-    "cuda_is_available",
-    "resolve_device",
-    "spec_by_name",
-]
+    "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "cuda_is_available",
+    "resolve_device", "spec_by_name",
+]  # fmt: skip
 
 
 def resolve_device(device: Device | torch.device | str | None = None) -> Device:

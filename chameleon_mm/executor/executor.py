@@ -29,7 +29,6 @@ from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import HookLock
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.small_tensors import SmallTensors
-from chameleon_mm.executor.staging import Staging
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
@@ -40,6 +39,7 @@ from chameleon_mm.saved.claims import Claim, Claims, Found, StorageRegistry
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView
 from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.packed_group import Staging
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
@@ -395,7 +395,5 @@ class Executor:
 
 
 def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
-    """A first claim on `saved`. It keeps the executor alive, as each claim does."""
-    it = executor()
-    assert it is not None  # its lock is held
-    return Claim(saved, it._on_claim_end)
+    """A first claim on `saved`. It keeps the executor, whose lock is held, alive, as each claim does."""
+    return Claim(saved, executor()._on_claim_end)  # type: ignore[union-attr]  # the lock is its own

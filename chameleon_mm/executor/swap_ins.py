@@ -15,10 +15,9 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.staging import Staging
 from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.claims import StorageRegistry
-from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext

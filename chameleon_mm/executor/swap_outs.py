@@ -19,13 +19,12 @@ from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import HookActions
-from chameleon_mm.executor.staging import Staging
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
 from chameleon_mm.saved.calling_thread import OperatorNumber, current_operator
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.encoded_form import EncodedForm
-from chameleon_mm.saved.packed_group import PackedGroup
+from chameleon_mm.saved.packed_group import PackedGroup, Staging
 from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage

@@ -40,27 +40,8 @@ from chameleon_mm.pinned.recording import LogReplay, RecordingAllocator, replay_
 from chameleon_mm.pinned.replay import ReplayPool, ReplayStats
 
 __all__ = [
-    "AllocationStats",
-    "Allocator",
-    "AllocatorWrapper",
-    "CheckingAllocator",
-    "FreeList",
-    "LimitedAllocator",
-    "LogReplay",
-    "OffsetPlan",
-    "PageableBlock",
-    "PinnedBlock",
-    "PinnedMalloc",
-    "PinnedPool",
-    "PoolStats",
-    "RecordingAllocator",
-    "ReplayPool",
-    "ReplayStats",
-    "Reservation",
-    "StatisticsAllocator",
-    "auto_limit_bytes",
-    "available_host_bytes",
-    "plan_offsets",
-    "pool_for",
-    "replay_log",
-]
+    "AllocationStats", "Allocator", "AllocatorWrapper", "CheckingAllocator", "FreeList", "LimitedAllocator", "LogReplay",
+    "OffsetPlan", "PageableBlock", "PinnedBlock", "PinnedMalloc", "PinnedPool", "PoolStats", "RecordingAllocator",
+    "ReplayPool", "ReplayStats", "Reservation", "StatisticsAllocator", "auto_limit_bytes", "available_host_bytes",
+    "plan_offsets", "pool_for", "replay_log",
+]  # fmt: skip

@@ -26,10 +26,9 @@ from chameleon_mm.outputs import check_outputs, tell_written
 from chameleon_mm.planning.builtin import BUILT_IN, built_in
 from chameleon_mm.planning.hugging_face import hugging_face
 from chameleon_mm.planning.own_function import own_function
-from chameleon_mm.planning.plot import save_plot
 from chameleon_mm.planning.prediction import Prediction, default_budget, predict
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS, record_step
-from chameleon_mm.planning.show import show
+from chameleon_mm.planning.show import save_plot, show
 from chameleon_mm.planning.workload import Build, ModelUnusable
 from chameleon_mm.policy import DefaultRule
 from chameleon_mm.session import DEFAULT_BUDGET_SHARE

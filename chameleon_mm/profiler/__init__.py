@@ -6,11 +6,5 @@ from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfile
 from chameleon_mm.profiler.step_record import EARLIER_STEP, NOT_A_USE, Boundary, StepRecord
 
 __all__ = [
-    "EARLIER_STEP",
-    "FIXED_STORAGE",
-    "NEW_STORAGE",
-    "NOT_A_USE",
-    "Boundary",
-    "LightProfiler",
-    "StepRecord",
-]
+    "EARLIER_STEP", "FIXED_STORAGE", "NEW_STORAGE", "NOT_A_USE", "Boundary", "LightProfiler", "StepRecord",
+]  # fmt: skip

@@ -8,15 +8,6 @@ from chameleon_mm.trace.files import load_trace, save_trace
 from chameleon_mm.trace.trace import NEVER, HookRecord, OpRecord, StepPhase, TensorKind, TensorRecord, Trace
 
 __all__ = [
-    "NEVER",
-    "HookRecord",
-    "OpRecord",
-    "StepPhase",
-    "TensorKind",
-    "TensorRecord",
-    "Trace",
-    "TraceBuilder",
-    "diff_traces",
-    "load_trace",
-    "save_trace",
-]
+    "NEVER", "HookRecord", "OpRecord", "StepPhase", "TensorKind", "TensorRecord", "Trace", "TraceBuilder", "diff_traces",
+    "load_trace", "save_trace",
+]  # fmt: skip

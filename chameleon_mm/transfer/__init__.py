@@ -12,18 +12,6 @@ from chameleon_mm.transfer.copy_queue import OUTSTANDING, PIECE_BYTES, CopyQueue
 from chameleon_mm.transfer.route import Path, Thresholds
 
 __all__ = [
-    "OUTSTANDING",
-    "PIECE_BYTES",
-    "Calibration",
-    "CalibrationCache",
-    "CopyQueue",
-    "CurvePoint",
-    "Move",
-    "Path",
-    "Piece",
-    "Thresholds",
-    "Transfer",
-    "calibrate",
-    "thresholds_for",
-    "thresholds_of",
-]
+    "OUTSTANDING", "PIECE_BYTES", "Calibration", "CalibrationCache", "CopyQueue", "CurvePoint", "Move", "Path", "Piece",
+    "Thresholds", "Transfer", "calibrate", "thresholds_for", "thresholds_of",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 current_stream()  = torch's, wrapped once
 alloc_pinned(n)   = mmap + populate + cudaHostRegister, else cudaHostAlloc        # see pinning.py
 read_memory()     = the caching allocator's own counters
+CupyPinning()     = what an allocator of pinned memory for CuPy needs of CuPy
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pinning import PageLocker, pageable_memory
-from chameleon_mm.device.protocols import MemoryReading
+from chameleon_mm.device.protocols import Device, Event, MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.units import MIB
 
@@ -182,3 +184,43 @@ class CudaDevice:
 
     def _stat(self, what: str, which: str) -> int:
         return int(self._stats()[what]["all"][which])
+
+
+_ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_BLOCKING_HANDLES = (0, 1, 2)  # the null stream, which is cudaStreamLegacy by default, and cudaStreamPerThread
+
+
+class CupyPinning:
+    """What an allocator of pinned memory for CuPy needs of CuPy. Raises `DeviceUnavailable` where it is not installed."""
+
+    def __init__(self) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as in pinning_calls.py
+                from cupy import cuda
+        except ImportError as error:
+            raise DeviceUnavailable(
+                f"as_cupy_allocator: expected CuPy, got none ({error}): install cupy-cuda13x, or the build for your CUDA"
+            ) from error
+        self._cuda = cuda
+
+    def pointer(self, memory: Any) -> Any:
+        """A `PinnedMemoryPointer` to the start of `memory`, which it holds: an object with `ptr` and `size`."""
+        return self._cuda.PinnedMemoryPointer(memory, 0)
+
+    def out_of_memory(self) -> Exception:
+        """The error at which CuPy, with a warning, copies from ordinary memory: no more can be pinned."""
+        error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
+        return error
+
+    def events(self, device: Device) -> tuple[Event, ...]:
+        """Events behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current
+        stream."""
+        if not isinstance(device, CudaDevice):
+            return (device.current_stream().record(),)
+        null = CudaStream(device, torch.cuda.default_stream(device.index), "null")
+        handle = int(self._cuda.get_current_stream(device.index).ptr)
+        if handle in _BLOCKING_HANDLES:
+            return (null.record(),)
+        current = CudaStream(device, torch.cuda.ExternalStream(handle, device=device.index), "cupy")
+        return (null.record(), current.record())

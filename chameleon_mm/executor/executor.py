@@ -277,6 +277,7 @@ class Executor:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
             self._outs.forget_small()
+            self._context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
             kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)

@@ -175,6 +175,13 @@ class PinnedPool:
 
         return ReplayPool(self, plan)
 
+    def take_back(self) -> None:
+        """Put blocks that were released back among the free ones: work that the next allocation would have, done when there is
+        time."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.drain()
+
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread
         may hold."""

@@ -30,21 +30,22 @@ class ProtectedStorages:
     """Storages that stay on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """By the storage's id: what is not in here is not protected."""
         for t in tensors:
             self.add(t.untyped_storage())
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        key, refs = id(storage), self._refs
+        key, refs = id(storage), self.refs
 
         def died(ref: weakref.ref[torch.UntypedStorage]) -> None:
             if refs.get(key) is ref:
                 del refs[key]
 
-        self._refs[key] = weakref.ref(storage, died)
+        self.refs[key] = weakref.ref(storage, died)
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
-        ref = self._refs.get(id(storage))
+        ref = self.refs.get(id(storage))
         return ref is not None and ref() is storage
 
 
@@ -65,7 +66,7 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if t.is_leaf and t.requires_grad:
         return SaveFacts(nbytes=0, kind="leaf")
     storage = t.untyped_storage()
-    if storage in protected:
+    if id(storage) in protected.refs and storage in protected:
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)

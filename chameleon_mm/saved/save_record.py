@@ -26,13 +26,10 @@ if TYPE_CHECKING:
 class LastSave:
     """The step and hook in which a storage was saved last, shared by all records of the storage."""
 
-    __slots__ = ("epoch", "hook", "num_claims", "storage")
-
-    def __init__(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        self.storage = storage
-        self.epoch, self.hook = -1, 0
-        self.num_claims = 0
-        """Number of live claims on the storage."""
+    storage: weakref.ref[torch.UntypedStorage]
+    epoch, hook = -1, 0
+    num_claims = 0
+    """Number of live claims on the storage."""
 
 
 class SaveRecord:
@@ -71,8 +68,9 @@ class SaveRecord:
         """Its record in the trace, where the step that saved it is recorded."""
         self.planned: StorageAction | None = None
         """Its action in the plan; None: no plan knows it."""
-        self.last_save = LastSave(self.first)
+        self.last_save = LastSave()
         """The latest save of the storage, shared with its other records."""
+        self.last_save.storage = self.first
         self._noted_in = -1
         """The last step in which the profiler saw a save of it."""
 

@@ -157,7 +157,7 @@ class CopyQueue:
     def _hand_over_front(self, *, before: Move | None = None) -> None:
         """Hand over the oldest move, or a piece of it, or with it small ones that come `before`. A refusal is its owner's to
         find."""
-        together = self._small_ones_in_front(before)
+        together = self._small_ones_in_front(before) if len(self._queue) > 1 else ()
         try:
             if len(together) > 1:
                 self._hand_over_together(together)
@@ -180,7 +180,7 @@ class CopyQueue:
             together.append(move)
         return together
 
-    def _hand_over_together(self, moves: list[Move]) -> None:
+    def _hand_over_together(self, moves: Sequence[Move]) -> None:
         """Enqueue whole moves in one call. If it is refused, all of them have failed."""
         timed = any(move.timed for move in moves)
         try:
@@ -284,11 +284,17 @@ class Transfer:
 
     def swap_out(self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
         """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""
-        return self._submit(self._out, Move(host, hbm, after, timed))
+        move = Move(host, hbm, after, timed)
+        with self._lock:
+            self._out.submit(move)
+        return move
 
     def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
         """Queue a copy from host to device, behind earlier ones; `issue_in` brings it forward."""
-        return self._submit(self._in, Move(hbm, host, after, timed))
+        move = Move(hbm, host, after, timed)
+        with self._lock:
+            self._in.submit(move)
+        return move
 
     def issue_out(self, move: Move) -> Event:
         """Hand all of a swap-out over now and return the event after it."""
@@ -331,11 +337,7 @@ class Transfer:
 
     def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
-        with self._lock:
-            self._out.hand_over()
-            self._in.hand_over()
-
-    def _submit(self, queue: CopyQueue, move: Move) -> Move:
-        with self._lock:
-            queue.submit(move)
-        return move
+        if self._out._queue or self._in._queue:
+            with self._lock:
+                self._out.hand_over()
+                self._in.hand_over()

@@ -26,7 +26,7 @@ class Reclaimable(Protocol):
     def reclaimed(self) -> bool:
         """Whether the buffer was reclaimed already, or is not leaving any more: the queue forgets it."""
 
-    def copied(self) -> bool:
+    def reclaim_if_copied(self) -> bool:
         """Drop the buffer if the host sees the copy complete: no wait is needed. Returns whether it did."""
 
     def reclaim(self) -> None:
@@ -38,7 +38,7 @@ class ReclaimQueue:
 
     def __init__(self) -> None:
         self.entries: deque[Reclaimable] = deque()
-        """Buffers on their way out, oldest first. To be read alone."""
+        """Buffers on their way out, oldest first. Others only read it."""
         self.pending_bytes = 0
         """Bytes of the entries; one that was reclaimed in another way counts until it is the oldest."""
 
@@ -54,7 +54,7 @@ class ReclaimQueue:
         freed = 0
         while self.entries:
             if not self.entries[0].reclaimed:
-                if not self.entries[0].copied():
+                if not self.entries[0].reclaim_if_copied():
                     break
                 freed += self.entries[0].nbytes
             self._forget_oldest()

@@ -136,7 +136,7 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.allocated_bytes() == life.saved.swap_in_bytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
-    life.saved.drop_if_held_elsewhere()
+    life.saved.drop_used()
     assert life.saved.state is State.RESTORED  # its head is nowhere else
     assert device.allocated_bytes() == NBYTES
     life.drop()

@@ -28,8 +28,8 @@ from chameleon_mm.policy import (
     smallest_budget,
     swap_all,
 )
+from chameleon_mm.policy.action_columns import ActionColumns, in_order
 from chameleon_mm.policy.memory import sum_over_time
-from chameleon_mm.policy.moves import Moves, in_order
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import latest_back, schedule
 from chameleon_mm.policy.selection import RANKS, select, spread_evenly, spread_evenly_by_bytes, used_latest
@@ -120,7 +120,7 @@ def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
 
 
-def delay_us(problem: Problem, moves: Moves, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
+def delay_us(problem: Problem, moves: ActionColumns, cost: LinkCost, lag_us: Sequence[float] = ()) -> float:
     """Microseconds by which the step is longer with `moves`. `lag_us`: of each, by how much its copy out is there later."""
     walked = walk(moves, in_order(moves), problem.time_us, cost, lag_us=lag_us)
     return walked.stall_us + walked.head_copy_us
@@ -396,7 +396,7 @@ def test_a_plan_with_lags_is_as_sound_as_any(seed: int, share: float, slow: bool
 
 def behind(trace: Trace, plan: SwapPlan, cost: LinkCost, lag_us: dict[int, float]) -> float:
     """Microseconds that the step takes where those copies out are there so much later than their engine has them."""
-    problem, moves = Problem.of(trace), Moves.of(plan.actions, trace)
+    problem, moves = Problem.of(trace), ActionColumns.of(plan.actions, trace)
     return problem.total_us + delay_us(problem, moves, cost, [lag_us.get(action.tensor, 0.0) for action in plan.actions])
 
 

@@ -25,7 +25,7 @@ from chameleon_mm.policy import (
     simulate,
     smallest_budget,
 )
-from chameleon_mm.policy.moves import Moves, PlannedMemory
+from chameleon_mm.policy.action_columns import ActionColumns, PlannedMemory
 from chameleon_mm.policy.timing import CopyEngine, EngineSpan
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB, round_up
@@ -336,7 +336,7 @@ def test_what_comes_until_the_next_look_at_memory(random: Random) -> None:
     timeline = simulate(trace, plan, LINK)
     curve = memory_curve(trace)
     memory = PlannedMemory(trace, curve)
-    climbs = memory.growth_until_next_check(Moves.of(plan.actions, trace), timeline.allocated_bytes).tolist()
+    climbs = memory.growth_until_next_check(ActionColumns.of(plan.actions, trace), timeline.allocated_bytes).tolist()
     gain = {
         a.tensor: round_up(whole, 512) - round_up(whole - a.nbytes, 512)
         for a in plan.actions

@@ -41,7 +41,7 @@ class Leaving:
     def reclaimed(self) -> bool:
         return self.way is not Way.PENDING
 
-    def copied(self) -> bool:
+    def reclaim_if_copied(self) -> bool:
         assert self.way is Way.PENDING, "asked of a buffer that is gone"
         if self.complete:
             self.way = Way.SWEPT

@@ -430,6 +430,19 @@ def test_a_copy_that_lost_its_source_is_an_error(sim: SimDevice) -> None:
         d2h.record().synchronize()
 
 
+def test_memory_whose_speculative_copy_was_spoiled_is_not_reused_before_that_copy_ends(sim: SimDevice) -> None:
+    """The write that spoils the copy is no look at whether it has ended."""
+    host, d2h = sim.alloc_pinned(N), sim.new_stream("d2h")
+    with sim.compute():
+        source = torch.arange(N, dtype=torch.uint8)
+        d2h.wait(sim.current_stream().record())
+        d2h.copy(host, source, speculative=True)
+        source.add_(1)
+        with pytest.raises(SimRaceError, match="not ordered after read"):
+            sim.current_stream().free(source)
+        sim.current_stream().wait(d2h.record())
+
+
 def test_a_speculative_copy_may_have_its_source_written_and_then_delivers_poison() -> None:
     """A write by an operator is no race with it; reuse of the source's memory still is one."""
     device = SimDevice()

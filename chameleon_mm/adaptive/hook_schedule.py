@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
-from chameleon_mm.policy.moves import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, Moves, PlannedMemory, in_order
+from chameleon_mm.policy.action_columns import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, ActionColumns, PlannedMemory, in_order
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 
@@ -73,7 +73,7 @@ class HookSchedule:
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
                 storage_actions[hook] = StorageAction(tensor, actions.get(tensor))
-        moves = Moves.of(plan.actions, trace)
+        moves = ActionColumns.of(plan.actions, trace)
         due: dict[int, DueActions] = {}
         for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
             if kind != USE:

@@ -392,7 +392,7 @@ class Executor:
             self._order.used(saved.index)
         handle.swap_in_number = saved.count_use(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses_left <= 0 and not self.budget.forecast.follows_plan:
-            saved.drop_if_held_elsewhere()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+            saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it
 
 
 def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:

@@ -25,7 +25,7 @@ class Recording:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        """The recorder that records the step, or did until it was stopped. To be read alone."""
+        """The recorder that records the step, or did until it was stopped. Others only read it."""
         self._entered = False
         self._left_within: list[Recorder] = []  # backwards that were not over yet
 

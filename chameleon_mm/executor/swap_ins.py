@@ -144,4 +144,4 @@ class SwapIns:
         for member, _ in members:
             self._budget.note_on_device(member)
         if group.state is State.RESTORED and len(members) == len(waiting):
-            group.drop_if_held_elsewhere()
+            group.drop_used()

@@ -2,7 +2,7 @@
 
 outs.add(saved)                                  # ON_DEVICE: its op may still write it
 for saved in outs.finished(): outs.swap_out(saved)   # at every hook: gather a small view; alone | encoded | with others
-outs.pack_small()                                # now, whoever waits for more of its kind: the link is idle, or memory is short
+outs.pack_small()                                # the small ones that wait, at once: the link is idle, or memory is short
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GROUP_BYTES = 4 * MIB
 
 MOST_COPIES = 3
 """Copies of one storage at most, each made as more of it was saved after the last began. From then on it waits until memory is
-short: who saves it again and again holds it, so that a copy frees nothing, and a loop over its slices would copy it for
-each."""
+short: a storage that is saved again and again is held by the model, so that copying it frees nothing, and a loop over its
+slices would copy it for each."""
 
 
 class SwapOuts:
@@ -69,7 +69,7 @@ class SwapOuts:
         self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._staging = staging
         self.fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
-        """Storages saved by operators that are not known to be over. To be read alone."""
+        """Storages saved by operators that are not known to be over. Others only read it."""
         self._small: list[SavedStorage] = []
         """Storages too small to move alone, which wait for more of their kind."""
         self.waiting_bytes = 0
@@ -109,7 +109,8 @@ class SwapOuts:
 
     def carry_out(self, due: HookActions) -> None:
         """Reclaim and swap out what is due at a hook, and give the link and the allocator what else is ready for them."""
-        for saved, nbytes in due.reclaims:  # first: what was given back before is room for what the plan has next
+        # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
+        for saved, nbytes in due.reclaims:
             self.swap_out_planned(saved, nbytes)
             if saved.state is State.SWAPPING_OUT:
                 saved.reclaim(in_plan_order=True)
@@ -174,13 +175,13 @@ class SwapOuts:
         waiting, self._small, self.waiting_bytes = self._small, [], 0
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
-        # While a group is packed, its members are still there: a tight budget has room for small ones only.
+        # While a group is packed, its members are still there: a tight budget has room for small groups only.
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.batches(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with
                 self.swap_out_alone(together[0])
             elif self._staging.make_room(packed_offsets([member.nbytes for member in together]).total_bytes):
-                self._pack(together)  # else they stay, one by one within reach of the budget's budget
+                self._pack(together)  # else they stay; a check of memory may still swap them out one by one
 
     def swap_out_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out alone; where the host takes no more it stays."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from chameleon_mm.policy.action_columns import ActionColumns, partial_move_peaks
 from chameleon_mm.policy.memory import Candidates, memory_curve, sum_over_time
-from chameleon_mm.policy.moves import Moves, moments_in_part
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Int64s
 
@@ -95,13 +95,13 @@ class Problem:
 
     def moves(
         self, who: Sequence[int], freed: Sequence[int], out_at: Sequence[int], reclaim_at: Sequence[int], in_at: Sequence[int]
-    ) -> Moves:
+    ) -> ActionColumns:
         """The moves of candidates `who`, each of which frees a multiple of 512 bytes: all that it takes, or less."""
         c = self.candidates
         which, freed_bytes, *hooks = (np.asarray(column, np.int64) for column in (who, freed, out_at, reclaim_at, in_at))
-        return Moves.freeing(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]))
+        return ActionColumns.reclaiming(freed_bytes, c.size[which], c.nbytes[which], (*hooks, c.use[which]))
 
-    def peak_with(self, moves: Moves) -> int:
+    def peak_with(self, moves: ActionColumns) -> int:
         """Device memory at most under `moves`."""
         away = moves.away(len(self.level))
-        return max([self.peak_of(self.level - away), *moments_in_part(moves, self.at_hook - away).values()])
+        return max([self.peak_of(self.level - away), *partial_move_peaks(moves, self.at_hook - away).values()])

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chameleon_mm.policy.action_columns import ActionColumns
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.moves import Moves
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
@@ -32,7 +32,7 @@ class Scheduled(NamedTuple):
 
     who: list[int]
     """Numbers of the candidates in the problem."""
-    moves: Moves
+    moves: ActionColumns
 
 
 def schedule(
@@ -193,7 +193,7 @@ def _reclaims(
     return reclaim_at
 
 
-def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: Moves) -> dict[int, int]:
+def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], moves: ActionColumns) -> dict[int, int]:
     """Move the reclaims of what moves in part to earlier hooks, and its returns to later ones, where what stays can be copied.
 
     Returns candidate -> bytes that it has to give up at least, for each that finds no such hook. Sooner gone and later back can
@@ -219,10 +219,10 @@ def _make_room_for_parts(problem: Problem, budget: int, who: Sequence[int], move
     return more
 
 
-def _levels_within_hooks(problem: Problem, moves: Moves) -> tuple[Int64s, Int64s]:
+def _levels_within_hooks(problem: Problem, moves: ActionColumns) -> tuple[Int64s, Int64s]:
     """(K,) bytes allocated within each hook: once whole storages are reclaimed and nothing is back; once all is done."""
     after = moves.away(len(problem.level))
     before = np.concatenate((np.zeros(1, np.int64), after[:-1]))
     whole = moves.head == 0
-    np.add.at(before, moves.reclaim_at[whole], moves.freed[whole])
+    np.add.at(before, moves.reclaim_at[whole], moves.reclaimed[whole])
     return problem.at_hook - before, problem.at_hook - after

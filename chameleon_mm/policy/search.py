@@ -18,9 +18,9 @@ from random import Random
 
 import numpy as np
 
+from chameleon_mm.policy.action_columns import in_order, pinned_peak
 from chameleon_mm.policy.bounds import estimate_us
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.moves import in_order, pinned_peak
 from chameleon_mm.policy.neighbourhood import SearchPoint, neighbour, start_of
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled, by_candidate, copied_by, latest_back, schedule
@@ -246,7 +246,7 @@ class Search:
             delay_us=delay_us,
             stall_us=walked.stall_us,
             head_copy_us=walked.head_copy_us,
-            moved_bytes=int(moves.freed.sum()),
+            moved_bytes=int(moves.reclaimed.sum()),
             peak_bytes=peak_bytes,
             host_bytes=host_bytes,
         )

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chameleon_mm.policy.action_columns import (
+    BACK,
+    RECLAIM_IN_PART,
+    USE,
+    ActionColumns,
+    Events,
+    PlannedMemory,
+    in_order,
+    pinned_peak,
+)
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, memory_curve
-from chameleon_mm.policy.moves import BACK, RECLAIM_IN_PART, USE, Events, Moves, PlannedMemory, in_order, pinned_peak
 from chameleon_mm.policy.plan import ActionKind, SwapPlan
 from chameleon_mm.policy.timing import EngineSpan, Walk, walk
 from chameleon_mm.trace import Trace
@@ -72,7 +81,7 @@ class Simulator:
         """Timeline of the step under `plan`. Raises as `simulate` does."""
         return self.run_moves(*self._checked(plan))
 
-    def run_moves(self, moves: Moves, who: Candidates) -> Timeline:
+    def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
         """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
@@ -96,7 +105,7 @@ class Simulator:
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
-    def _checked(self, plan: SwapPlan) -> tuple[Moves, Candidates]:
+    def _checked(self, plan: SwapPlan) -> tuple[ActionColumns, Candidates]:
         """The plan's moves, and of which candidates they are. That it is of this trace is what `HookSchedule` asks for, too;
         here somebody must be able to carry it out as well."""
         trace, again = self.trace, "make a plan for this trace"
@@ -107,7 +116,7 @@ class Simulator:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        moves, tensors = Moves.of(plan.actions, trace), [action.tensor for action in plan.actions]
+        moves, tensors = ActionColumns.of(plan.actions, trace), [action.tensor for action in plan.actions]
         if len(set(tensors)) < len(tensors):
             raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
         of = self._candidates.take(self._row[tensors])
@@ -124,7 +133,7 @@ class Simulator:
 
 
 def _delays(
-    moves: Moves, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
+    moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
 ) -> tuple[Float64s, dict[int, float], dict[int, float]]:
     """Time by which each event delays compute; of that, waits at reclaims and at uses, by tensor."""
     kinds, which = events.kinds, events.which

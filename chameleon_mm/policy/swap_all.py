@@ -15,9 +15,9 @@ from math import inf
 
 import numpy as np
 
+from chameleon_mm.policy.action_columns import ActionColumns
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates
-from chameleon_mm.policy.moves import Moves
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import Scheduled
@@ -31,7 +31,7 @@ _ROUNDS = 3
 """Rounds in which the lower bound is tightened."""
 
 
-def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> Moves:
+def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> ActionColumns:
     """(n,) hooks of reclaims and (n,) of copies back. `sendable`, `first`, `use`: (n,) hooks of storages, by their uses.
 
     Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known.
@@ -46,7 +46,7 @@ def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None
     earlier[depth:] = c.use[: n - depth]
     reclaim = np.minimum(np.maximum(c.first, later), c.use)
     back = np.where(earlier < 0, c.use, np.maximum(reclaim, earlier)) if depth else c.use
-    return Moves.freeing(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use))
+    return ActionColumns.reclaiming(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use))
 
 
 class SwapAll:
@@ -110,7 +110,7 @@ class SwapAll:
             late = np.maximum.accumulate(late)
         return float(late[-1])
 
-    def _moves(self, depth: int) -> Moves:
+    def _moves(self, depth: int) -> ActionColumns:
         return early_moves(self._candidates, depth, self._by_out)
 
 

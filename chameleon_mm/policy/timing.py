@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
+from chameleon_mm.policy.action_columns import OUT, RECLAIM_IN_PART, USE, ActionColumns, Events
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.moves import OUT, RECLAIM_IN_PART, USE, Events, Moves
 
 
 class EngineSpan(NamedTuple):
@@ -123,7 +123,7 @@ class Walk(NamedTuple):
 
 
 def walk(
-    moves: Moves,
+    moves: ActionColumns,
     events: Events,
     hook_us: Sequence[float],
     cost: LinkCost,

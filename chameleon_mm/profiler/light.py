@@ -77,7 +77,7 @@ class LightProfiler:
     def begin_step(self) -> None:
         """Forget the step so far, and number hooks from 0 again."""
         self.num_hooks = 0
-        """Number of hooks so far in this step, which is the number of the next one. To be read alone."""
+        """Number of hooks so far in this step, which is the number of the next one. Others only read it."""
         self._features: list[Feature | None] = [None]
         """Features of this step's hooks, then of those that are expected; None after the last: whatever comes there is not
         known."""

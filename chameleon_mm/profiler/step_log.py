@@ -5,12 +5,12 @@
     log.save(traced, feature); log.use(traced, feature)                             # a tick each
     trace = log.finish(fingerprint)
 
-    content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # looked up by signature
+    content = blake2b(name, each tensor's shape, strides and dtype, each plain argument)      # the same in every process
 
     kind of a storage, as model and optimizer say: a parameter, a buffer, the gradient of a parameter, an optimizer's state
     else by what it was seen to do:
-        there before, lives on, written in forward           -> buffer (running statistics)
         lives on, written after the last backward            -> optimizer state
+        there before, lives on, written before that          -> buffer (running statistics)
         there before                                         -> input
         made in the step: saved by autograd                  -> activation
                           else                               -> temporary
@@ -44,7 +44,7 @@ from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.trace.trace import UInt8s
 
 UNMOVABLE = -1
-"""Tensor number of a hook call that is about no storage, or about several."""
+"""Tensor number of a hook that is about no storage, or about several."""
 
 _FRESH = ("lift_fresh", "lift")
 """Operators that are given what was made just now, past every dispatch mode: `torch.tensor`."""
@@ -82,8 +82,8 @@ class StepLog:
 
     def before(self, call: OpCall) -> tuple[list[TracedStorage], list[torch.UntypedStorage]]:
         """Note that `call` is about to run. Returns what it reads: storages that the table has, and those that it has not."""
-        self._begin_tick()
-        self._follow_phase()
+        self._update_table()
+        self._update_phase()
         return self._look_up(call.inputs)
 
     def after(self, call: OpCall, read: list[TracedStorage], new_storages: list[torch.UntypedStorage]) -> None:
@@ -112,30 +112,30 @@ class StepLog:
         self.times.ran(op, call)
 
     def read_memory(self) -> None:
-        """Begin a new reading: what was allocated until now is no operator's."""
+        """Take a new reading of memory, so that what was allocated until now is not attributed to the next operator."""
         self.table.record_deaths()
         self._readings.take(self.table, tick=self.builder.num_ticks)
 
     # --- hooks
 
     def add_claim(self, storage: torch.UntypedStorage) -> TracedStorage:
-        """Add a handle's claim on a saved storage; returns the storage's record."""
+        """Note that there is a new claim on `storage`. Returns the storage's record in the trace."""
         if self.table.find(storage) is None:  # saved before any operator was given it
             if storage.device.type == self._device_type:
                 self._readings.take(self.table, [storage], tick=self.builder.num_ticks)
             else:
-                self.table.add(storage, born=-1, counted=False)  # fake: its memory is nowhere
+                self.table.add(storage, born=-1, counted=False)  # not on the traced device, as what is fake: it is not counted
         return self.table.saved(storage)
 
     def save(self, saved: Iterable[TracedStorage | None], feature: int) -> int:
         """Write down that autograd saved a tensor in these storages. Returns the hook's number."""
-        self._begin_tick()
-        self._follow_phase()
+        self._update_table()
+        self._update_phase()
         return self.builder.save(self._only(saved), feature)
 
     def use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
         """Write down that autograd uses a tensor that it saved in these storages. Returns the hook's number."""
-        self._begin_tick()
+        self._update_table()
         traced = list(used)
         for one in traced:
             if one is not None:
@@ -151,7 +151,7 @@ class StepLog:
 
     def finish(self, fingerprint: int) -> Trace:
         """Trace of the step, which is over; waits for the device. Call once."""
-        self._begin_tick()
+        self._update_table()
         self._note_gradients()
         uncounted_bytes = self.table.end(fake=self._fake)
         for op, duration_us in self.times.resolve():
@@ -213,11 +213,13 @@ class StepLog:
         written.extend(given[id(storage)] for storage in unknown if id(storage) in given)
         return list(given.values()), written, inner
 
-    def _begin_tick(self) -> None:
+    def _update_table(self) -> None:
+        """Record the storages that have died since the last call, then poll those that are watched."""
         self.table.record_deaths()
         self.table.poll()
 
-    def _follow_phase(self) -> None:
+    def _update_phase(self) -> None:
+        """Read whether a backward runs. When one has just ended, the gradients that it made are known."""
         was_in_backward, self._in_backward = self._in_backward, in_backward()
         if was_in_backward and not self._in_backward:
             self._note_gradients()
@@ -315,6 +317,6 @@ def kind_seen(traced: TracedStorage, *, last_backward_op: int, last_backward_tic
     if written_after_backward and not traced.dead and (before or traced.born > last_backward_tick):
         return TensorKind.OPTIMIZER
     if before:
-        written_in_forward = traced.first_write >= 0 and not traced.dead
-        return TensorKind.BUFFER if written_in_forward else TensorKind.INPUT
+        was_written = traced.first_write >= 0 and not traced.dead
+        return TensorKind.BUFFER if was_written else TensorKind.INPUT
     return TensorKind.ACTIVATION if traced.saved else TensorKind.TEMPORARY

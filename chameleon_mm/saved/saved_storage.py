@@ -1,7 +1,7 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
 
-Everything here is per storage and orders exactly one buffer; which storage moves when is the executor's business. In which form
-its bytes are off the device is that of its `form`, how its saves share one copy that of its `SaveRecord`.
+A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
+`form` says how the bytes are kept off the device, its base class `SaveRecord` which saves share one copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class SavedStorage(SaveRecord):
-    """The buffers of one saved storage, and the copies between them.
+    """A storage that autograd saved, with the state machine that copies it out and back.
 
     A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
     """
@@ -42,7 +42,8 @@ class SavedStorage(SaveRecord):
         self.device: torch.UntypedStorage | None = storage
         """The device copy, held strongly. None when it was dropped."""
         self.latest = self.first
-        """The device copy, whoever holds it: the saved storage itself, later what a swap-in made."""
+        """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in
+        made."""
         self.form = WHOLE
         """The form in which its bytes are off the device, from the copy out on."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
@@ -50,6 +51,8 @@ class SavedStorage(SaveRecord):
         self._context = context
         self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
         self._block: PinnedBlock | None = None
+        """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
+        not over."""
         self._out: Move | None = None
         self._in: Move | None = None
         self._read: Event | None = None
@@ -66,8 +69,8 @@ class SavedStorage(SaveRecord):
 
     @property
     def is_copyable(self) -> bool:
-        """Whether some of it is as it was saved. If it was written to, its use can only raise; if it was resized, somebody
-        refills it."""
+        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
+        that was written to raises anyway."""
         if self.device is None or self.device.nbytes() != self.nbytes:
             return False
         for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook
@@ -118,9 +121,10 @@ class SavedStorage(SaveRecord):
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
-        """Drop the device copy, in stream order, without a copy of its own: `form` has its bytes, all of them in `content`.
+        """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.
 
-        They were read on a stream that the allocating stream has joined since.
+        `content` is a flat tensor over the device copy, which is freed here. Whoever read it ran on a stream that the
+        allocating stream has joined since.
         """
         assert self.state is State.ON_DEVICE and self.device is not None
         if self._checksum is not None:
@@ -143,9 +147,11 @@ class SavedStorage(SaveRecord):
 
     @property
     def reclaimed(self) -> bool:
+        """Whether nothing is left to reclaim: it was reclaimed, or its copy out was cancelled."""
         return self.state is not State.SWAPPING_OUT
 
-    def copied(self) -> bool:
+    def reclaim_if_copied(self) -> bool:
+        """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
         assert self._out is not None
         if self._out.failed:
             self._undo_swap_out()
@@ -155,7 +161,7 @@ class SavedStorage(SaveRecord):
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
         if self.form.host_decides and not self._host_stands_for_it():
             return False
-        if self.form.device_bytes and not self._keep_rest():
+        if self.form.device_bytes and not self._copy_stationary_part():
             return False
         self._drop_device()
         return True
@@ -191,15 +197,17 @@ class SavedStorage(SaveRecord):
                 if self.state is State.SWAPPING_OUT:
                     self.reclaim()  # as it is, this time
                 return
-        rest_is_kept = not self.form.device_bytes or self._keep_rest()
+        can_drop = not self.form.device_bytes or self._copy_stationary_part()
         with annotation("chameleon::reclaim"):
-            # Note [Reclaim]: the block's next owner on compute comes after the copy
+            # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out
+            # was handed over all the same, and what compute writes to it next comes after that.
             self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
-            if rest_is_kept:
+            if can_drop:
                 self._drop_device()
 
-    def _keep_rest(self) -> bool:
-        """Keep what is to stay on the device. Returns whether there was memory for it; else all of the storage stays."""
+    def _copy_stationary_part(self) -> bool:
+        """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it; else all of the
+        storage stays."""
         assert self.device is not None
         if self._block is None:  # nobody wants it any more
             return True
@@ -243,11 +251,11 @@ class SavedStorage(SaveRecord):
         """
         assert self.state is State.ON_HOST and self._block is not None and self._out is not None
         done_out = self._out.done
-        assert done_out is not None, "HBM was dropped before its copy was handed over"
+        assert done_out is not None, "device memory was reclaimed before its copy out was issued"
         whole = compute.alloc(self.nbytes)
         destination = self.form.destination(whole, compute)
-        # Note [Swap-in]: the block came from compute's pool, whose earlier owner may still be running there; and the host
-        # copy must be whole before it is read.
+        # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
+        # complete before the host copy is read.
         after = [compute.record(), done_out]
         with annotation("chameleon::swap_in"):
             back = self._context.transfer.swap_in(destination, self._block.buffer, after, timed=self._context.metrics.timed)
@@ -310,10 +318,10 @@ class SavedStorage(SaveRecord):
         """Whether its copy back was refused after it was queued: it is still on the host."""
         return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
 
-    def drop_if_held_elsewhere(self) -> None:
-        """Drop our reference to the device copy, as all views were used; whoever still uses it holds it.
+    def drop_used(self) -> None:
+        """Drop our reference to the device copy, as all views were used; autograd's tensors may still hold it.
 
-        One that moves in part is still held: its first bytes are nowhere else.
+        A partial form keeps it: its first bytes are nowhere else.
         """
         assert self.state is State.RESTORED
         if self.form.device_bytes:
@@ -339,7 +347,7 @@ class SavedStorage(SaveRecord):
             return
         arrived = self._read = self._context.transfer.issue_in(self._in)
         if not arrived.query():
-            # Note [Reclaim]: the copy must be done before the block is reused
+            # Note [Reclaim]: the copy must be done before the device memory is reused
             self._context.metrics.wait(self.alloc_stream, arrived, "in")
 
     # --- the end

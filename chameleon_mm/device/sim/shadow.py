@@ -1,10 +1,10 @@
-"""Accesses to the bytes of a buffer: is there a happens-before between two that share one?
+"""Race detector for the accesses to one buffer: whether two that share a byte are ordered, one happening before the other.
 
     clock[actor] = how much of that actor's work is ordered before here
     touch(bytes, write): for each earlier access to any of them, one of the two a write, by another actor:
-        ordered  <=>  clock[earlier.actor] >= earlier.tick        else SimRaceError, naming both
+        ordered  <=>  clock[earlier.actor] >= earlier.number        else SimRaceError, naming both
 
-An actor is a stream or the host. A tick counts an actor's accesses. This is the happens-before test of FastTrack (Flanagan
+An actor is a stream or the host, which numbers its accesses. This is the happens-before test of FastTrack (Flanagan
 and Freund, PLDI 2009), over sets of bytes instead of variables. The sets are exact: two columns of one matrix share no byte,
 though their spans overlap.
 
@@ -32,7 +32,8 @@ HOST = -1
 
 
 class Extent(NamedTuple):
-    """Bytes of a storage: all of [start, end), or, with a pattern of (count, stride in bytes), those it reaches from start."""
+    """Bytes of a storage: all of [start, end), or those that a pattern reaches from start: pairs of a count and a stride in
+    bytes, innermost first."""
 
     start: int
     end: int
@@ -67,7 +68,7 @@ def share_bytes(a: Extent, b: Extent) -> bool:
 
 
 def overlap(a: Extent, b: Extent) -> tuple[int, npt.NDArray[np.bool_]]:
-    """First byte that may lie in both, and a flag for each byte from there on: whether it lies in both."""
+    """First byte that may lie in both, and a flag for each byte from there on: whether it does. Their spans must intersect."""
     start, end = max(a.start, b.start), min(a.end, b.end)
     return start, _mask(a, start, end) & _mask(b, start, end)
 
@@ -91,22 +92,22 @@ def _mask(extent: Extent, start: int, end: int) -> npt.NDArray[np.bool_]:
 
 def join(clock: Clock, other: Clock) -> None:
     """Order everything that is ordered before `other` before `clock` too."""
-    for actor, tick in other.items():
-        if clock.get(actor, 0) < tick:
-            clock[actor] = tick
+    for actor, number in other.items():
+        if clock.get(actor, 0) < number:
+            clock[actor] = number
 
 
 class Access(NamedTuple):
     """One read or write of some bytes of a buffer. `label` says by what.
 
-    `reuse`: a write that stands for the memory's next owner, not an operator's. `spoils`: a speculative copy, of which this
-    is the read: an operator's unordered write is no race with it, it makes what arrives of those bytes undefined.
+    `reuse`: a write that stands for the memory's next owner, not an operator's. `spoils`: the speculative copy whose read
+    of its source this is. An operator's unordered write is no race with it: it makes what arrives of those bytes undefined.
     """
 
     extent: Extent
     write: bool
     actor: int
-    tick: int
+    number: int
     label: str
     reuse: bool = False
     spoils: LateCopy | None = None
@@ -124,13 +125,13 @@ class Shadow:
     def touch(self, new: Access, clock: Clock) -> None:
         """Record `new`, made where `clock` is what is ordered before. Raises `SimRaceError` for an unordered conflict."""
         self.check(new, clock)
-        self.accesses = [old for old in self.accesses if not _stands_for(new, old)]
+        self.accesses = [old for old in self.accesses if not _stands_for(new, old, clock)]
         self.accesses.append(new)
 
     def check(self, new: Access, clock: Clock) -> None:
         """Raise `SimRaceError` if an earlier access conflicts with `new` and is not ordered before `clock`."""
         for old in self.accesses:
-            if old.actor == new.actor or not (old.write or new.write) or clock.get(old.actor, 0) >= old.tick:
+            if old.actor == new.actor or not (old.write or new.write) or clock.get(old.actor, 0) >= old.number:
                 continue
             if share_bytes(old.extent, new.extent):
                 if old.spoils is not None and not new.reuse:
@@ -147,11 +148,14 @@ class Shadow:
         return any(access.actor != actor for access in self.accesses)
 
 
-def _stands_for(new: Access, old: Access) -> bool:
+def _stands_for(new: Access, old: Access, clock: Clock) -> bool:
     """Whether whoever is ordered after `new`, and so sees all it was ordered after, needs no look at `old` any more.
 
-    A write was checked against all that it covers; a read only follows its own actor's reads.
+    A write was found ordered after all that it covers, but for a speculative copy that it spoiled, which still reads; a read
+    only follows its own actor's reads.
     """
+    if old.spoils is not None and old.actor != new.actor and clock.get(old.actor, 0) < old.number:
+        return False
     return (new.write or (not old.write and old.actor == new.actor)) and covers(new.extent, old.extent)
 
 

@@ -1,14 +1,16 @@
-"""The moves of a plan as arrays, a row for each storage that moves: the order of what they ask for, and the memory they leave.
+"""The actions of a plan as arrays, one row per action; the order of their events; and the memory that they leave allocated.
 
-moves = Moves.of(plan.actions, trace)     a hundred thousand actions are arithmetic, not a loop
-moves.actions(tensors)                    the other way around
-in_order(moves)                           events in the order that plan.py sets down: the one place that computes it
-PlannedMemory(trace, curve)               of the device at each tick; `pinned_peak`: of the host at most. Exact, without time.
+columns = ActionColumns.of(plan.actions, trace)     # arrays, because a plan may have a hundred thousand actions
+columns.actions(tensors)                            # back to actions
+in_order(columns)                                   # events by hook, then by kind, then in the plan's order
+PlannedMemory(trace, curve)                         # device memory at each tick, exact, and without any times
+pinned_peak(num_hooks, columns, last_use)           # the most pinned host memory
 
-at a hook    whole reclaims    reclaims in part                     copies back, the use's own first
-             - size            + head, - size                       + size; then, of one in part, - head
+At one hook, whole storages are reclaimed first, then storages that move in part, then copies out are queued; a use comes next,
+and copies back that are due last. Copies back are allocated in that order too: the use's own storage, then the others.
 
-A storage that moves in part leaves its head in a buffer of its own, so for a moment both are allocated.
+A storage that moves in part leaves its head, the bytes that stay, in a buffer of its own. So while it is reclaimed, and while
+it is copied back, both the whole storage and that buffer are allocated for a moment.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ HOST_BLOCK_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moves:
-    """Columns of (n,) in the plan's order. Whoever makes them knows which storage each row is."""
+class ActionColumns:
+    """Columns of (n,), one row per action, in the plan's order. The caller knows which storage each row is."""
 
     nbytes: Int64s
     """Bytes that cross the link."""
@@ -42,22 +44,25 @@ class Moves:
     """Bytes of each storage that do not move."""
     head: Int64s
     """Device memory of what does not move. 0: all of the storage moves."""
-    freed: Int64s
-    """Device memory that is reclaimed."""
+    reclaimed: Int64s
+    """Allocated device memory that the reclaim gives back."""
     out_at: Int64s
     reclaim_at: Int64s
     in_at: Int64s
     use_at: Int64s
 
     @classmethod
-    def freeing(cls, freed: Int64s, size: Int64s, nbytes: Int64s, hooks: Sequence[Int64s]) -> Moves:
-        """Moves that free `freed` of the `size` that storages of `nbytes` take, multiples of 512. `hooks`: the last columns."""
-        head, (out_at, reclaim_at, in_at, use_at) = size - freed, hooks
+    def reclaiming(cls, reclaimed: Int64s, allocated: Int64s, storage_bytes: Int64s, hooks: Sequence[Int64s]) -> ActionColumns:
+        """Rows that reclaim `reclaimed` of the `allocated` bytes that each storage of `storage_bytes` takes.
+
+        The first two are multiples of 512, as the allocator rounds. `hooks`: (out_at, reclaim_at, in_at, use_at).
+        """
+        head, (out_at, reclaim_at, in_at, use_at) = allocated - reclaimed, hooks
         return cls(
-            nbytes=nbytes - head,
+            nbytes=storage_bytes - head,
             stays=head,
             head=head,
-            freed=freed,
+            reclaimed=reclaimed,
             out_at=out_at,
             reclaim_at=reclaim_at,
             in_at=in_at,
@@ -65,7 +70,7 @@ class Moves:
         )
 
     @classmethod
-    def of(cls, actions: Sequence[Action], trace: Trace) -> Moves:
+    def of(cls, actions: Sequence[Action], trace: Trace) -> ActionColumns:
         """Columns of `actions`. Raises `IndexError` for a tensor that `trace` does not have."""
         rows = [(a.tensor, a.nbytes, a.out_at, a.reclaim_at, a.in_at, a.use_at) for a in actions]
         tensor, nbytes, out_at, reclaim_at, in_at, use_at = np.array(rows, np.int64).reshape(-1, 6).T
@@ -75,7 +80,7 @@ class Moves:
             nbytes=nbytes,
             stays=whole - nbytes,
             head=head,
-            freed=allocated_size(whole) - head,
+            reclaimed=allocated_size(whole) - head,
             out_at=out_at,
             reclaim_at=reclaim_at,
             in_at=in_at,
@@ -85,12 +90,12 @@ class Moves:
     def __len__(self) -> int:
         return len(self.nbytes)
 
-    def take(self, which: Int64s) -> Moves:
-        """The moves of the rows `which`, in that order."""
+    def take(self, which: Int64s) -> ActionColumns:
+        """The rows `which`, in that order."""
         return replace(self, **{column.name: getattr(self, column.name)[which] for column in fields(self)})
 
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
-        """The moves as actions. `tensors`: (n,) numbers in the trace."""
+        """The rows as actions. `tensors`: (n,) numbers in the trace."""
         columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at)
         return tuple(
             Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)
@@ -100,8 +105,8 @@ class Moves:
         )
 
     def away(self, num_hooks: int) -> Int64s:
-        """(num_hooks,) bytes of device memory that are away from each hook until the next."""
-        return sum_over_time(num_hooks, self.freed, self.reclaim_at, self.in_at)
+        """(num_hooks,) bytes of device memory that are reclaimed, and not yet back, between each hook and the next."""
+        return sum_over_time(num_hooks, self.reclaimed, self.reclaim_at, self.in_at)
 
 
 class Events(NamedTuple):
@@ -111,10 +116,10 @@ class Events(NamedTuple):
     kinds: Int64s
     """`RECLAIM` and so on."""
     which: Int64s
-    """Rows of the moves."""
+    """Row of each event's action."""
 
 
-def in_order(moves: Moves) -> Events:
+def in_order(moves: ActionColumns) -> Events:
     """The events of `moves`: by hook, then by kind, then in the plan's order."""
     every = np.arange(len(moves))
     outs = (moves.out_at < moves.reclaim_at).nonzero()[0]  # the others begin with the reclaim that waits for them
@@ -132,14 +137,14 @@ def in_order(moves: Moves) -> Events:
     return Events(hooks, kinds, np.concatenate((every, outs, every, backs))[order])
 
 
-def moments_in_part(moves: Moves, left: Int64s) -> dict[int, int]:
-    """Bytes allocated at most within each hook at which a storage goes or returns in part, by hook: its head and the whole of
-    it are both allocated for a moment. `left`: (hooks,) bytes allocated once each hook is done."""
+def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
+    """Peak of allocated bytes within each hook at which a storage that moves in part is reclaimed or copied back, by hook: its
+    head and the whole storage are both allocated then. `left`: (hooks,) bytes allocated once each hook is done."""
     parts = moves.head.nonzero()[0].tolist()
     if not parts:
         return {}
-    columns = (moves.head, moves.freed, moves.reclaim_at, moves.in_at, moves.use_at)
-    head, freed, reclaim_at, in_at, use_at = (column.tolist() for column in columns)
+    columns = (moves.head, moves.reclaimed, moves.reclaim_at, moves.in_at, moves.use_at)
+    head, reclaimed, reclaim_at, in_at, use_at = (column.tolist() for column in columns)
     leave: dict[int, list[int]] = {hook: [] for j in parts for hook in (reclaim_at[j], in_at[j])}
     back: dict[int, list[int]] = {hook: [] for hook in leave}
     for j in parts:
@@ -153,15 +158,15 @@ def moments_in_part(moves: Moves, left: Int64s) -> dict[int, int]:
         now = highest = int(left[hook])
         for j in reversed(back[hook]):
             highest = max(highest, now + head[j])
-            now -= freed[j]
+            now -= reclaimed[j]
         for j in reversed(leaving):
-            now += freed[j]
+            now += reclaimed[j]
             highest = max(highest, now + head[j])
         most[hook] = highest
     return most
 
 
-def pinned_peak(num_hooks: int, moves: Moves, last_use: Int64s) -> int:
+def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
     """The most pinned memory: a block is held from its copy out's hook to the last use, both included."""
     blocks = -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
     return int(sum_over_time(num_hooks, blocks, moves.out_at, last_use + 1).max(initial=0))
@@ -176,31 +181,34 @@ class PlannedMemory:
         self._movable = np.flatnonzero(trace.hook_tensor >= 0)
         """Hooks about a storage that may move."""
 
-    def allocated(self, moves: Moves) -> Int64s:
+    def allocated(self, moves: ActionColumns) -> Int64s:
         """(ticks,) most device memory allocated during each."""
         level = self._left(moves)
-        for hook, nbytes in moments_in_part(moves, level[self._tick]).items():
+        for hook, nbytes in partial_move_peaks(moves, level[self._tick]).items():
             tick = self._tick[hook]
             level[tick] = max(int(level[tick]), nbytes)
         return level
 
-    def growth_until_next_check(self, moves: Moves, allocated: Int64s) -> Int64s:
-        """(hooks,) most growth of device memory from when a hook's reclaims are done until those of the next hook that
-        reclaims, or is about a storage that may move. With what is allocated then it never passes the plan's peak. `allocated`:
-        of these actions, as `allocated` returns it."""
+    def growth_until_next_check(self, moves: ActionColumns, allocated: Int64s) -> Int64s:
+        """(hooks,) maximum growth of device memory from the end of each hook's reclaims until the next check of memory.
+
+        Memory is checked at each hook that reclaims, at each hook of a storage that may move, and at the first hook, which
+        stands for what comes before any check. Growth and what is allocated then never exceed the plan's peak. `allocated`:
+        the result of `self.allocated(moves)`.
+        """
         if not len(self._tick):
             return np.zeros(0, np.int64)
         checks = np.union1d(np.append(self._movable, 0), moves.reclaim_at)
         back = np.zeros(len(self._tick), np.int64)
-        np.add.at(back, moves.in_at, moves.freed)
-        reclaimed = self._left(moves)[self._tick] - back
+        np.add.at(back, moves.in_at, moves.reclaimed)
+        level_after_reclaims = self._left(moves)[self._tick] - back
         ticks = self._tick[checks]
         highest = np.maximum.reduceat(allocated, ticks)
         highest[:-1] = np.maximum(highest[:-1], allocated[ticks[1:]])
         since = np.searchsorted(checks, np.arange(len(self._tick)), side="right") - 1
-        return np.asarray(highest[since] - reclaimed)
+        return np.asarray(highest[since] - level_after_reclaims)
 
-    def _left(self, moves: Moves) -> Int64s:
-        """(ticks,) allocated during each, at hooks once they are done."""
+    def _left(self, moves: ActionColumns) -> Int64s:
+        """(ticks,) bytes allocated at the end of each tick; a tick that is a hook ends once its actions are done."""
         since, until = self._tick[moves.reclaim_at], self._tick[moves.in_at]
-        return self._curve - sum_over_time(len(self._curve), moves.freed, since, until)
+        return self._curve - sum_over_time(len(self._curve), moves.reclaimed, since, until)

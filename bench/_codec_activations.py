@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.text import draw_batches, read_text
+from chameleon_mm.demo.program import draw_batches, read_text
 from chameleon_mm.saved.handles import flat_bytes
 
 

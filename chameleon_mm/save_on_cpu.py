@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from chameleon_mm.arguments import check_type
+from chameleon_mm.arguments import check_type, uncompiled
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -65,6 +65,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
     `ValueError` for a malformed size, an unknown device or a pool of another device.
     """
 
+    @uncompiled
     def __init__(
         self,
         pin_memory: bool = False,
@@ -76,16 +77,6 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
         thresholds: Thresholds | None = None,
     ) -> None:
         del pin_memory, device_type
-        # After a graph break dynamo compiles whatever is called next, this too, and has no CUDA streams in what it compiles.
-        torch.compiler.disable(self._make)(device, min_bytes, pool, thresholds)
-
-    def _make(
-        self,
-        device: Device | str | None,
-        min_bytes: int | str | None,
-        pool: PinnedPool | None,
-        thresholds: Thresholds | None,
-    ) -> None:
         if thresholds is not None:
             check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
         rule = DefaultRule(min_bytes=MIB if min_bytes is None else parse_size(min_bytes, what="min_bytes"))

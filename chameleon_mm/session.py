@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.adaptive import link_cost_for, plan_steps
-from chameleon_mm.arguments import check_type
+from chameleon_mm.arguments import check_type, uncompiled
 from chameleon_mm.device import Device
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
 from chameleon_mm.executor import Executor
@@ -95,6 +95,7 @@ class SwapSession:
     device.
     """
 
+    @uncompiled
     def __init__(
         self,
         hbm_budget: int | str | None = None,
@@ -108,24 +109,6 @@ class SwapSession:
         codecs: Sequence[str] = (),
         verify: bool = False,
         plans: bool = True,
-    ) -> None:
-        # After a graph break dynamo compiles whatever is called next, this too, and has no CUDA streams in what it compiles.
-        torch.compiler.disable(self._make)(
-            hbm_budget, host_budget, device, min_bytes, model, pool, thresholds, codecs, verify, plans
-        )
-
-    def _make(
-        self,
-        hbm_budget: int | str | None,
-        host_budget: int | str | None,
-        device: Device | str | None,
-        min_bytes: int | str | None,
-        model: nn.Module | None,
-        pool: PinnedPool | None,
-        thresholds: Thresholds | None,
-        codecs: Sequence[str],
-        verify: bool,
-        plans: bool,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")

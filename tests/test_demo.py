@@ -25,10 +25,9 @@ from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.outcome import Outcome, StepNote, by_kind, notes
-from chameleon_mm.demo.program import Rows, StepKind, TrainConfig, schedule, train_plain
+from chameleon_mm.demo.program import NoTextFound, Rows, StepKind, TrainConfig, draw_batches, read_text, schedule, train_plain
 from chameleon_mm.demo.show import kind_rows, show, verdicts
 from chameleon_mm.demo.show import rows as table_rows
-from chameleon_mm.demo.text import NoTextFound, draw_batches, read_text
 from chameleon_mm.demo.train import RunResult, first_difference, same_bits, train
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession

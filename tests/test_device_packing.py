@@ -127,7 +127,7 @@ def test_a_batch_seen_before_needs_no_new_table() -> None:
 def told(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches are recognised by torch's guards, then by looking at each buffer."""
     if request.param == "no guards":
-        monkeypatch.setattr("chameleon_mm.kernels.pack_guard._tensor_guards", lambda: None)
+        monkeypatch.setattr("chameleon_mm.kernels.pack_table._tensor_guards", lambda: None)
 
 
 @pytest.mark.usefixtures("told")

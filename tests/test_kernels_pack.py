@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chameleon_mm.kernels import memory_layout, pack_guard
+from chameleon_mm.kernels import memory_layout, pack_table
 from chameleon_mm.kernels.memory_layout import MemoryLayout
 from chameleon_mm.kernels.pack import (
     PackTable,
@@ -31,7 +31,7 @@ from chameleon_mm.kernels.pack import (
     unpack,
     unpack_reference,
 )
-from chameleon_mm.kernels.pack_guard import LayoutGuard
+from chameleon_mm.kernels.pack_table import LayoutGuard
 
 PLACES = [pytest.param("cuda", marks=pytest.mark.gpu)]
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -372,7 +372,7 @@ def facts(t: Tensor) -> tuple[object, ...]:
     return t.device, t.dtype, t.shape, t.stride()
 
 
-@pytest.mark.skipif(pack_guard._tensor_guards() is None, reason="this torch has no guards to believe")
+@pytest.mark.skipif(pack_table._tensor_guards() is None, reason="this torch has no guards to believe")
 @given(batch=st.lists(layouts(), min_size=1, max_size=3), other=st.lists(layouts(), min_size=1, max_size=3))
 def test_a_guard_passes_what_is_laid_out_alike_and_nothing_else(batch: list[Layout], other: list[Layout]) -> None:
     tensors, others = ([filled(layout, "cpu")[1] for layout in some] for some in (batch, other))
@@ -407,11 +407,11 @@ class Incredulous(Credulous):
 
 @pytest.mark.parametrize("guards", [Credulous, Incredulous])
 def test_guards_that_tell_nothing_apart_are_not_believed(guards: type) -> None:
-    assert not pack_guard._tells_apart(guards)
+    assert not pack_table._tells_apart(guards)
 
 
 def test_without_guards_every_tensor_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_guard, "_tensor_guards", lambda: None)
+    monkeypatch.setattr(pack_table, "_tensor_guards", lambda: None)
     tensors, others = ([torch.zeros(4), torch.zeros(5, 7)[:, :3]] for _ in range(2))
     assert not LayoutGuard(tensors).passes(tensors)
     table = PackTable(tensors)

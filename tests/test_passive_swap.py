@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.program import TrainConfig
-from chameleon_mm.demo.text import draw_batches, read_text
+from chameleon_mm.demo.program import TrainConfig, draw_batches, read_text
 from chameleon_mm.demo.train import first_difference, train
 from chameleon_mm.device.sim.memory import Ledger
 from chameleon_mm.executor import Executor

@@ -4,8 +4,8 @@
 
 A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: its hooks are matched by
 features with those of the last one that it agreed with. What is found there goes by that plan, what is not falls to the default
-rule, and memory is checked as if there were no plan. Note [No plan, no harm]. The methods, and the order in which they are
-called: `executor/director.py`.
+rule, and memory is checked as if there were no plan: a wrong plan costs time, never correctness or the budget. The methods, and
+the order in which they are called: `executor/director.py`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class PlanFollower(Director):
     """
 
     plans = True
+    """So that the executor tells it of every hook."""
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
@@ -102,15 +103,15 @@ class PlanFollower(Director):
         self._diverged = False
         """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
-        """Number of the planned step's hook, by hook of this step."""
+        """Number of the cached step's hook, by hook of this step."""
         self._reached = _NONE
-        """The furthest of the planned step's hooks so far."""
+        """The furthest of the cached step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
-        """First saves by hook of this step. Their device memory is theirs to drop: a retired one holds none."""
+        """First saves by hook of this step, retired ones included, which hold no device memory any more."""
         self._storages: dict[int, SavedStorage] = {}
         """Saved storages by the plan's number of the storage."""
         self.followed: PlanTrial | None = None
-        """The plan that this step follows, or did."""
+        """The trial whose plan this step follows, or did."""
         self._schedule: HookSchedule | None = None
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
@@ -145,7 +146,7 @@ class PlanFollower(Director):
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._note_copyable(self._recorder, finished)
+            self._note_sendable(self._recorder, finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
@@ -163,7 +164,7 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._note_copyable(self._recorder, finished)
+            self._note_sendable(self._recorder, finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
 
@@ -172,15 +173,18 @@ class PlanFollower(Director):
             self._recorder.restored(saved.traced, storage)
 
     @staticmethod
-    def _note_copyable(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
+    def _note_sendable(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
         for saved in finished:
             recorder.sendable(saved.traced)
 
     # --- which hook of the cached step it is
 
     def _locate(self, hook: int, save: int | None, *, expected: bool) -> int:
-        """The cached step's hook. `expected`: it is that of the step that is followed. `save`: the hook of this step that saved
-        what is used; None: this is a save itself."""
+        """Find the cached step's hook that this hook is, and collect what is due up to it.
+
+        `expected`: it has the feature that the followed step has here. `save`: the hook of this step that saved what is used;
+        None: this is a save itself.
+        """
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
             self._follow_or_diverge(self._steps, self._budget, hook)
@@ -232,7 +236,7 @@ class PlanFollower(Director):
             self._checked_at, self._growth_bytes = hook, 0
 
     def _compare_growth(self, growth_bytes: int, since: int, hook: int) -> None:
-        """Compare growth between two hooks with the planned step's: all that is more may have come at the worst moment."""
+        """Compare growth between two hooks with the cached step's. All that is more is taken to come at the interval's peak."""
         planned = None if self._entry is None or self._diverged else self._entry.plan
         if planned is None or self._budget is None or hook <= since:
             return
@@ -253,7 +257,7 @@ class PlanFollower(Director):
         room_bytes = self._budget.hbm_budget_bytes - int(allocated.max())
         beyond_bytes = more_bytes - spike_bytes
         if beyond_bytes > room_bytes:
-            # No more than the device's own peak says, which is since the session began.
+            # No more than the device's own peak allows, which goes back to before this step.
             beyond_bytes = min(beyond_bytes, self._budget.peak_allocated_bytes() - int(allocated.max()))
         if beyond_bytes > room_bytes:
             self._spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
@@ -283,6 +287,7 @@ class PlanFollower(Director):
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
         self._extra_bytes, self._spikes, self._unused, self._exceeded_plan = 0, {}, {}, False
+        # What was due up to the hook before this one, which is counted already.
         missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
@@ -290,7 +295,7 @@ class PlanFollower(Director):
             budget.forecast = self._plan_forecast
         elif planned is None or self.light.num_hooks > 0:
             budget.forecast = budget.highest_forecast  # it may be like no step before
-        else:  # a step that is known to have no plan is like the one before it, hook for hook
+        else:  # a cached step that has no plan within the budget: as far as is known it is like the one before it
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             self._assign_action(saved, hook)
@@ -328,7 +333,8 @@ def plan_steps(
 ) -> Adaptation:
     """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
 
-    `model` names what recorded storages are. `link_cost`: what is known of the link before copies were timed.
+    Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
+    timed.
     """
     me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
     device = executor.device

@@ -141,8 +141,7 @@ class _Job:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from chameleon_mm.demo.model import GPTConfig
-        from chameleon_mm.demo.program import TrainConfig
-        from chameleon_mm.demo.text import draw_batches, read_text
+        from chameleon_mm.demo.program import TrainConfig, draw_batches, read_text
         from chameleon_mm.device.stand_in import computes_on_cpu
 
         self._args = args

@@ -4,8 +4,9 @@
     with lock.entered(): ...               # the same, where a few calls more do not matter
     lock.claim_ended(saved)                # on any thread, in the middle of any line: waits for nothing and raises nothing
 
-An error in a finaliser could be told to nobody. It is stored and raised at the next hook, step end or report: each once, the
-oldest first. One that nobody comes for any more is reported by the interpreter as "Exception ignored in", when the lock goes.
+An error in a finaliser could be told to nobody. It is stored and raised at the next hook, step end or report, each once, the
+oldest first; one that comes up while somebody enters or leaves is raised at once. Where nobody enters any more, the interpreter
+reports the oldest as "Exception ignored in", when the lock goes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class HookLock:
     def __init__(
         self, device: Device, retire: Callable[[], Callable[[deque[SavedStorage]], list[BaseException]] | None]
     ) -> None:
-        """`retire()` is what retires all storages of a queue and returns the errors that this met; None once that is gone."""
+        """`retire()` returns the function that retires all storages of a queue and returns its errors; None once it is gone."""
         self._device = device
         self._retire = retire
         self.lock = threading.Lock()
@@ -46,9 +47,12 @@ class HookLock:
         not there may hold it."""
 
     def run(self, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Call `work` while no other thread is in. Raises what came up in a finaliser since, last of all: `work` is done by
-        then."""
-        with self.lock:  # the lock itself, no context manager of ours: an interrupt must not come between the two
+        """Call `work` while no other thread is in, and return its result.
+
+        Raises what `work` raises, and what retiring storages raised: before `work` it is not called, after it its result, or
+        its own error, gives way. Errors of finalisers are raised last of all.
+        """
+        with self.lock:  # the lock itself: no interrupt comes between taking it and the block that gives it back
             if self._ended:
                 self._retire_ended()
             try:
@@ -123,7 +127,7 @@ class HookLock:
         self._errors.append(error)
 
     def __del__(self) -> None:
-        # An error must not vanish: what nobody was told by now the interpreter tells.
+        # The interpreter reports it, as nobody was told.
         if self._errors and not sys.is_finalizing():
             raise self._errors.popleft()
 
@@ -136,7 +140,7 @@ def _raise(error: list[BaseException]) -> NoReturn:
 def _drop_frames(error: BaseException) -> None:
     """Drop the frames of `error`, and of the errors that it came from.
 
-    What else was being handled just then is the program's own, and only let go of: a finaliser may run in any `except`.
+    `__context__` is unlinked and left as it is: a finaliser may run in any `except`, and what that handles is the program's.
     """
     link: BaseException | None = error
     while link is not None:

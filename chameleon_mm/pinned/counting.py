@@ -1,4 +1,4 @@
-"""Wrappers that count: what goes through an allocator, and what a user of one may hold of it.
+"""Allocator wrappers that count what goes through them, and limit what the user of one may hold.
 
     pool = StatisticsAllocator(PinnedPool("8GiB"))
     pool.stats().to_dict() -> {"allocations": 120, "live_bytes": 8192, "peak_live_bytes": ..., "sizes": {4096: 80, 1048576: 40}}
@@ -47,7 +47,8 @@ class AllocationStats:
 
 
 class _Counting(AllocatorWrapper):
-    """Counts live bytes and releases, under a lock that a release does not take: it is booked with the next call."""
+    """Counts live bytes and releases. A release, which may happen in a finaliser, takes no lock: it is queued, and
+    counted by the next call."""
 
     def __init__(self, inner: Allocator) -> None:
         super().__init__(inner)
@@ -114,7 +115,8 @@ class StatisticsAllocator(_Counting):
 
 
 class LimitedAllocator(_Counting):
-    """An allocator that limits `inner` to `max_bytes` (int bytes or "2GiB") in live blocks. Thread-safe where `inner` is."""
+    """An allocator that limits the live blocks that it hands out of `inner` to `max_bytes` (int bytes or "2GiB").
+    Thread-safe where `inner` is."""
 
     def __init__(self, inner: Allocator, max_bytes: int | str) -> None:
         super().__init__(inner)

@@ -1,6 +1,6 @@
 """Predicts, by arithmetic over its trace, what a step comes to within a budget, by every way there is of fitting it there.
 
-prediction = predict(step, spec, hbm_budget, host_budget=None)
+prediction = predict(step, spec, hbm_budget, host_budget)
 prediction.ways             no swapping, the plan, swap everything, full recomputation: peak, stall, step time
 prediction.infeasible       why there is no plan within the budget, where there is none
 prediction.needs            device memory by class of storages: the most, and at the peak
@@ -8,8 +8,8 @@ peak_phase(trace, peak)     forward, backward or optimizer
 smallest_within(trace, ...) the smallest budget of which there is a plan, whatever it costs in time
 hidden_budget(trace, ...)   the smallest whose plan's copies cost next to none
 
-Budgets that are found can be said: `format_size_up` makes a text of one, and what the text stands for has such a plan too. A
-budget that is a little larger need not have one as good.
+Budgets that are found are rounded up to what `format_size_up` prints exactly, and tried there: a budget that is a little larger
+need not have a plan that is as good.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HIDDEN_WITHIN = 1e-3
 """Share of the step by which it may take longer and still count as one with all copies hidden."""
 
 _TRIES = 64
-"""Number of steps from a budget that does not hide all copies to the unswapped peak, while one that does is sought."""
+"""The search for a budget that hides all copies raises it by one part in so many of what is left to the unswapped peak."""
 
 _CLASSES = {
     "parameters": (TensorKind.PARAMETER,),
@@ -71,7 +71,7 @@ def default_budget(spec: GpuSpec) -> int:
 def smallest_within(trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost) -> int:
     """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
     while True:
-        budget = min(_said(budget), peak_bytes)
+        budget = min(_printable(budget), peak_bytes)
         try:
             generate_plan(trace, budget, host_budget, cost)
         except InfeasibleBudget as error:  # names a larger one; the unswapped peak, at the latest, needs no host memory
@@ -88,20 +88,20 @@ def hidden_budget(trace: Trace, peak_bytes: int, host_budget: int | None, cost: 
         return generate_plan(trace, budget, host_budget, cost)
 
     simulator = Simulator(trace, cost)
-    budget = _said(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
+    budget = _printable(smallest_hidden_budget(trace, cost, plan_for, tolerance=HIDDEN_WITHIN))
     while budget < peak_bytes and not hides_copies(simulator, plan_for, budget, HIDDEN_WITHIN):
-        budget = _said(budget + (peak_bytes - budget) // _TRIES + 1)
+        budget = _printable(budget + (peak_bytes - budget) // _TRIES + 1)
     return min(budget, peak_bytes)
 
 
-def _said(budget: int) -> int:
-    """The budget that results when somebody reads the text of `budget` and gives it back."""
+def _printable(budget: int) -> int:
+    """The budget that the printed text of `budget` stands for: that or a little more."""
     return parse_size(format_size_up(budget))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeed:
-    """Storages of one class."""
+    """Memory that one class of storages needs, or what operators hold inside themselves."""
 
     name: str
     most_bytes: int
@@ -129,7 +129,7 @@ def needs_of(trace: Trace, peak: Peak) -> tuple[MemoryNeed, ...]:
 
 
 def peak_phase(trace: Trace, peak: Peak) -> StepPhase:
-    """The phase of the last operator before the peak, or of it."""
+    """The phase of the operator at the peak, or of the last one before it."""
     op = int(np.searchsorted(trace.op_tick, peak.tick, side="right")) - 1
     return StepPhase(int(trace.op_phase[max(op, 0)])) if len(trace.op_phase) else StepPhase.FORWARD
 
@@ -143,11 +143,11 @@ class Way:
     host_bytes: int
     """Bytes of pinned memory."""
     moved_bytes: int
-    """Bytes that cross the link, each way."""
+    """Bytes that are copied out; as many come back."""
     stall_us: float
     """Time that compute waits for copies."""
     device_copy_us: float
-    """Time that compute copies within the device's memory what stays there of storages that move in part."""
+    """Time of copies within device memory: of the parts that stay, where storages move in part."""
     step_us: float
 
 
@@ -165,7 +165,7 @@ class Prediction:
     phase: StepPhase
     """Phase of the step in which the peak is."""
     least_phase: StepPhase
-    """Phase of the peak that is left where all that may be away is."""
+    """Phase of the peak that is left with every candidate swapped out."""
     ways: tuple[Way, ...]
     """Ways of running the step: nothing swapped first; then the plan, if there is one."""
     smallest_budget_bytes: int
@@ -173,16 +173,16 @@ class Prediction:
     hidden_budget_bytes: int
     """The smallest budget whose plan takes `HIDDEN_WITHIN` of the step longer at the most."""
     least_bytes: int
-    """Bytes that are left at the peak where all that may be away is, whatever the host has room for."""
+    """Bytes that are left at the peak with every candidate swapped out, whatever the host has room for."""
     infeasible: str | None
     """Reason why there is no plan within the budgets; None: there is one."""
     plan: SwapPlan | None
     timeline: Timeline | None
     """Timeline of `plan`."""
     ideal_us: float | None
-    """Bound T* of the step's time: no plan within the budget takes less."""
+    """Lower bound T* of the step's time (docs/policy.md): no plan within the budget takes less."""
     mixed_ideal_us: float | None
-    """Bound of the step's time where dropped storages may also be made again."""
+    """Lower bound of the step's time where storages may also be dropped and recomputed."""
 
     @property
     def fits(self) -> bool:
@@ -196,7 +196,7 @@ class Prediction:
 
     @property
     def ideal_share(self) -> float | None:
-        """The share of T* that the plan reaches."""
+        """T* divided by the plan's step time: 1 is the best possible."""
         if self.plan is None or self.ideal_us is None:
             return None
         return self.ideal_us / self.plan.step_us if self.plan.step_us else 1.0
@@ -250,7 +250,7 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
     """Prediction of what `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned
     memory (None: any).
 
-    Raises `ValueError` for a budget that is none. One that is too small is an answer: `Prediction.infeasible`.
+    Raises `ValueError` for a budget of no bytes. One that is too small is an answer: `Prediction.infeasible`.
     """
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
@@ -265,7 +265,9 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:
         smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost)
-        smallest = smallest if plan is None else min(smallest, hbm_budget)  # one search finds what a coarser one did not
+        smallest = (
+            smallest if plan is None else min(smallest, hbm_budget)
+        )  # `smallest_within` tries few budgets: this one has a plan
     recomputed = full_recomputation(trace)
     ways = [
         _unmoved("no swapping", peak.nbytes, trace.duration_us),

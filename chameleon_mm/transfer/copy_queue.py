@@ -1,14 +1,15 @@
 """Copy queues of a device's link, one for each direction: moves wait here, and few copies are outstanding in the device's own.
 
-    move = queue.submit(dst, src, after=[ready, *block.pending_events])     # queued; at most two pieces are handed over
+    move = Move(dst, src, [ready, *block.pending_events], timed=False)
+    queue.submit(move)                                                      # queued; at most two pieces are handed over
     queue.hand_over()                                                       # at every hook: hand over more as they finish
     done = queue.issue(move)                                                # needed now: all of it, before what is queued
     move = transfer.swap_out(host, hbm, after)                              # `Transfer`: both directions, for any thread
 
 A copy engine is one FIFO per direction, blind to priority: what was handed to it cannot be overtaken (51 KB waited 12 ms
-behind 200 MB). So moves are cut into pieces and at most `outstanding` of them are in the engine's queue, unless somebody is
-about to wait for more: then holding back would only make them wait longer. Small moves that wait in a row make one piece
-together: one call for all of them, and one event.
+behind 200 MB, published: docs/transfer.md). So moves are cut into pieces, and at most `outstanding` of them are in the engine's
+queue, unless somebody is about to wait for more: then holding back would only make them wait longer. Small moves that wait in a
+row make one piece together: one call for all of them, and one event.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from chameleon_mm.units import MIB
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 * MIB
-"""Size of a piece. 99 % of the link's rate comes at 17 MB; 32 MiB take 0.6 ms at 55 GB/s: the longest an urgent copy waits is
-two of them."""
+"""Size of a piece. A copy of 17 MB reaches 99 % of the link's rate, by the model of docs/transfer.md; 32 MiB take 0.6 ms at
+55 GB/s: the longest an urgent copy waits is two of them."""
 
 OUTSTANDING = 2
 """Pieces in the engine's queue: one running, one to follow it without a gap."""
@@ -46,8 +47,7 @@ class Piece(NamedTuple):
 
 
 class Move:
-    """A copy of one buffer across the link. `done` is set once all its pieces are handed over. Raises `ValueError` for unequal
-    sizes."""
+    """A copy of one buffer across the link. Raises `ValueError` for unequal sizes."""
 
     __slots__ = ("after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed")
 
@@ -63,13 +63,15 @@ class Move:
         self.pieces: deque[Piece] = deque()
         """Pieces of a timed move that were handed over, until the metrics take them."""
         self.done: Event | None = None
+        """Event after the last piece, set once no more will be handed over. Until it is complete the caller keeps source and
+        destination."""
         self.cancelled = False
         self.failed = False
         """Whether the device refused it. What was handed over before is complete, and nothing more will come."""
 
     @property
     def begun(self) -> bool:
-        """Whether any piece was handed to the device: from then on both ends must be kept."""
+        """Whether any piece was handed to the device: from then on source and destination must be kept."""
         return self.next_byte > 0 or self.done is not None
 
     @property
@@ -101,14 +103,16 @@ class CopyQueue:
         self._running: deque[Event] = deque()
 
     def submit(self, move: Move) -> None:
+        """Queue a move, and hand over what may be outstanding."""
         self._queue.append(move)
         try:
             self.hand_over()
         except BaseException:
-            self._fail(move)  # the caller never learns of it, and gives both ends to others
+            self._fail(move)  # the caller never learns of it, and gives both buffers to others
             raise
 
     def hand_over(self) -> None:
+        """Hand over pieces until as many are outstanding as may be."""
         while self._queue:
             self._forget_complete()
             if len(self._running) >= self._limit:
@@ -116,15 +120,18 @@ class CopyQueue:
             self._hand_over_front()
 
     def is_idle(self) -> bool:
+        """Whether everything that was submitted is complete."""
         self._forget_complete()
         return not self._running and not self._queue
 
     def issue_in_order(self, move: Move) -> Event:
+        """Hand over all of a move, behind all that was queued before it. Returns the event after it."""
         while not move.ended and self._queue[0] is not move:
             self._hand_over_front(before=move)
         return self.issue(move)
 
     def issue(self, move: Move) -> Event:
+        """Hand over all of a move, ahead of what is queued. Returns the event after it. Raises `TransferFailed`."""
         if move.failed:
             raise TransferFailed(f"a copy on {self.stream.name} was refused by the device earlier; see the log")
         while move.done is None:
@@ -132,6 +139,7 @@ class CopyQueue:
         return move.done
 
     def cancel(self, move: Move) -> bool:
+        """Cancel a move if none of it was handed over. Returns whether it was cancelled."""
         if move.begun or move.cancelled or move.failed:
             return False
         move.cancelled = True
@@ -139,11 +147,12 @@ class CopyQueue:
         return True
 
     def truncate(self, move: Move) -> int:
+        """End a move after the pieces that were handed over. Returns the bytes that were not."""
         if move.done is not None or move.failed:
             return 0
         unsent = move.nbytes - move.next_byte
         try:
-            move.done = self.stream.record()  # orders both ends' reuse after the pieces that were handed over
+            move.done = self.stream.record()  # orders the reuse of both buffers after the pieces that were handed over
         except BaseException:
             self._fail(move)
             raise
@@ -155,8 +164,10 @@ class CopyQueue:
             self._running.popleft()
 
     def _hand_over_front(self, *, before: Move | None = None) -> None:
-        """Hand over the oldest move, or a piece of it, or with it small ones that come `before`. A refusal is its owner's to
-        find."""
+        """Hand over a piece of the oldest move, or several small moves together, none of them behind `before`.
+
+        A refused copy is logged, and its owner sees `failed`.
+        """
         together = self._small_ones_in_front(before) if len(self._queue) > 1 else ()
         try:
             if len(together) > 1:
@@ -189,7 +200,7 @@ class CopyQueue:
             start = self.stream.record(timed=True) if timed else None
             pairs = [(move.dst, move.src) for move in moves if move.dst is not None and move.src is not None]
             self.stream.copy_batch(pairs, speculative=self._speculative)
-            event = self.stream.record(timed=timed)  # orders the ends' reuse after these copies
+            event = self.stream.record(timed=timed)  # orders the reuse of all buffers after these copies
         except BaseException:
             for move in moves:
                 self._fail(move)
@@ -212,7 +223,7 @@ class CopyQueue:
             self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
-        # Some of it may be running with no event to tell when it ends: the host waits, so that both ends may be dropped.
+        # Some of it may be running with no event to tell when it ends: the host waits, so that both buffers may be dropped.
         move.failed = True
         self._dequeue(move)
         self.synchronize()
@@ -225,7 +236,7 @@ class CopyQueue:
             _log.warning("chameleon_mm: the device could not be synchronised after a failure: %s", str(error))
 
     def _dequeue(self, move: Move) -> None:
-        """Take a move out of the queue; from here on the executor's references keep both ends."""
+        """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
         move.dst, move.src, move.after = None, None, ()
         if move in self._queue:
             self._queue.remove(move)
@@ -238,12 +249,13 @@ class CopyQueue:
                 self.stream.wait(event)  # orders the copy after its source was written and its destination's last use
             move.after = ()
         begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
-        # A piece's own time, not the move's: between two pieces the lane may idle, or carry another move that was needed first.
+        # A piece's own time, not the move's: between two pieces the stream may idle, or carry another move that was needed
+        # first.
         start = self.stream.record(timed=True) if move.timed else None
         self.stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
         move.next_byte = end
         last = end == move.nbytes
-        event = self.stream.record(timed=move.timed)  # orders both ends' reuse after this piece
+        event = self.stream.record(timed=move.timed)  # orders the reuse of both buffers after this piece
         self._running.append(event)
         if start is not None:
             move.pieces.append(Piece(start, event, end - begin))
@@ -268,7 +280,7 @@ class Transfer:
     ) -> None:
         if piece_bytes < 1 or outstanding < 1:
             raise ValueError(f"expected piece_bytes and outstanding of 1 or more, got {piece_bytes} and {outstanding}")
-        self._lock = threading.Lock()  # not re-entrant: a finalizer that interrupts its owner leaves the work to the owner
+        self._lock = threading.Lock()  # not re-entrant: nothing that a finaliser does takes it
         queue = partial(
             CopyQueue,
             piece_bytes=piece_bytes,
@@ -327,7 +339,8 @@ class Transfer:
             return self._in.cancel(move)
 
     def synchronize(self) -> None:
-        """Make the host wait for the device, as far as it still answers: what follows a failure needs no event then."""
+        """Make the host wait for all of the device's work, as far as it still answers: buffers may be reused without an event
+        then."""
         self._out.synchronize()
 
     def out_is_idle(self) -> bool:
@@ -337,7 +350,7 @@ class Transfer:
 
     def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
-        if self._out._queue or self._in._queue:
+        if self._out._queue or self._in._queue:  # unlocked: what is queued meanwhile goes at the next hook
             with self._lock:
                 self._out.hand_over()
                 self._in.hand_over()

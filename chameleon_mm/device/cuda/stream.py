@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checks import check_ends
-from chameleon_mm.device.packing import PackPlans
+from chameleon_mm.device.packing import PackPlans, check_ends
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checks import check_ends, check_packed
+from chameleon_mm.device.packing import check_ends, check_packed
 
 _MEMORY = torch.device("cpu")  # where simulated memory lies
 

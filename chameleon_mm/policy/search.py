@@ -3,7 +3,7 @@
 search = Search(problem, budget, host_budget, cost, lead_us, lag_us)
 search.try_ranks()          selections by a few ranks; enough where nothing stalls
 search.try_swap_all()       what swapping all that may move comes to, at several depths: never worse than that
-search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (variation.py)
+search.improve(drafts)       random small changes to the best ones, kept when they are hardly worse (neighbourhood.py)
 search.found                tentative plans, best first
 
 How many it tries falls with their size: a step of a million operators gets one or two, a dozen candidates thousands.

@@ -25,7 +25,7 @@ MOST_STEPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One model's step without swapping and by a plan."""
+    """Comparison of one model's step without swapping with the same step by a plan."""
 
     device: str
     config: GPTConfig

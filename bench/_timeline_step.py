@@ -1,4 +1,4 @@
-"""One step as the simulator ran it: kernels, copies, memory, and each saved storage that moved.
+"""Record of one step as the simulator ran it: kernels, copies, memory, and each saved storage that moved.
 
     device = WatchedDevice(spec)                    # a SimDevice that notes its copies
     watch = Watch(device)                           # a dispatch mode: time and memory before and after each operator and hook
@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import SimDevice
-from chameleon_mm.device.sim.cost import Span
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.saved import SwappedView
@@ -62,7 +61,7 @@ class Reading(NamedTuple):
 
 @dataclass(kw_only=True)
 class Swap:
-    """What was seen of one saved storage that moved. Moments are those of the compute stream."""
+    """Record of one saved storage that moved. Moments are those of the compute stream."""
 
     nbytes: int
     save_us: float
@@ -86,16 +85,16 @@ class Swap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step, from its first operator to its last."""
+    """Record of one step, from its first operator to its last."""
 
     kernels: tuple[Kernel, ...]
     copies: tuple[Copy, ...]
     swaps: tuple[Swap, ...]
     readings: tuple[Reading, ...]
-    """In the order in which they were taken; several may be of one moment."""
+    """Readings in the order in which they were taken; several may be of one moment."""
     step_us: float
     peak_bytes: int
-    """By the device's own counter."""
+    """Peak by the device's own counter."""
     stall_us: float = 0.0
     """Time that compute waited for copies, as the session counts it."""
 
@@ -110,12 +109,6 @@ class WatchedDevice(SimDevice):
 
     def new_stream(self, name: str) -> SimStream:
         return cast(SimStream, _NotingStream(super().new_stream(name), self))  # all else is passed on to the stream itself
-
-    def copy_spans(self, direction: str) -> tuple[Span, ...]:
-        """Latest copies of a direction, "d2h" or "h2d", on the simulator's clock."""
-        machine = self._machine
-        with machine.lock:
-            return tuple({"d2h": machine._d2h, "h2d": machine._h2d}[direction].spans)
 
     def note_copies(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Note the copies `(dst, src)` that were just issued, all one way."""
@@ -168,7 +161,7 @@ class Watch(TorchDispatchMode):
         self._in_hook = False
         self._hooks = 0
         self._seen: dict[int, _Seen] = {}
-        """By the id of the saved storage, which is not given again while its handles live."""
+        """Swaps under way, by the id of the saved storage, which is not given again while its handles live."""
         self._swaps: list[Swap] = []
         self._first_copy = self._matched = len(device.copies)
 
@@ -211,7 +204,7 @@ class Watch(TorchDispatchMode):
         return saved_tensors_hooks(watched_save, watched_use)
 
     def step(self, *, stall_us: float = 0.0) -> Step:
-        """What was seen. Call it when the step has ended."""
+        """Return the record. To be called when the step has ended."""
         self._read()
         copies = [self._since_begin(copy) for copy in self._device.copies[self._first_copy :]]
         return Step(

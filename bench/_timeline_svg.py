@@ -191,9 +191,8 @@ def _memory(found: Comparison, frame: Frame) -> Iterator[str]:
     yield _text(WIDTH - _RIGHT + 6, y + 5, "budget")
     for name, at, colour in (("no swapping", found.unswapped, _UNSWAPPED), ("by the plan", found.planned, _PLANNED)):
         highest = max(at.readings, key=lambda reading: reading.allocated_bytes)
-        y = (
-            frame.y(at.peak_bytes) + 5 if at is found.unswapped else frame.y(at.peak_bytes / 4)
-        )  # beside its line, within its area
+        # Without swapping the label is beside the line, by the plan within the area.
+        y = frame.y(at.peak_bytes) + 5 if at is found.unswapped else frame.y(at.peak_bytes / 4)
         yield _text(frame.x(highest.at_us) + 12, y, f"{name}, peak {format_size(at.peak_bytes)}", fill=colour)
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from chameleon_mm.bench import _pack_host
 from chameleon_mm.bench._buffers import Buffers
+from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
 from chameleon_mm.bench._pack_ways import NAMES, RUN_BYTES, Layout, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
@@ -96,8 +97,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"--svg: expected a GPU or a simulator, whose rates are a picture, got rates {NOT_MEASURED}; leave it out"
         )
     if args.svg:
-        Path(args.svg).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.svg).write_text(picture(report.tables["rates"], device), encoding="utf-8")
+        write_text(Path(args.svg), picture(report.tables["rates"], device), report.header)
     return int(report.failed)
 
 

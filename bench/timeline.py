@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
@@ -57,11 +58,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     config = GPTConfig(layers=args.layers, width=64, heads=2, context=args.context)
     with console.status("running ..."):
         found = watched(device.spec, config, args.share)
-    table(found, device).deliver(args, console)
+    results = table(found, device)
+    results.deliver(args, console)
     if args.svg:
-        path = Path(args.svg)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(timeline_svg(found), encoding="utf-8")
+        write_text(Path(args.svg), timeline_svg(found), results.header)
     return 0
 
 

@@ -21,7 +21,7 @@ Rows are cut so that units are counted in 32 bits; what they are multiplied to, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -184,11 +184,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor, *, num_programs: int, table: Pa
     are not plain memory, more than 8 dimensions that cannot be joined, another batch than the table's, a buffer that is too
     small, and a bad grid.
     """
-    if table is None:
-        table = PackTable(tensors)
-    else:
-        table.refresh(tensors)
-    launch_pack(table, out, num_programs=num_programs)
+    launch_pack(_table_of(tensors, table), out, num_programs=num_programs)
 
 
 def launch_pack(table: PackTable, out: Tensor, *, num_programs: int) -> None:
@@ -198,10 +194,24 @@ def launch_pack(table: PackTable, out: Tensor, *, num_programs: int) -> None:
 
 def pack_reference(tensors: Sequence[Tensor], out: Tensor) -> None:
     """Do what `pack` must do, by torch: one copy per tensor. Runs anywhere."""
+    for words, packed in _words_and_packed(tensors, out):
+        packed.copy_(words)
+
+
+def _table_of(tensors: Sequence[Tensor], table: PackTable | None) -> PackTable:
+    """A table of `tensors`: `table` with their addresses, or a new one."""
+    if table is None:
+        return PackTable(tensors)
+    table.refresh(tensors)
+    return table
+
+
+def _words_and_packed(tensors: Sequence[Tensor], buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The memory of each tensor as integers, and the part of `buffer` that holds it packed, in the same shape."""
     for t, offset in zip(tensors, packed_layout(tensors).offsets, strict=True):
         words = memory_words(t)
-        packed = out[offset : offset + words.numel() * words.element_size()]
-        packed.view(words.dtype).view(words.shape).copy_(words)
+        packed = buffer[offset : offset + words.numel() * words.element_size()]
+        yield words, packed.view(words.dtype).view(words.shape)
 
 
 def memory_words(t: Tensor) -> Tensor:
@@ -242,11 +252,7 @@ def unpack(buffer: Tensor, tensors: Sequence[Tensor], *, num_programs: int, tabl
 
     Raises `ValueError` before anything is enqueued, as `pack` does, and for destinations that overlap.
     """
-    if table is None:
-        table = PackTable(tensors)
-    else:
-        table.refresh(tensors)
-    launch_unpack(buffer, table, num_programs=num_programs)
+    launch_unpack(buffer, _table_of(tensors, table), num_programs=num_programs)
 
 
 def launch_unpack(buffer: Tensor, table: PackTable, *, num_programs: int) -> None:
@@ -257,7 +263,5 @@ def launch_unpack(buffer: Tensor, table: PackTable, *, num_programs: int) -> Non
 
 def unpack_reference(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Do what `unpack` must do, by torch: one copy per tensor. Runs anywhere."""
-    for t, offset in zip(tensors, packed_layout(tensors).offsets, strict=True):
-        words = memory_words(t)
-        packed = buffer[offset : offset + words.numel() * words.element_size()]
-        words.copy_(packed.view(words.dtype).view(words.shape))
+    for words, packed in _words_and_packed(tensors, buffer):
+        words.copy_(packed)

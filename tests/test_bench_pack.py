@@ -53,7 +53,7 @@ def test_more_tensors_than_a_carrier_holds_take_several(sim: SimDevice) -> None:
         ours = Ways(sim, work).by_name()["ours"]
         assert not isinstance(ours, Waived)
         assert is_exact(sim, work, ours, work.expected)
-        assert [span.nbytes for span in sim._machine._d2h.spans][-1] == (150 - 2 * 64) * 64 * KIB
+        assert [span.nbytes for span in sim.copy_spans("d2h")][-1] == (150 - 2 * 64) * 64 * KIB
 
 
 def test_a_way_that_loses_a_byte_is_found(sim: SimDevice) -> None:

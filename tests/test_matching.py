@@ -263,11 +263,11 @@ def test_after_an_edit_it_is_aligned_again() -> None:
     matcher = Matcher(record(known))
     matcher.begin_step()
     assert matcher.match(feature("new")) is None
-    assert matcher.is_diverging
+    assert matcher._chains  # what comes next is in doubt
     in_doubt = []
     for at in range(STEADY_RUN):
         assert matcher.match(known[at]) == at
-        in_doubt.append(matcher.is_diverging)
+        in_doubt.append(bool(matcher._chains))
     assert in_doubt == [True] * (STEADY_RUN - 1) + [False]
     assert [matcher.match(value) for value in known[STEADY_RUN:]] == list(range(STEADY_RUN, len(known)))
 
@@ -757,7 +757,7 @@ def test_a_step_that_stays_in_doubt_is_matched_all_the_same() -> None:
     named = []
     for value in [*known[:20], *known[780:], *known[20:780]]:
         named.append(matcher.match(value))
-        assert len(named) <= 40 or matcher.is_diverging
+        assert len(named) <= 40 or matcher._chains
     assert named[:20] == list(range(20))
     assert named[30:40] == list(range(790, 800))
     assert named[50:] == list(range(30, 780))

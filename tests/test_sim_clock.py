@@ -80,7 +80,7 @@ def test_the_spans_of_one_direction_do_not_pile_up(device: SimDevice) -> None:
     for _ in range(20):
         out.copy(p, a)
         out.record().synchronize()
-    assert len(device._machine._d2h.spans) <= 2
+    assert len(device.copy_spans("d2h")) <= 2
 
 
 def test_a_stream_starts_after_the_event_it_waits_for(device: SimDevice) -> None:

@@ -159,7 +159,7 @@ def test_a_batch_that_cannot_be_carried_out_is_refused_whole(
     d2h, before = sim.new_stream("d2h"), sim.host_us
     with pytest.raises(ValueError, match=match):
         d2h.copy_batch(pairs(host, hbm))
-    assert (sim.host_us, tuple(sim._machine._d2h.spans), d2h.pending) == (before, (), ())
+    assert (sim.host_us, sim.copy_spans("d2h"), d2h.pending) == (before, (), ())
 
 
 # ---------------------------------------------------------------------------------------------------------------------- pack

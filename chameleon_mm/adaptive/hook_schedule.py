@@ -1,7 +1,7 @@
 """A plan arranged by hook, for a running step: the action of the storage that a hook saves, and the actions that are due there.
 
 schedule = HookSchedule.of(trace, plan)
-schedule.storage_actions[hook]     # action of the storage that is first saved there; None: nothing is known of it
+schedule.storage_actions           # action of the storage that a hook saves first, by hook; of others nothing is known
 schedule.growth[hook]              # how much more is allocated at most until the next check of memory
 cursor = schedule.begin_step()
 cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached

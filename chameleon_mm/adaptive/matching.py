@@ -160,11 +160,6 @@ class Matcher:
         self._uses_given[save] = given + 1
         return uses[given]
 
-    @property
-    def is_diverging(self) -> bool:
-        """Whether what comes next is in doubt, as some hooks after an edit it no longer is."""
-        return bool(self._chains)
-
     def _seen(self, feature: Feature) -> RunningSave:
         signature, operators, since = split_feature(feature)
         if since == NEW_STORAGE:

@@ -33,7 +33,7 @@ from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
-from chameleon_mm.profiler.dispatch_state import num_dispatch_modes, tracer_is_on
+from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Claims, Found, StorageRegistry
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
@@ -136,9 +136,10 @@ class Executor:
         """`is_hook`: called by autograd itself; False: for a part of what a hook saves."""
         if os.getpid() != self._pid:
             return KeptTensor(t, by_reference=False)
-        if self.device.capturing() or (num_dispatch_modes() and tracer_is_on()):  # the device is asked for nothing
+        capturing = self.device.capturing()
+        if capturing or tracer_is_on():  # the device is asked for nothing
             with self._hook_lock.lock:
-                return self._keep(t, "capturing" if self.device.capturing() else "tracing")
+                return self._keep(t, "capturing" if capturing else "tracing")
         facts = facts_of(t, self.device, self._protected)
         handle: Handle | None = None
         if facts.kind == "subclass":
@@ -191,7 +192,7 @@ class Executor:
                 f"{saved.nbytes} bytes that was saved before and may be moved between replays; capture both together"
             )
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
-        with _disable_current_modes() if num_dispatch_modes() and tracer_is_on() else nullcontext():
+        with _disable_current_modes() if tracer_is_on() else nullcontext():
             return self._hook_lock.run(self._use_locked, handle, saved, is_hook)
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
@@ -212,9 +213,7 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
-        if not self.director.plans or os.getpid() != self._pid or self.device.capturing():
-            return
-        if not num_dispatch_modes() or not tracer_is_on():
+        if self.director.plans and os.getpid() == self._pid and not self.device.capturing() and not tracer_is_on():
             self._hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
@@ -299,11 +298,9 @@ class Executor:
 
     def _retire(self, ended: deque[SavedStorage]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""
-        retired = False
-        errors: list[BaseException] = []
+        retired, errors = bool(ended), list[BaseException]()
         while ended:
             saved = ended.popleft()
-            retired = True
             self._registry.remove(saved)
             self._claims.forget(saved)
             group = saved.form.group

@@ -30,9 +30,6 @@ from chameleon_mm.device.op_call import OpCall
 
 _Key = torch._C._TorchDispatchModeKey
 
-num_dispatch_modes = torch._C._len_torch_dispatch_stack
-"""Returns the number of dispatch modes on this thread: a hook asks no further where there is none."""
-
 _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
 """Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
 
@@ -79,7 +76,7 @@ class DispatchState:
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
     """Whether a tracer runs on this thread, other than the `FakeTensorMode` `besides`: what is made under it is fake, or part
     of its graph."""
-    if num_dispatch_modes() == 0:
+    if torch._C._len_torch_dispatch_stack() == 0:
         return False
     mode = torch._C._get_dispatch_mode
     return mode(_Key.FAKE) is not besides or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None
@@ -92,7 +89,7 @@ def in_backward() -> bool:
 
 def is_on(mode: TorchDispatchMode) -> bool:
     """Whether `mode` is active on this thread."""
-    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(num_dispatch_modes()))
+    return any(torch._C._get_dispatch_stack_at(i) is mode for i in range(torch._C._len_torch_dispatch_stack()))
 
 
 def leave(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.compute import SimCompute
-from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.sim.cost import CostModel, Span
 from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
@@ -163,6 +163,10 @@ class SimDevice:
 
     def synchronize(self) -> None:
         self._machine.synchronize()
+
+    def copy_spans(self, direction: str) -> tuple[Span, ...]:
+        """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""
+        return self._machine.copy_spans(direction)
 
     def compute(self) -> AbstractContextManager[SimDevice]:
         """Context as `Device.compute`: this thread's CPU ops, and those of a backward it starts, run on `current_stream()`."""

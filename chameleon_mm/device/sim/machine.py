@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.sim.checks import check_batch, check_copy, packed_parts
-from chameleon_mm.device.sim.cost import CopyEngine, CostModel
+from chameleon_mm.device.sim.cost import CopyEngine, CostModel, Span
 from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out, poison
 from chameleon_mm.device.sim.memory import Buffer, Ledger, held_by_caller_alone, plain_bytes
 from chameleon_mm.device.sim.shadow import HOST, Access, Clock, Extent, extent_of, join
@@ -285,6 +285,10 @@ class Machine:
         engine.forget_before(self.host_us)
         other.forget_before(self.host_us)
         stream.ready_us = engine.schedule(nbytes, ready, other).end_us
+
+    def copy_spans(self, direction: str) -> tuple[Span, ...]:
+        with self.lock:
+            return tuple({"d2h": self._d2h, "h2d": self._h2d}[direction].spans)
 
     def run_kernel(self, stream: SimStream, price_us: float) -> None:
         stream.ready_us = max(stream.ready_us, self.host_us) + price_us

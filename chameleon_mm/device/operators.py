@@ -139,6 +139,8 @@ class OpFacts:
     mutated_names: tuple[str, ...] = ()
     repeatable: bool = False
     """Whether one that failed may run again: it writes nothing that it was given, and talks to nobody."""
+    hidden_writes: bool = False
+    """Whether it may write to what it is given although its schema does not say so."""
     random: bool = False
     """Whether it may draw from a generator."""
     flops: FlopFormula | None = None
@@ -202,6 +204,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
         mutated=tuple(i for i, a in written if not a.kwarg_only),
         mutated_names=tuple(a.name for _, a in written),
         repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
+        hidden_writes=name in _HIDDEN_WRITES,
         random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
         flops=_flop_formula(func),
     )

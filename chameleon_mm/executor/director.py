@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.recomputing import RecomputePlan
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
 from chameleon_mm.saved.metrics import StepKind
@@ -37,6 +38,8 @@ class HookActions(NamedTuple):
     """Whether memory is to be checked at this hook, whatever it saves or uses."""
     prefetches: Sequence[SavedStorage] = ()
     """Storages to swap in, after the one that the hook is of."""
+    drops: Sequence[SavedStorage] = ()
+    """Storages to drop first of all, as they are made again for their use."""
 
 
 NOTHING_DUE = HookActions()
@@ -47,6 +50,11 @@ class Director:
 
     plans = False
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
+
+    @property
+    def recompute(self) -> RecomputePlan | None:
+        """What is made again in the step that has begun; None: nothing."""
+        return None
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         """Begin a step, whose storages are of that epoch. Returns what is to record it; None: nothing."""
@@ -69,6 +77,9 @@ class Director:
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
         """Note that the model allocated so much since memory was last checked, freed bytes included. `at_hook`: every step that
         has these hooks checks memory here and at the last such check, whatever its plan."""
+
+    def note_held(self, saved: SavedStorage, number: int) -> None:
+        """Note that `saved`, which nobody saved, is held for what is made again from it. `number`: as in `RecomputePlan.held`."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds the bytes of `saved`, which is used now."""

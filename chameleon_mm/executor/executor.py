@@ -27,12 +27,15 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import HookLock
+from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.profiler.call_watch import Value
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Claims, Found, StorageRegistry
@@ -101,7 +104,9 @@ class Executor:
         staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
         self._outs = SwapOuts(context, registry, self.budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
         outs = weakref.ref(self._outs)
-        self._ins = SwapIns(context, registry, self.budget, staging, self._order)
+        rebuilds = Rebuilds(device, context, self.budget)
+        self._ins = SwapIns(context, registry, self.budget, staging, self._order, rebuilds)
+        self.recomputing = Recomputing(device, self._streams, self.metrics, rebuilds)
         self._recording = Recording()
         self.director = Director()
         self._hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
@@ -153,9 +158,15 @@ class Executor:
         finished, hook = self._outs.finished() if self._outs.fresh else (), NO_HOOK
         if is_hook:
             hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
+        watch = self._recording.watch
+        if watch is not None:
+            self.recomputing.audit(finished, self._ins.restore)
+            self.recomputing.hold_born(self._hold)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
             self._ins.prefetch_planned(prefetches, self._streams.current())
+        if watch is not None and is_hook:
+            watch.at_hook(hook + 1)
         if claim is not None and saved_bytes is not None:
             handle = SwappedView(claim, t, saved_bytes.probe)
         elif handle is None:
@@ -163,6 +174,8 @@ class Executor:
             if self._small is not None and facts.nbytes:
                 self._small.add(handle, facts.nbytes)
         handle.saved_at = (self._registry.epoch, hook)
+        if watch is not None:
+            self.recomputing.note_saved(t, claim or handle)
         return handle
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
@@ -261,7 +274,9 @@ class Executor:
             compute = self.device.current_stream()
             self.metrics.begin_step(compute, timed=timed)
             recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
-        self._recording.begin(recorder)
+            recompute = self.director.recompute if recorder is None else None
+            watch = self.recomputing.begin(recompute, partial(_before_write, weakref.ref(self)))
+        self._recording.begin(recorder, watch)
 
     def end_step(self, *, completed: bool) -> None:
         """End a step: reclaim what is still on its way out, and learn from the step if it `completed`."""
@@ -276,6 +291,7 @@ class Executor:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
             self._outs.forget_small()
+            self.recomputing.end()
             self._context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
@@ -347,6 +363,9 @@ class Executor:
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
         due = self.director.due(finished)
+        for saved in due.drops:
+            if self.recomputing.drop(saved, self._ins.restore) is not None:
+                self._outs.swap_out(saved)
         self._outs.carry_out(due)
         limit = self.budget.memory_limit
         if check_memory or due.check_memory or (limit is not None and limit.wants_check):
@@ -383,6 +402,31 @@ class Executor:
         self._claims.add(claim)
         return claim
 
+    def _hold(self, t: Tensor, number: int) -> Claim:
+        """Claim the storage of `t`, which autograd does not save, for what is made again from it."""
+        claim = self._new_claim(t, SavedBytes(t), self._streams.current(), Found(None, None))
+        claim.saved.hold_for_recipes()
+        self.director.note_held(claim.saved, number)
+        return claim
+
+    def before_write(self, value: Value) -> None:
+        """Make again what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
+        with self._recording.paused():
+            self._hook_lock.run(self._rescue, value)
+
+    def _rescue(self, value: Value) -> None:
+        compute = self._streams.current()
+        dependents, value.dependents = value.dependents, []
+        for ref in dependents:
+            saved = ref()
+            if saved is None or saved.form.recipe is None or saved.state not in (State.ON_HOST, State.RESTORED):
+                continue
+            storage = self._ins.restore(saved, compute)
+            if saved.state is State.ON_HOST:
+                saved.restored_in(storage, compute)  # somebody else holds it
+            saved.stay_on_device()
+            self.budget.note_on_device(saved)
+
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._registry.epoch:
             self._used_any = True
@@ -390,6 +434,12 @@ class Executor:
         handle.swap_in_number = saved.count_use(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses_left <= 0 and not self.budget.forecast.follows_plan:
             saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it
+
+
+def _before_write(executor: weakref.ref[Executor], value: Value) -> None:
+    it = executor()
+    if it is not None:
+        it.before_write(value)
 
 
 def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:

@@ -1,59 +1,82 @@
-"""The recorder of the running step, if there is one: entered with the step, left with it or before.
+"""The dispatch mode of the running step, if there is one: its recorder, or the watch of how its storages are made.
 
-    recording.begin(recorder)            # None: this step is not recorded
+    recording.begin(recorder, watch)     # None, None: this step is neither recorded nor watched
     with recording.paused(): ...         # what swapping does itself
     recording.leave_if_needed()          # at the end of a hook: where a backward would round otherwise under any dispatch mode
     recorder = recording.end()
 
+A recorder is entered with the step and left with it. A watch is for forwards: it is left in each backward, and entered again by
+the next save.
+
 Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
-backward is over: a recorder that is left within a backward comes back with the next node and after the last. It is left again.
+backward is over: a mode that is left within a backward comes back with the next node and after the last. It is left again.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.dispatch_state import in_backward
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
 
 
 class Recording:
-    """Enters and leaves the step's recorder. Not thread-safe but for `paused` and `retired`, which any thread of the step may
-    call."""
+    """Enters and leaves the step's recorder or watch. Not thread-safe but for `paused` and `retired`, which any thread of the
+    step may call."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         """The recorder that records the step, or did until it was stopped. Others only read it."""
+        self.watch: CallWatch | None = None
+        """What watches the step's forwards."""
+        self._thread = 0
+        """The thread that began the step: a watch is on there alone."""
         self._entered = False
-        self._left_within: list[Recorder] = []  # backwards that were not over yet
+        self._left_within: list[Recorder | CallWatch] = []  # backwards that were not over yet
 
         self.is_over = True
-        """Whether there is no recorder any more, and none that autograd may put back: hooks do nothing about it."""
+        """Whether there is no mode any more, and none that autograd may put back: hooks do nothing about it."""
 
-    def begin(self, recorder: Recorder | None) -> None:
+    def begin(self, recorder: Recorder | None, watch: CallWatch | None = None) -> None:
+        """Enter `recorder` or `watch`, one of the two at most."""
         self.leave_restored()
-        self.recorder = recorder
+        self.recorder, self.watch, self._thread = recorder, watch, threading.get_ident()
         self._note_whether_over()
-        self._entered = recorder is not None
-        if recorder is not None:
-            recorder.__enter__()
+        mode = recorder or watch
+        self._entered = mode is not None
+        if mode is not None:
+            mode.__enter__()
 
     def paused(self) -> AbstractContextManager[None]:
         """A context whose work is no part of the recorded step, nor is the time that compute takes for it."""
-        return nullcontext() if self.recorder is None else _unrecorded(self.recorder)
+        if self.recorder is not None:
+            return _unrecorded(self.recorder)
+        return nullcontext() if self.watch is None else self.watch.paused()
 
     def leave_if_needed(self) -> None:
         if self._left_within:
             self.leave_restored()
         if self._entered and self.recorder is not None and self.recorder.must_leave:
             self._leave(self.recorder)
+        if self.watch is not None and threading.get_ident() == self._thread:
+            self._enter_or_leave(self.watch)
+
+    def _enter_or_leave(self, watch: CallWatch) -> None:
+        wanted = not (watch.must_leave or in_backward())
+        if self._entered and not wanted:
+            self._leave(watch)
+        elif wanted and not self._entered:
+            self._entered = True
+            watch.__enter__()
 
     def leave_restored(self) -> None:
-        """Leave the recorders that autograd has put back."""
-        for recorder in self._left_within:
-            recorder.leave_if_on()
+        """Leave the modes that autograd has put back."""
+        for mode in self._left_within:
+            mode.leave_if_on()
         if not in_backward():
             self._left_within.clear()
         self._note_whether_over()
@@ -64,21 +87,22 @@ class Recording:
             self.recorder.retired(traced)
 
     def end(self) -> Recorder | None:
-        """Leave the recorder and return it, for what it has recorded."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is not None and self._entered:
-            self._leave(recorder)
+        """Leave the mode. Returns the recorder, for what it has recorded."""
+        recorder, watch, self.recorder, self.watch = self.recorder, self.watch, None, None
+        mode = recorder or watch
+        if mode is not None and self._entered:
+            self._leave(mode)
         self._note_whether_over()
         return recorder
 
     def _note_whether_over(self) -> None:
-        self.is_over = self.recorder is None and not self._left_within
+        self.is_over = self.recorder is None and self.watch is None and not self._left_within
 
-    def _leave(self, recorder: Recorder) -> None:
+    def _leave(self, mode: Recorder | CallWatch) -> None:
         self._entered = False
-        recorder.__exit__(None, None, None)
+        mode.__exit__(None, None, None)
         if in_backward():
-            self._left_within.append(recorder)
+            self._left_within.append(mode)
 
 
 @contextmanager

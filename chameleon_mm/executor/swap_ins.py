@@ -15,6 +15,7 @@ import torch
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.policy import UseOrder
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
@@ -32,8 +33,15 @@ class SwapIns:
     """Swaps storages in on demand and ahead. Not thread-safe: the executor holds its lock."""
 
     def __init__(
-        self, context: SwapContext, registry: StorageRegistry, budget: Budget, staging: Staging, order: UseOrder
+        self,
+        context: SwapContext,
+        registry: StorageRegistry,
+        budget: Budget,
+        staging: Staging,
+        order: UseOrder,
+        rebuilds: Rebuilds,
     ) -> None:
+        self._rebuilds = rebuilds
         self._context = context
         self._registry = registry
         self._budget = budget
@@ -61,7 +69,7 @@ class SwapIns:
                 coming = coming.form.group
                 if not self._staging.fits(coming.nbytes):
                     return
-            if coming is None or coming.state is not State.ON_HOST or coming.first() is not None:
+            if coming is None or coming.state is not State.ON_HOST or not coming.form.has_copy or coming.first() is not None:
                 continue
             if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
@@ -75,7 +83,7 @@ class SwapIns:
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
         for saved in due:
-            if saved.state is not State.ON_HOST or saved.form.group is not None or saved.first() is not None:
+            if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
                 continue
             if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.swap_in_bytes):
                 return
@@ -98,6 +106,8 @@ class SwapIns:
         group = saved.form.group
         if group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
             self._unpack(group, saved, compute)
+        if saved.form.recipe is not None and saved.state is State.ON_HOST:
+            self._rebuilds.rebuild(saved, compute, self._restore_held)
         if saved.state is State.SWAPPING_OUT and saved.cancel_swap_out():
             self._budget.note_on_device(saved)
         if saved.state is State.ON_HOST:

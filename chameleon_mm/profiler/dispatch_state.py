@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall
+from chameleon_mm.device.operators import OpFacts
 
 _Key = torch._C._TorchDispatchModeKey
 
@@ -120,6 +121,12 @@ def _frames_compiled() -> int:
     """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
+def may_have_other_formula(facts: OpFacts) -> bool:
+    """Whether a gradient of some call of the operator is computed otherwise under a dispatch mode."""
+    name = facts.name.removesuffix("_")
+    return name in _OF_ANY_INPUT or name in _OF_ONE_INPUT
 
 
 def has_other_formula(call: OpCall) -> bool:

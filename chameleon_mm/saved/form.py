@@ -23,6 +23,7 @@ from chameleon_mm.saved.handles import flat_bytes
 
 if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
+    from chameleon_mm.saved.recipe import Recipe
 
 
 class Form:
@@ -30,8 +31,12 @@ class Form:
 
     __slots__ = ()
 
+    has_copy = True
+    """Whether the storage has a copy of its own on the host while it is off the device."""
     group: PackedGroup | None = None
-    """The group that has the bytes while the storage is off the device; None: the storage has a copy of its own."""
+    """The group that has the bytes then; None: none has."""
+    recipe: Recipe | None = None
+    """How to make the bytes again; None: they are kept."""
     device_bytes = 0
     """Device memory that it takes while the storage is off the device."""
     host_decides = False

@@ -126,6 +126,14 @@ class Counters:
     """Storages that stayed on the device because no pinned memory was to be had, or the device refused the copy."""
     gathers: int = 0
     """Small views that were kept without the rest of their storage."""
+    recomputed: int = 0
+    """Storages that were dropped, to be made again; `rebuilds`: recipes that ran for their uses."""
+    bytes_recomputed: int = 0
+    """Bytes of the storages that were dropped."""
+    rebuilds: int = 0
+    proofs: int = 0
+    """Recipes that ran beside what they are to make, and were compared with it: before the first step that relies on them, and
+    one a step afterwards."""
     packed_groups: int = 0
     """Packed groups of small storages: each crossed the link in one copy."""
     pageable_swap_outs: int = 0
@@ -151,6 +159,8 @@ class Totals(Counters):
     late_us: float = 0.0
     """Time that compute waited for late prefetches, in all."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
+    not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
+    """Storages that a plan would have had made again and that were swapped or kept, by reason."""
     encoded: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Storages that crossed in a codec's form, by codec and dtype; `refused_by_codec`: those that it could not encode
     exactly."""

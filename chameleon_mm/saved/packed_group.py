@@ -91,6 +91,8 @@ class PackedForm(Form):
 
     __slots__ = ("group",)
 
+    has_copy = False
+
     def __init__(self, group: PackedGroup) -> None:
         self.group: PackedGroup | None = group
 

@@ -16,7 +16,7 @@ from chameleon_mm.device import Stream
 from chameleon_mm.policy import StorageAction
 from chameleon_mm.saved.calling_thread import CallSite, OperatorNumber, call_site, current_operator, made_before
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.version import SavedBytes, VersionProbe
 
 if TYPE_CHECKING:
     from chameleon_mm.profiler.storages import TracedStorage
@@ -37,6 +37,8 @@ class SaveRecord:
 
     part: Part | None = None
     """Bytes of the storage that were saved; None: all of them."""
+    is_held_for_recipes = False
+    """Whether autograd saved none of it: it is there for what is made again from it."""
     gathered = False
     """Whether only the bytes of `part` are held, side by side: on the device as on the host."""
 
@@ -104,6 +106,10 @@ class SaveRecord:
         """Note its record in the trace of this step."""
         self.traced = traced
 
+    def hold_for_recipes(self) -> None:
+        """Note that autograd saved none of it."""
+        self.is_held_for_recipes = True
+
     def assign(self, action: StorageAction | None) -> None:
         """Note its action in the plan that the step follows now; None: that has none for it."""
         self.planned = action
@@ -136,6 +142,14 @@ class SaveRecord:
         `same_bytes`: they are those of its `part`.
         """
         return any(earlier.copy_includes(saved, same_bytes=same_bytes) for earlier in self._saved_bytes)
+
+    def was_written(self, times: int) -> bool:
+        """Whether every counter under which it was saved, and that has not moved since, tells of so many writes."""
+        return all(saved.probe.expected == times for saved in self._saved_bytes if not saved.probe.moved)
+
+    def whole_probe(self) -> VersionProbe | None:
+        """A probe that has not moved since the storage was saved; None: all have."""
+        return next((saved.probe for saved in self._saved_bytes if not saved.probe.moved), None)
 
     def supersedes(self, before: SaveRecord) -> None:
         """Note that this record replaces `before`, one of the same storage whose copy came too early for what is saved now.

@@ -143,6 +143,12 @@ class SavedStorage(SaveRecord):
         self.note_swap_in()
         self._to(State.RESTORED)
 
+    def stay_on_device(self) -> None:
+        """Note that it is on the device alone: what its form needs to put its bytes there once more is about to change."""
+        self.form.drop()
+        self.form = WHOLE
+        self._to(State.ON_DEVICE)
+
     # --- reclaim
 
     @property

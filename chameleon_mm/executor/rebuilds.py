@@ -1,0 +1,139 @@
+"""Makes dropped storages again, at their first use: those first from which they are made, each from its recipe.
+
+    rebuilds.rebuild(saved, compute)       # ON_HOST -> RESTORED, its bytes on `compute`
+
+What a recipe needs is brought back like any storage that is used; what else one of its calls makes is kept for its own use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor.budget import Budget
+from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.recipe import Recipe, Remade
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State, SwapContext
+
+Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
+"""Brings a storage back, ready for a stream."""
+
+
+class Rebuilds:
+    """Replays recipes. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, device: Device, context: SwapContext, budget: Budget) -> None:
+        self._device = device
+        self._context = context
+        self._budget = budget
+
+    def rebuild(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
+        """Make `saved` again, ready for `compute`, the current stream.
+
+        Raises eager's error where something that its recipe needs was written to since, and `torch.OutOfMemoryError`.
+        """
+        for one in _sources_first(saved):
+            recipe = one.form.recipe
+            if recipe is None or one.state is not State.ON_HOST or one.usable_elsewhere(compute) is not None:
+                continue  # another one's replay has made it
+            remade = self.replay(recipe, compute, restore, exclude=one)
+            if remade.storage.nbytes() != one.nbytes:
+                raise RuntimeError(
+                    f"a saved tensor that is made again: expected {one.nbytes} bytes, as its first making had, got "
+                    f"{remade.storage.nbytes()} from {', '.join(recipe.operators)}; make the session "
+                    f"SwapSession(recompute=False) and report this"
+                )
+            self._restored(one, remade.storage, compute)
+            for ref, storage in remade.siblings:
+                sibling = ref()
+                if sibling is not None and sibling.form.recipe is not None and sibling.state is State.ON_HOST:
+                    self._restored(sibling, storage, compute)
+            self._context.metrics.totals.rebuilds += 1
+
+    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
+        """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
+        storages = []
+        for source in recipe.sources:
+            storage = source.storage if source.claim is None else restore(source.claim.saved, compute)
+            assert storage is not None
+            source.check(storage)
+            storages.append(storage)
+        written_on = {
+            stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
+        }
+        for stream in written_on:
+            compute.wait(stream.record())  # the sources were written there -> they are read here
+        self._budget.make_room(recipe.peak_bytes, exclude=exclude)
+        remade = None
+        with annotation("chameleon::recompute"), self._operators_of_ours():
+            with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
+                remade = recipe.replay(storages)
+            if remade is None:
+                self._context.metrics.totals.oom_retries += 1
+                self._budget.reclaim_all(exclude)
+                remade = recipe.replay(storages)
+        for stream in written_on:
+            self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
+        self._count_uses(recipe)
+        return remade
+
+    def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
+        saved.restored_in(storage, compute)
+        self._budget.note_allocated(saved.nbytes)
+        self._budget.note_on_device(saved)
+
+    def _count_uses(self, recipe: Recipe) -> None:
+        """Count a use of each source, and drop those that no handle waits for and no recipe needs any more."""
+        for source in recipe.sources:
+            if source.claim is None:
+                continue
+            saved = source.claim.saved
+            source.last_swap_in = saved.count_use(source.last_swap_in)
+            if saved.is_held_for_recipes and saved.uses_left <= 0 and saved.state is State.RESTORED:
+                saved.drop_used()
+
+    def _operators_of_ours(self) -> AbstractContextManager[object]:
+        """A context in which operators are seen by the device alone: a mode of the user's is for the user's operators."""
+        if torch._C._len_torch_dispatch_stack() <= self._device.simulated:
+            return nullcontext()
+        return _DeviceAlone(self._device)
+
+
+class _DeviceAlone:
+    """A context without dispatch modes but the device's own."""
+
+    def __init__(self, device: Device) -> None:
+        self._modes, self._compute = _disable_current_modes(), device.compute()
+
+    def __enter__(self) -> None:
+        self._modes.__enter__()
+        self._compute.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._compute.__exit__(*error)  # type: ignore[arg-type]  # the three of an exit
+        finally:
+            self._modes.__exit__(*error)  # type: ignore[arg-type]  # as above
+
+
+def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
+    """`saved` and all dropped storages that it is made from, each behind those that it needs itself."""
+    order: list[SavedStorage] = []
+    seen: set[int] = set()
+    stack: list[tuple[SavedStorage, bool]] = [(saved, False)]
+    while stack:
+        one, sources_are_done = stack.pop()
+        if sources_are_done:
+            order.append(one)
+            continue
+        if id(one) in seen or one.form.recipe is None or one.state is not State.ON_HOST:
+            continue
+        seen.add(id(one))
+        stack.append((one, True))
+        stack.extend((source.claim.saved, False) for source in one.form.recipe.sources if source.claim is not None)
+    return order

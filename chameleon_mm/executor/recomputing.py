@@ -1,0 +1,291 @@
+"""Drops what a plan has made again: watches how storages are made, writes their recipes, proves and audits these.
+
+    watch = recomputing.begin(plan)              # entered with the step; None: nothing is recomputed in it
+    recomputing.note_saved(t, claim)             # at a save: autograd's own copy may be a recipe's source
+    recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
+    recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
+    recomputing.audit(finished)                  # one recipe a step, run beside what it is to make, and compared
+
+A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original. What
+differs is refused from then on, and so is what any later audit finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Device
+from chameleon_mm.executor.rebuilds import Rebuilds, Restore
+from chameleon_mm.profiler.call_watch import BirthPlace, Call, CallWatch, Value
+from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.claims import Claim
+from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.recipe import Recipe, Refusal, Source, build
+from chameleon_mm.saved.recomputed_form import RecomputedForm
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
+from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.trace.replayable import base_name
+from chameleon_mm.units import KIB
+
+_log = logging.getLogger(__name__)
+
+SNAPSHOT_BYTES = 64 * KIB
+"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not save,
+may be written to after forward."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecomputePlan:
+    """Part of a plan that is about what is made again."""
+
+    admitted: frozenset[str]
+    """Base names of the operators that may run again."""
+    held: Mapping[BirthPlace, int]
+    """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
+    last_drop: int
+    """Last hook at which a storage is dropped."""
+    proven: set[int] = field(default_factory=set)
+    """Numbers of the storages that a recipe at their place has made bit for bit."""
+    refused: dict[int, Refusal] = field(default_factory=dict)
+    """Numbers of the storages that are not made again, and why."""
+    banned: set[str] = field(default_factory=set)
+    """Names of operators that an audit has found to differ when they run again."""
+
+
+class Recomputing:
+    """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, device: Device, streams: ComputeStreams, metrics: Metrics, rebuilds: Rebuilds) -> None:
+        self._device = device
+        self._streams = streams
+        self._totals = metrics.totals
+        self._rebuilds = rebuilds
+        self._plan: RecomputePlan | None = None
+        self.watch: CallWatch | None = None
+        """What watches the running step's forward; None: nothing is recomputed in this step."""
+        self._held: dict[int, tuple[Value, Claim]] = {}
+        """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
+        self._snapshots: dict[int, tuple[Value, Source]] = {}
+        self._source_values: list[Value] = []
+        """Values that the recipe that is being written takes from sources."""
+        self._audits: list[tuple[Tensor, list[str], int | None]] = []
+        """Audits of this step: whether any bit differed, on the device; operators, and the plan's number of the storage."""
+        self._audit_due = False
+
+    # --- the step
+
+    def begin(self, plan: RecomputePlan | None, before_write: Callable[[Value], None]) -> CallWatch | None:
+        """Begin a step that follows `plan`. Returns what watches its forward."""
+        self.end()
+        self._plan = plan
+        if plan is not None:
+            self.watch = CallWatch(self._device, before_write, plan.held)
+            self._audit_due = True
+        return self.watch
+
+    def end(self) -> None:
+        """End the step: forget all that was noted of it, and read what its audits found."""
+        self.watch = self._plan = None
+        self._held.clear()
+        self._snapshots.clear()
+
+    def read_audits(self, ban: Callable[[str], bool]) -> None:
+        """Read what the audits of the steps so far found; waits for the device. `ban` notes an operator, and returns whether it
+        is new."""
+        audits, self._audits = self._audits, []
+        for differs, operators, _ in audits:
+            if not bool(differs.item()):
+                continue
+            for operator in dict.fromkeys(operators):
+                if ban(operator):
+                    _log.warning(
+                        "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or "
+                        "something that nobody told of had written to its result",
+                        operator,
+                    )
+
+    # --- what the hooks tell
+
+    def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
+        """Note what keeps the bytes of `t`, which autograd saves now."""
+        if self.watch is not None and isinstance(holder, (Claim, KeptTensor)) and _is_plain(t):
+            value = self.watch.value_of(t.untyped_storage())
+            if value is not None and (value.claim is None or value.claim() is None or isinstance(holder, Claim)):
+                value.claim = weakref.ref(holder)
+
+    def hold_born(self, claim_of: Callable[[Tensor, int], Claim]) -> None:
+        """Hold the storages to be held that were made since the last hook. `claim_of(t, number)` claims one."""
+        if self.watch is None or not self.watch.born:
+            return
+        born, self.watch.born = self.watch.born, []
+        for number, value, storage in born:
+            if not value.is_latest:
+                continue
+            t = None if value.tensor is None else value.tensor()
+            holder = None if value.claim is None else value.claim()
+            claim = holder if isinstance(holder, Claim) else claim_of(flat_bytes(storage) if t is None else t, number)
+            value.claim = weakref.ref(claim)
+            self._held[id(value)] = value, claim
+
+    # --- recipes
+
+    def drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
+        """Drop a storage that the plan has made again, if its recipe is proven now or was before. Returns why it stays."""
+        refusal = self._drop(saved, restore)
+        if refusal is not None:
+            self._totals.not_recomputed_by_reason[refusal.reason] += 1
+        return refusal
+
+    def _drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
+        plan, number = self._plan, None if saved.planned is None else saved.planned.tensor
+        if self.watch is None or plan is None or number is None:
+            return Refusal("nobody watched how it was made")
+        if number in plan.refused:
+            return plan.refused[number]
+        recipe = self._recipe(saved)
+        if isinstance(recipe, Refusal):
+            plan.refused[number] = recipe
+            return recipe
+        sources = self._source_values
+        if number not in plan.proven:
+            if not self._makes_it(recipe, saved, restore):
+                refusal = plan.refused[number] = Refusal("other bits than the original", ", ".join(recipe.operators))
+                return refusal
+            plan.proven.add(number)
+        value = self.watch.value_of(saved.device) if saved.device is not None else None
+        assert value is not None and value.call is not None and value.result is not None and saved.device is not None
+        for source in recipe.sources:
+            if source.claim is not None:
+                source.claim.saved.add_view()
+        me = weakref.ref(saved)
+        for one in sources:
+            one.dependents.append(me)
+        value.call.operation.dropped.append((value.result, me))
+        self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        saved.leave_in(RecomputedForm(recipe), flat_bytes(saved.device))
+        self._totals.recomputed += 1
+        self._totals.bytes_recomputed += saved.nbytes
+        return None
+
+    def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
+        """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
+        self._source_values = []
+        if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
+            return Refusal("it has moved")
+        value = self.watch.value_of(saved.device)
+        if value is None:
+            return Refusal("nobody watched how it was made")
+        if not saved.is_copyable or not saved.was_written(value.writes):
+            return Refusal("written to where nobody looks")
+        return build(value, self._source_of, self._refuse)
+
+    def _refuse(self, call: Call) -> Refusal | None:
+        operation, plan = call.operation, self._plan
+        assert plan is not None
+        name = base_name(operation.func.name())
+        if name not in plan.admitted:
+            return Refusal("an operator that is not on the list", name)
+        if name in plan.banned:
+            return Refusal("an operator that an audit has banned", name)
+        if not operation.grad_enabled:
+            return Refusal("made without gradients, as in a custom function", name)
+        return None
+
+    def _source_of(self, value: Value) -> Source | None:
+        """The source with the bytes of `value`, if anything keeps them."""
+        if not value.is_latest:
+            return None
+        source = self._kept(value)
+        if source is None and value.call is None:
+            source = self._given(value)
+        if source is not None:
+            self._source_values.append(value)
+        return source
+
+    def _kept(self, value: Value) -> Source | None:
+        """What autograd saved of it, or what is held."""
+        holder = None if value.claim is None else value.claim()
+        if isinstance(holder, KeptTensor):
+            t = holder.tensor
+            return None if t is None or not holder.is_as_saved else self._held_itself(value, t)
+        if not isinstance(holder, Claim):
+            return None
+        saved = holder.saved
+        probe = saved.whole_probe()
+        if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
+            return None
+        return Source(nbytes=value.nbytes, claim=holder, probe=probe)
+
+    def _given(self, value: Value) -> Source | None:
+        """What was there before anybody watched: a parameter, an input."""
+        t = None if value.tensor is None else value.tensor()
+        return None if t is None or t._version != value.version else self._held_itself(value, t)
+
+    def _held_itself(self, value: Value, t: Tensor) -> Source | None:
+        """A source that the recipe holds, by the tensor `t` over it: as a copy where it is small."""
+        storage = value.storage()
+        if storage is None or storage.nbytes() != value.nbytes:
+            return None
+        known = self._snapshots.get(id(value))
+        if known is not None:
+            return known[1]
+        stream = self._streams.current()
+        if value.nbytes <= SNAPSHOT_BYTES and value.call is None:
+            with torch.no_grad():
+                copied = flat_bytes(storage).clone().untyped_storage()
+            source = Source(nbytes=value.nbytes, storage=copied, stream=stream)
+        else:
+            source = Source(nbytes=value.nbytes, storage=storage, probe=VersionProbe(t), stream=stream)
+        self._snapshots[id(value)] = value, source
+        return source
+
+    # --- proofs
+
+    def _makes_it(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
+        """Whether the recipe makes the bits that `saved` has."""
+        differs = self._differs(recipe, saved, restore)
+        return not bool(differs.item())
+
+    def _differs(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Tensor:
+        assert saved.device is not None
+        original = saved.device
+        compute = self._streams.current()
+        remade = self._rebuilds.replay(recipe, compute, restore, exclude=saved).storage
+        self._totals.proofs += 1
+        if saved.alloc_stream is not compute:
+            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
+        with torch.no_grad():
+            if remade.nbytes() != original.nbytes():
+                return torch.ones(1, dtype=torch.bool, device=original.device)
+            return (_words(remade) != _words(original)).any()
+
+    def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
+        """Run the recipe of one of `finished` beside it, once a step, and have the two compared."""
+        if not self._audit_due or self._plan is None:
+            return
+        for saved in finished:
+            recipe = self._recipe(saved)
+            if isinstance(recipe, Refusal):
+                continue
+            self._audit_due = False
+            number = None if saved.planned is None else saved.planned.tensor
+            self._audits.append((self._differs(recipe, saved, restore), recipe.operators, number))
+            return
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)
+
+
+def _words(storage: torch.UntypedStorage) -> Tensor:
+    """The bits of a storage, as whole numbers."""
+    flat = flat_bytes(storage)
+    return flat.view(torch.int64) if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0 else flat

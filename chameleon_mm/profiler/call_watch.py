@@ -1,0 +1,387 @@
+"""Notes how storages are made while a forward runs: for each value of a storage, the call that made it and what that was given.
+
+    watch = CallWatch(device, on_write)            # a dispatch mode: it sees operators below autograd, those in place too
+    with watch: ...
+    value = watch.value_of(storage)                # the latest value; None: no operator was given or has made the storage
+    value.call                                     # the call that made it; None: it was there before
+
+A value is what a storage holds between two writes. An operator in place makes a new value of a storage from its old one. A view
+makes none: each argument is noted as a value and its geometry over the storage. Values and calls hold no tensor, only numbers:
+they go with the watch, at the end of the step at the latest.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.op_call import OpCall, lazy_bits_resolved, may_have_lazy_bits
+from chameleon_mm.device.operators import OpFacts, OpFactsCache, run_in_parts, runs_in_parts
+from chameleon_mm.profiler.dispatch_state import (
+    DispatchState,
+    has_other_formula,
+    in_backward,
+    is_on,
+    leave,
+    may_have_other_formula,
+    remove,
+)
+
+_PLAIN_DISPATCH = Tensor.__torch_dispatch__
+"""`__torch_dispatch__` of classes that leave operators as they are."""
+
+_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Operators that write to two of their arguments, the running statistics, if another one says so: `_RUNNING`, `_TRAINING`."""
+_RUNNING, _TRAINING = slice(3, 5), 5
+
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+
+BirthPlace = tuple[int, str, int]
+"""Where in a step an operator made a storage: the number of hooks before it, its name, and how many operators of that name ran
+since the last hook."""
+
+
+class Geometry(NamedTuple):
+    """Place of a tensor in its storage, and the meaning of its bits."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> Geometry:
+        return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor at this place of `storage`, with a version counter of its own."""
+        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
+        t = flat.set_(storage, self.offset, self.shape, self.stride)
+        if self.conj:
+            t = t.conj()
+        return t._neg_view() if self.neg else t
+
+
+class Result(NamedTuple):
+    """Which of a call's tensors a value is in."""
+
+    returned: bool
+    """Whether it is in what the call returned; False: in a tensor that it was given and wrote to."""
+    position: int
+
+
+class Value:
+    """Bytes that a storage holds from one write to the next."""
+
+    __slots__ = (
+        "call", "claim", "dependents", "is_latest", "nbytes", "result", "storage", "tensor", "version", "writes"
+    )  # fmt: skip
+
+    def __init__(
+        self, storage: weakref.ref[torch.UntypedStorage], nbytes: int, call: Call | None, result: Result | None, writes: int
+    ) -> None:
+        self.storage = storage
+        """The storage, by the same reference for all of its values."""
+        self.nbytes = nbytes
+        self.call = call
+        """The call that made it, in its tensor `result`; None: it was there before the watch saw its storage."""
+        self.result = result
+        self.writes = writes
+        """Number of writes to the storage that were seen, this value's own included."""
+        self.is_latest = True
+        """Whether no operator was seen that wrote to the storage since."""
+        self.tensor: weakref.ref[Tensor] | None = None
+        """A tensor over the storage by whose counter later writes are known, and its `version` when it was met."""
+        self.version = 0
+        self.claim: weakref.ref[Any] | None = None
+        """The claim on what autograd saved of it."""
+        self.dependents: list[weakref.ref[Any]] = []
+        """What is made again from it: told of before it is overwritten."""
+
+
+class Argument(NamedTuple):
+    """A tensor that a call was given."""
+
+    value: Value
+    geometry: Geometry
+
+
+class Operation:
+    """One operator that ran, without what it was given."""
+
+    __slots__ = ("dropped", "facts", "func", "grad_enabled", "number", "random_state")
+
+    def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
+        self.number = number
+        self.func = func
+        self.facts = facts
+        self.grad_enabled = torch.is_grad_enabled()
+        """Whether gradients were on: they are off inside a custom function's forward."""
+        self.random_state: tuple[torch.Generator, Tensor] | None = None
+        """The generator that it drew from, and that one's state before."""
+        self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
+        """What is made again by it, with the tensor of the call that it is in: one replay is for all."""
+
+
+class Call(NamedTuple):
+    """An operator that ran, and what it was given."""
+
+    operation: Operation
+    args: Any
+    """Arguments, with an `Argument` in place of each tensor; None: one of them cannot be noted."""
+    kwargs: Any
+
+    def arguments(self) -> list[Argument]:
+        """All tensors that it was given."""
+        return list(_arguments((self.args, self.kwargs)))
+
+
+def _arguments(nest: Any) -> Iterable[Argument]:
+    if isinstance(nest, Argument):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for one in nest:
+            yield from _arguments(one)
+    elif isinstance(nest, dict):
+        yield from _arguments(list(nest.values()))
+
+
+class _Opaque(Exception):
+    """Raised for a tensor whose bytes are in no storage of its own."""
+
+
+class CallWatch(TorchDispatchMode):
+    """Notes calls on one thread. `before_write` is called before an operator writes to a value that others are made from.
+
+    Changes no bit: operators run as they are, but that under any dispatch mode autograd computes a few gradients by another
+    formula; it must be left before the backward of such an operator begins, which `must_leave` tells. It looks at nothing in a
+    backward, under a tracer, in a captured graph and in a forked child; what ran there it does not know. Not thread-safe.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
+        return True
+
+    def __init__(
+        self,
+        device: Device,
+        before_write: Callable[[Value], None],
+        held: Mapping[BirthPlace, int] | None = None,
+    ) -> None:
+        """`held`: storages to hold from their birth on, by its place; each with the plan's number of the storage."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self._before_write = before_write
+        self._dispatch = DispatchState(device)
+        self._device_type = device.torch_device.type
+        self._facts = OpFactsCache(self._device_type)
+        self._thread = threading.local()
+        self._latest: dict[int, Value] = {}
+        self._places = held or {}
+        self._place_hooks = frozenset(hook for hook, _, _ in self._places)
+        self._ran: dict[str, int] = {}
+        """Operators since the last hook, by name; counted where a storage is to be held."""
+        self._hooks = 0
+        self._number = 0
+        self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
+        """Storages to hold that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+        self.must_leave = False
+        """Whether it must be left before the step's backward: bits would change."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch annotates no method of it
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave it, whoever is above it. Does nothing where autograd has taken it away."""
+        if is_on(self):
+            leave(self, kind, error, trace)
+
+    def leave_if_on(self) -> None:
+        """Take the watch off this thread's stack, where autograd may have put it back after it was left."""
+        if is_on(self):
+            remove(self)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which this thread's operators are not the model's. May be nested."""
+        depth = getattr(self._thread, "paused", 0)
+        self._thread.paused = depth + 1
+        try:
+            yield
+        finally:
+            self._thread.paused = depth
+
+    def value_of(self, storage: torch.UntypedStorage) -> Value | None:
+        """The latest value of `storage`; None: it is not known."""
+        value = self._latest.get(id(storage))
+        return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
+
+    def at_hook(self, hooks: int) -> None:
+        """Note that there were so many hooks in the step so far."""
+        self._hooks = hooks
+        if self._ran:
+            self._ran = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        dispatch = self._dispatch
+        if getattr(self._thread, "paused", 0) or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+                return NotImplemented  # asks the subclass, with this mode still active for what it is made of
+        facts = self._facts[func]
+        if runs_in_parts(facts, func, args, kwargs):
+            return run_in_parts(func, args, kwargs, self)
+        if self._hooks in self._place_hooks:
+            name = func.name()
+            self._ran[name] = self._ran.get(name, 0) + 1
+        if facts.question or not (facts.kernel or facts.uninitialised):
+            return func(*args, **kwargs)  # a view, or a question: no bytes are made
+        if may_have_other_formula(facts):
+            call = OpCall(facts, func, args, kwargs, device_type=self._device_type)
+            self.must_leave = self.must_leave or has_other_formula(call)
+        return self._run(func, facts, args, kwargs)
+
+    def _run(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self._call(func, facts, args, kwargs)
+        written = written_tensors(facts, args, kwargs)
+        for t in written:
+            value = self._latest.get(id(t.untyped_storage()))
+            if value is not None and value.dependents:
+                self._before_write(value)
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        with lazy_bits_resolved() if may_have_lazy_bits(tensors) else nullcontext():
+            out = func(*args, **kwargs)
+        self._note(call, written, out)
+        return out
+
+    # --- what a call was given
+
+    def _call(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        self._number += 1
+        try:
+            noted, named = self._noted(args), {name: self._noted(one) for name, one in kwargs.items()} if kwargs else {}
+        except _Opaque:
+            noted = named = None
+        operation = Operation(self._number, func, facts)
+        if facts.random and noted is not None:
+            generator = kwargs.get("generator") or _default_generator(args, kwargs)
+            if generator is not None:
+                operation.random_state = generator, generator.get_state()
+        return Call(operation, noted, named)
+
+    def _noted(self, nest: Any) -> Any:
+        if isinstance(nest, Tensor):
+            return Argument(self._given(nest), Geometry.of(nest))
+        if isinstance(nest, (tuple, list)):
+            return type(nest)([self._noted(one) for one in nest]) if any(map(_may_hold_tensors, nest)) else nest
+        return nest
+
+    def _given(self, t: Tensor) -> Value:
+        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn or not has_storage(t):
+            raise _Opaque
+        storage = t.untyped_storage()
+        value = self.value_of(storage)
+        if value is None or not self._is_as_seen(value, t):
+            if value is not None:
+                value.is_latest = False  # something wrote to it where nobody looks
+            value = self._latest[id(storage)] = Value(weakref.ref(storage), storage.nbytes(), None, None, 0)
+            self._note_counter(value, t, writes=0)
+        return value
+
+    @staticmethod
+    def _note_counter(value: Value, t: Tensor, *, writes: int) -> None:
+        """Note the counter of `t`, which the call that is running moves by `writes` when it is over."""
+        if not t.is_inference():
+            root = t if (base := t._base) is None else base
+            value.tensor, value.version = weakref.ref(root), root._version + writes
+
+    @staticmethod
+    def _is_as_seen(value: Value, t: Tensor) -> bool:
+        """Whether the counter of `t`, if it is the one that is known, tells of no other write than those that were seen."""
+        root = None if value.tensor is None else value.tensor()
+        if root is None or (root is not t and root is not t._base):
+            return True
+        return root._version == value.version
+
+    # --- what it made
+
+    def _note(self, call: Call, written: Sequence[Tensor], out: Any) -> None:
+        for position, t in enumerate(written):
+            before = self.value_of(t.untyped_storage())
+            if before is not None:
+                before.is_latest = False
+            self._made(call, Result(False, position), t, before)
+        if not call.operation.facts.in_place:
+            for position, t in enumerate(tensors_of(out)):
+                if has_storage(t) and self.value_of(t.untyped_storage()) is None:
+                    self._made(call, Result(True, position), t, None)
+
+    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> None:
+        """Note a new value of the storage of `t`; `before`: the one that it had."""
+        storage = t.untyped_storage()
+        reference, writes = (weakref.ref(storage), 0) if before is None else (before.storage, before.writes + 1)
+        value = self._latest[id(storage)] = Value(reference, storage.nbytes(), call, result, writes)
+        self._note_counter(value, t, writes=0 if result.returned or call.operation.facts.hidden_writes else 1)
+        if self._ran:
+            name = call.operation.func.name()
+            tensor = self._places.get((self._hooks, name, self._ran[name]))
+            if tensor is not None:
+                self.born.append((tensor, value, storage))
+
+
+def _may_hold_tensors(one: Any) -> bool:
+    return isinstance(one, (Tensor, tuple, list))
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, of those that it is given: those too that its schema does not name."""
+    given = [args[i] for i in facts.mutated if i < len(args)]
+    given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
+    if facts.hidden_writes:
+        if facts.name not in _STATISTICS:
+            given += args
+        elif args[_TRAINING]:
+            given += args[_RUNNING]
+    return [t for t in tensors_of(given) if has_storage(t)]
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    """The tensors of a nest of arguments or results, in order."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    if isinstance(nest, (tuple, list)):
+        return [t for one in nest for t in tensors_of(one)]
+    return []
+
+
+def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator draws from where it is given none: its device's own."""
+    device = next((t.device for t in tensors_of(args)), None)
+    if device is None:
+        named = kwargs.get("device")
+        device = torch.device("cpu") if named is None else torch.device(named)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    index: int | None = device.index
+    index = module.current_device() if index is None else index
+    return generators[index] if index < len(generators) else None

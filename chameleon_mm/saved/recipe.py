@@ -1,0 +1,308 @@
+"""How to make a dropped storage again: a flat list of calls, each of whose tensors is a source or an earlier call's result.
+
+    recipe = build(value, source_of, refuse)     # or a `Refusal`, with the reason
+    recipe.sources                               # what it needs: claims, held storages, parameters
+    storage = recipe.replay([storage of each source])
+
+It is what ran in this step, arguments and random state included, not what a step like it ran. It holds its sources, and no
+operator that is older than its calls. A temporary dies with the last call that reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from chameleon_mm.device import Stream
+from chameleon_mm.profiler.call_watch import Argument, Call, Geometry, Operation, Result, Value, tensors_of, written_tensors
+from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.trace.replayable import base_name
+from chameleon_mm.units import allocated_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from chameleon_mm.saved.claims import Claim
+    from chameleon_mm.saved.saved_storage import SavedStorage
+
+MOST_CALLS = 256
+"""Number of calls in one recipe at most: what is that far from anything that is kept is cheaper to swap."""
+
+
+class Refusal(NamedTuple):
+    """Reason why a storage is not made again, and the operator that it is about."""
+
+    reason: str
+    operator: str = ""
+
+
+class Source:
+    """A storage that a recipe is given: a claim's, or one that it holds itself."""
+
+    __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "storage")
+
+    def __init__(
+        self,
+        *,
+        nbytes: int,
+        claim: Claim | None = None,
+        storage: torch.UntypedStorage | None = None,
+        probe: VersionProbe | None = None,
+        stream: Stream | None = None,
+    ) -> None:
+        """`probe`: of its version counter; None: nobody else can write to it. `stream`: the one on which a storage that it
+        holds itself was written."""
+        self.claim = claim
+        self.storage = storage
+        self._stream = stream
+        self.last_swap_in = -1
+        """Swap-in of the claim's storage for which the recipe used it last."""
+        self._nbytes = nbytes
+        self._probe = probe
+
+    @property
+    def written_on(self) -> Stream | None:
+        """The stream that its bytes are ordered on."""
+        return self._stream if self.claim is None else self.claim.saved.alloc_stream
+
+    def check(self, storage: torch.UntypedStorage) -> None:
+        """Raise what eager raises for a saved tensor that was written to, where `storage`, its bytes now, may have been."""
+        saved = None if self.claim is None else self.claim.saved
+        if self._probe is not None and (saved is None or saved.first() is storage):
+            self._probe.check()
+        if storage.nbytes() != self._nbytes:
+            raise RuntimeError(
+                f"a saved tensor that is made again: expected an input of {self._nbytes} bytes, as it was in forward, got one "
+                f"of {storage.nbytes()}: it was resized since; make the session SwapSession(recompute=False)"
+            )
+
+
+class Slot(NamedTuple):
+    """Place of an argument among the storages of a replay, in place of a tensor."""
+
+    place: int
+    geometry: Geometry
+
+
+class Step(NamedTuple):
+    """One call of a recipe."""
+
+    operation: Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    makes: list[tuple[Result, int]]
+    """Values that are needed, by the tensor of the call that each is in, and their places."""
+    dies: list[int]
+    """Places that no later call reads."""
+
+
+class Remade(NamedTuple):
+    """Storages that a replay made."""
+
+    storage: torch.UntypedStorage
+    siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]]
+    """Others that were dropped and that one of its calls makes, too."""
+
+
+class Recipe:
+    """The calls that make one storage from its sources."""
+
+    __slots__ = ("_num_places", "_result", "_source_places", "_steps", "peak_bytes", "sources")
+
+    def __init__(
+        self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
+    ) -> None:
+        """`values`: those whose bytes are at each place."""
+        self._steps = steps
+        self.sources = sources
+        self._source_places = source_places
+        self._result = result
+        self._num_places = len(values)
+        self.peak_bytes = _peak_bytes(steps, values)
+        """Device memory at most while it is replayed, its result included, its sources and what operators hold inside not."""
+
+    @property
+    def operators(self) -> list[str]:
+        """Names of the operators that run again, in order."""
+        return [base_name(step.operation.func.name()) for step in self._steps]
+
+    def replay(self, storages: Sequence[torch.UntypedStorage]) -> Remade:
+        """Run the calls on the current stream and return what they made. `storages`: those of `sources`, in that order, ready
+        for it.
+
+        Without gradients and autocast, with the random state that each call had; generators are put back.
+        """
+        at: list[torch.UntypedStorage | None] = [None] * self._num_places
+        for place, storage in zip(self._source_places, storages, strict=True):
+            at[place] = storage
+        siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]] = []
+        with torch.no_grad(), torch._C._DisableAutocast():
+            for step in self._steps:
+                self._run(step, at, siblings)
+        made = at[self._result]
+        assert made is not None
+        return Remade(made, siblings)
+
+    def _run(
+        self,
+        step: Step,
+        at: list[torch.UntypedStorage | None],
+        siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]],
+    ) -> None:
+        operation = step.operation
+        args, kwargs = _filled(step.args, at), _filled(step.kwargs, at)
+        with _random_state(operation):
+            out = operation.func(*args, **kwargs)
+        tensors = {True: tensors_of(out), False: written_tensors(operation.facts, args, kwargs)}
+        for result, place in step.makes:
+            at[place] = tensors[result.returned][result.position].untyped_storage()
+        for result, saved in operation.dropped:
+            siblings.append((saved, tensors[result.returned][result.position].untyped_storage()))
+        for place in step.dies:
+            at[place] = None
+
+
+@contextmanager
+def _random_state(operation: Operation) -> Iterator[None]:
+    """Context in which the operator's generator has the state that it had when it ran."""
+    if operation.random_state is None:
+        yield
+        return
+    generator, state = operation.random_state
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
+
+
+def _filled(nest: Any, at: Sequence[torch.UntypedStorage | None]) -> Any:
+    """`nest` with the tensors in place of the slots."""
+    if isinstance(nest, Slot):
+        storage = at[nest.place]
+        assert storage is not None
+        return nest.geometry.over(storage)
+    if isinstance(nest, (tuple, list)):
+        return type(nest)([_filled(one, at) for one in nest]) if any(map(_may_hold_slots, nest)) else nest
+    if isinstance(nest, dict):
+        return {name: _filled(one, at) for name, one in nest.items()}
+    return nest
+
+
+def _may_hold_slots(one: Any) -> bool:
+    return isinstance(one, (tuple, list))  # a slot is a tuple
+
+
+SourceOf = Callable[[Value], Source | None]
+
+
+class Refuse(Protocol):
+    """Tells why a call must not run again; None: it may."""
+
+    def __call__(self, call: Call) -> Refusal | None: ...
+
+
+def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal:
+    """Recipe for `value`, from what `source_of` knows to be there; or why there is none.
+
+    source_of: the source with a value's bytes; None: it has to be made again, too.
+    """
+    calls: dict[int, Call] = {}
+    places: dict[int, int] = {}
+    sources: list[Source] = []
+    source_places: list[int] = []
+    values: list[Value] = []
+    made: dict[int, list[tuple[Result, int]]] = {}
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if id(one) in places:
+            continue
+        place = places[id(one)] = len(values)
+        values.append(one)
+        source = None if one is value else source_of(one)
+        if source is not None:
+            sources.append(source)
+            source_places.append(place)
+            continue
+        call = one.call
+        refusal = _refusal(one, refuse)
+        if refusal is not None or call is None or one.result is None:
+            return refusal or Refusal("an input that is gone")
+        number = call.operation.number
+        made.setdefault(number, []).append((one.result, place))
+        if number not in calls:
+            calls[number] = call
+            if len(calls) > MOST_CALLS:
+                return Refusal("too long a chain", call.operation.facts.name)
+            stack.extend(argument.value for argument in call.arguments())
+    steps = [_step(calls[number], places, made[number]) for number in sorted(calls)]
+    _note_last_reads(steps, places[id(value)])
+    return Recipe(steps, sources, source_places, result=places[id(value)], values=values)
+
+
+def _refusal(value: Value, refuse: Refuse) -> Refusal | None:
+    call = value.call
+    if call is None:
+        return Refusal("an input that is gone")
+    if call.args is None:
+        return Refusal("an argument that is no plain tensor", call.operation.facts.name)
+    return refuse(call)
+
+
+def _step(call: Call, places: dict[int, int], makes: list[tuple[Result, int]]) -> Step:
+    def slotted(nest: Any) -> Any:
+        if isinstance(nest, Argument):
+            return Slot(places[id(nest.value)], nest.geometry)
+        if isinstance(nest, (tuple, list)):
+            return type(nest)([slotted(one) for one in nest])
+        return nest
+
+    kwargs = {name: slotted(one) for name, one in call.kwargs.items()}
+    return Step(call.operation, tuple(slotted(one) for one in call.args), kwargs, makes, [])
+
+
+def _note_last_reads(steps: Sequence[Step], result: int) -> None:
+    """Have each place but the result's die in the last step that names it."""
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        named = [place for _, place in step.makes] + [slot.place for slot in _slots((step.args, list(step.kwargs.values())))]
+        for place in named:
+            last[place] = number
+    for place, number in last.items():
+        if place != result:
+            steps[number].dies.append(place)
+
+
+def _peak_bytes(steps: Sequence[Step], values: Sequence[Value]) -> int:
+    """Bytes of the storages that are there at most at once, of those that the steps make."""
+    places_left: dict[int, int] = {}
+    """Places of each storage that are not read any more, by the storage's reference."""
+    now = most = 0
+    for step in steps:
+        for _, place in step.makes:
+            storage = id(values[place].storage)
+            now += 0 if storage in places_left else allocated_size(values[place].nbytes)
+            places_left[storage] = places_left.get(storage, 0) + 1
+        most = max(most, now)
+        for place in step.dies:
+            storage = id(values[place].storage)
+            if storage in places_left:
+                places_left[storage] -= 1
+                now -= 0 if places_left[storage] else allocated_size(values[place].nbytes)
+                if not places_left[storage]:
+                    del places_left[storage]
+    return most
+
+
+def _slots(nest: Any) -> Iterator[Slot]:
+    if isinstance(nest, Slot):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for one in nest:
+            yield from _slots(one)

@@ -18,6 +18,8 @@ import numpy as np
 
 from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
 from chameleon_mm.policy.action_columns import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, ActionColumns, PlannedMemory, in_order
+from chameleon_mm.policy.planned_rewrite import rewritten_for
+from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 
@@ -66,26 +68,42 @@ class HookSchedule:
                 f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
                 f"plan for this trace"
             )
-        actions = {action.tensor: action for action in plan.actions}
+        actions = {action.tensor: action for action in plan.swaps}
         storage_actions: dict[int, StorageAction] = {}
         seen: set[int] = set()
         for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
             if tensor >= 0 and not use and tensor not in seen:
                 seen.add(tensor)
                 storage_actions[hook] = StorageAction(tensor, actions.get(tensor))
-        moves = ActionColumns.of(plan.actions, trace)
+        swaps = plan.swaps
+        moves = ActionColumns.of(swaps, trace)
         due: dict[int, DueActions] = {}
         for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
             if kind != USE:
-                due.setdefault(hook, DueActions([], [], []))[_COLUMN[kind]].append(plan.actions[j])
+                due.setdefault(hook, DueActions([], [], []))[_COLUMN[kind]].append(swaps[j])
         in_reach = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
-        memory = PlannedMemory(trace, memory_curve(trace))
-        allocated = memory.allocated(in_reach)
-        growth = memory.growth_until_next_check(in_reach, allocated).tolist()
-        return cls(plan, storage_actions, due, growth, allocated)
+        allocated, growth = _memory_of_rebuilds(trace, plan) if len(swaps) < len(plan.actions) else _memory(trace, in_reach)
+        return cls(plan, storage_actions, due, growth.tolist(), allocated)
 
     def begin_step(self) -> ScheduleCursor:
         return ScheduleCursor(self._hooks, self._due)
+
+
+def _memory(trace: Trace, moves: ActionColumns) -> tuple[Int64s, Int64s]:
+    """What is allocated at most during each tick, and by how much it grows until the next check, by hook."""
+    memory = PlannedMemory(trace, memory_curve(trace))
+    allocated = memory.allocated(moves)
+    return allocated, memory.growth_until_next_check(moves, allocated)
+
+
+def _memory_of_rebuilds(trace: Trace, plan: SwapPlan) -> tuple[Int64s, Int64s]:
+    """The same for a plan that recomputes: what a rebuild takes belongs to the hook at which it is."""
+    rewritten = rewritten_for(Recipes.of(trace, None), plan)
+    moves = rewritten.moves_of(plan.swaps)
+    memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
+    allocated = memory.allocated(moves)
+    growth = memory.growth_until_next_check(moves, allocated)
+    return rewritten.by_tick(allocated), growth[rewritten.hook_of]
 
 
 class ScheduleCursor:

@@ -173,12 +173,14 @@ def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
 
 
 class PlannedMemory:
-    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped."""
+    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped. `hooks`: those
+    of the trace that are calls of their own; None: all are."""
 
-    def __init__(self, trace: Trace, curve: Int64s) -> None:
+    def __init__(self, trace: Trace, curve: Int64s, hooks: Int64s | None = None) -> None:
         self._tick = trace.hook_tick
         self._curve = curve
-        self._movable = np.flatnonzero(trace.hook_tensor >= 0)
+        hooks = np.arange(len(trace.hook_tick)) if hooks is None else hooks
+        self._movable = hooks[trace.hook_tensor[hooks] >= 0]
         """Hooks about a storage that may move."""
 
     def allocated(self, moves: ActionColumns) -> Int64s:

@@ -60,9 +60,9 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
     if recompute:
         return _cheapest_mix(trace, step, int(over.argmax()), float(over.max()), cost_model)
     out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
-    relaxed_us = _relaxed_us(step.before_us, step.after_us, out_us, back_us)
-    t = int(relaxed_us.argmax())
-    return Ideal(step_us=float(relaxed_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
+    bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
+    t = int(bound_us.argmax())
+    return Ideal(step_us=float(bound_us[t]) + step.tail_us, swapped_bytes=float(over[t]), recomputed_us=0.0)
 
 
 def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
@@ -76,11 +76,11 @@ def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
     last = max(problem.use)
     clock = np.asarray(problem.time_us)
     over = np.maximum(problem.level[:last] - budget, 0)
-    relaxed_us = _relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
-    return float(relaxed_us.max()) + problem.total_us - float(clock[last])
+    bound_us = relaxed_us(clock[1 : last + 1], clock[last] - clock[:last], over * out_us, over * back_us)
+    return float(bound_us.max()) + problem.total_us - float(clock[last])
 
 
-def _relaxed_us(before_us: Float64s, after_us: Float64s, out_us: Float64s, back_us: Float64s) -> Float64s:
+def relaxed_us(before_us: Float64s, after_us: Float64s, out_us: Float64s, back_us: Float64s) -> Float64s:
     """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
     `back_us`, with `before_us` and `after_us` of compute on either side."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
@@ -168,10 +168,10 @@ def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: Li
         y = np.append(y, np.interp(0.0, slack_us[rises - 1 : rises + 1], y[rises - 1 : rises + 1]))
     recomputed_us = np.interp(y, again, again_us)
     before_us, after_us = step.before_us[t], step.after_us[t] + recomputed_us
-    relaxed_us = _relaxed_us(before_us, after_us, (over - y) / out_rate, (over - y) / back_rate)
-    best = int(relaxed_us.argmin())
+    bound_us = relaxed_us(before_us, after_us, (over - y) / out_rate, (over - y) / back_rate)
+    best = int(bound_us.argmin())
     return Ideal(
-        step_us=float(relaxed_us[best]) + step.tail_us,
+        step_us=float(bound_us[best]) + step.tail_us,
         swapped_bytes=float(over - y[best]),
         recomputed_us=float(recomputed_us[best]),
     )

@@ -1,10 +1,13 @@
 """The actions of one step and their hooks: `SwapPlan`, data that the executor carries out and `simulate` predicts.
 
 At one hook, in this order:
-    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped
+    1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped; so is, without
+       a copy, what is to be recomputed and whose `reclaim_at` it is
     2. copies out whose `out_at` it is are queued, in the plan's order
-    3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it
+    3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it. A use
+       whose tensor was dropped: the same for all that the rebuild reads and that is on the host
     4. other copies back whose `in_at` it is: memory is taken and they are queued, in the plan's order
+    5. a use whose tensor was dropped: the operators that make it again run
 """
 
 from __future__ import annotations
@@ -24,7 +27,11 @@ class ActionKind(enum.Enum):
     ENCODE = "encode"
     """The candidate crosses in a codec's shorter form."""
     RECOMPUTE = "recompute"
-    """The candidate is dropped and made again. No executor of ours does it yet; plans of it are for comparison."""
+    """The candidate is dropped at `reclaim_at`, and made again at `in_at`, which is `use_at`: its own first use, or an earlier one
+    of another dropped storage that is made from it."""
+    HOLD = "hold"
+    """The storage, which autograd did not save, is kept from `out_at` on, the first hook at which it is whole, for the rebuilds
+    that read it: the first of them is at `use_at`. It may be swapped meanwhile: then it has an action for that as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +82,8 @@ class SwapPlan:
     num_hooks: int
     """Number of hooks of that trace."""
     actions: tuple[Action, ...]
-    """Actions in the order in which they are queued, each direction's own: by `out_at`, and by `in_at`."""
+    """Actions in the order in which they are queued, each direction's own: by `out_at`, and by `in_at`. First what is swapped,
+    then what is recomputed, then what is held."""
     hbm_budget_bytes: int
     peak_bytes: int
     """Peak of device memory, as `simulate` has it."""
@@ -85,11 +93,30 @@ class SwapPlan:
     """Time of the step, as `simulate` has it."""
     stall_us: float
     """Time of `step_us` in which compute waits for copies."""
+    recompute_us: float = 0.0
+    """Time of `step_us` in which operators of forward run again."""
+
+    @property
+    def swaps(self) -> tuple[Action, ...]:
+        """Actions of what crosses the link."""
+        if not self.actions or self.actions[-1].kind not in _NO_COPIES:  # those come last
+            return self.actions
+        return tuple(action for action in self.actions if action.kind not in _NO_COPIES)
+
+    @property
+    def recomputed(self) -> tuple[Action, ...]:
+        """Actions of what is dropped and made again."""
+        return self._of_kind(ActionKind.RECOMPUTE)
+
+    @property
+    def held(self) -> tuple[Action, ...]:
+        """Actions of what is held for others to be made again from it."""
+        return self._of_kind(ActionKind.HOLD)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that cross the link one way."""
-        return sum(action.nbytes for action in self.actions)
+        return sum(action.nbytes for action in self.swaps)
 
     def check_made_for(self, trace: Trace) -> None:
         """Raise `ValueError` unless it was made for `trace`, as far as its fingerprint and its hooks tell."""
@@ -101,4 +128,13 @@ class SwapPlan:
 
     def head_copy_us(self, unswapped_us: float) -> float:
         """Time in which compute copies what stays of storages that move in part; the step takes `unswapped_us` unplanned."""
-        return self.step_us - self.stall_us - unswapped_us
+        return self.step_us - self.stall_us - self.recompute_us - unswapped_us
+
+    def _of_kind(self, kind: ActionKind) -> tuple[Action, ...]:
+        if not self.actions or self.actions[-1].kind not in _NO_COPIES:
+            return ()
+        return tuple(action for action in self.actions if action.kind is kind)
+
+
+_NO_COPIES = (ActionKind.RECOMPUTE, ActionKind.HOLD)
+"""Kinds of actions that copy nothing."""

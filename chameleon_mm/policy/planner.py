@@ -12,18 +12,26 @@ docs/policy.md explains why, and says how far from the least time the result is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.hybrid import PlanLimits, hybrid_plans
 from chameleon_mm.policy.memory import peak_memory
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled
 from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.trace import Trace
+from chameleon_mm.trace.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
+
+
+_WORTH_TRYING = 0.25
+"""Share by which the step of a plan that only swaps may be longer, as simulated, and is still worth measuring."""
+_FASTER_US = 1e-3
+"""Time that a plan which recomputes has to gain over one that only swaps: less is rounding."""
 
 
 def generate_plan(
@@ -35,6 +43,8 @@ def generate_plan(
     lead_us: PerTensor = 0.0,
     lag_us: PerTensor = 0.0,
     drafts: int = 4_500,
+    recompute: Collection[str] = (),
+    refused: Collection[int] = (),
 ) -> SwapPlan:
     """Plan of what of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the
     least time.
@@ -47,13 +57,26 @@ def generate_plan(
     that is least late even so; a storage whose copy lags gives its memory back after others, where these will do. What the plan
     says of itself, time and stalls, is as `simulate` has it, without lags.
 
+    recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
+    of storages that must not be dropped. Each storage is then kept, swapped or dropped and made again, and what it is made of may be
+    held: whatever takes the least time, and never more than what only swaps.
+
     Deterministic. About n log n in what autograd saved, and linear in operators.
 
     Raises `InfeasibleBudget` where no plan is within the budgets, with the smallest that are; `ValueError` for a budget, a
     lead or a lag that is none at all, `TypeError` for a budget that is no whole number of bytes.
     """
     return candidate_plans(
-        trace, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us, drafts=drafts, at_most=1
+        trace,
+        hbm_budget,
+        host_budget,
+        cost_model,
+        lead_us=lead_us,
+        lag_us=lag_us,
+        drafts=drafts,
+        at_most=1,
+        recompute=recompute,
+        refused=refused,
     )[0]
 
 
@@ -68,10 +91,13 @@ def candidate_plans(
     drafts: int = 4_500,
     at_most: int = 2,
     within: float = 0.02,
+    recompute: Collection[str] = (),
+    refused: Collection[int] = (),
 ) -> list[SwapPlan]:
     """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
-    A model of the link and of the operators is not exact: whoever can measure may try them all. Raises as `generate_plan` does.
+    A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes the
+    best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
@@ -81,24 +107,48 @@ def candidate_plans(
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
     if problem.least_bytes > hbm_budget:
         raise _infeasible(trace, problem, hbm_budget)
+    limits = PlanLimits(budget=hbm_budget, host_budget=host_budget, cost=cost_model, lead_us=lead_us, lag_us=lag_us)
     search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()
     search.try_swap_all()
     search.improve(drafts)
-    if not search.found:
-        raise _host_too_small(problem, hbm_budget, host_budget or 0, search.least_host_bytes or 0, cost_model)
-    if at_most > 1:
+    hybrids: list[SwapPlan] = []
+    if recompute and not search.hides_all:
+        hybrids = hybrid_plans(trace, problem, limits, recompute, refused)
+    if not search.found and not hybrids:
+        raise _host_too_small(trace, problem, limits, search.least_host_bytes or 0, told=bool(recompute))
+    if at_most > 1 and search.found:
         search.try_others(at_most)
+    swaps = _swap_only(trace, problem, limits, search, at_most, within)
+    if not swaps or (hybrids and hybrids[0].step_us < swaps[0].step_us - _FASTER_US):
+        return _mixed(hybrids, swaps, at_most, within)
+    return swaps
+
+
+def _swap_only(
+    trace: Trace, problem: Problem, limits: PlanLimits, search: Search, at_most: int, within: float
+) -> list[SwapPlan]:
+    """The best plans that `search` found, at most so many and so much slower."""
     plans: list[SwapPlan] = []
     for found in sorted(search.found, key=lambda found: found.order):
         if len(plans) == at_most:
             break
-        plan = _plan(trace, problem, hbm_budget, found)
+        plan = _plan(trace, problem, limits.budget, found)
         if plans and plan.step_us > plans[0].step_us * (1 + within):
             break
         if all(plan.actions != other.actions for other in plans):
             plans.append(plan)
     return plans
+
+
+def _mixed(hybrids: list[SwapPlan], swaps: list[SwapPlan], at_most: int, within: float) -> list[SwapPlan]:
+    """The best plan that recomputes, the best that does not if that is no quarter slower, and then more of the first kind."""
+    best = hybrids[0]
+    plans = [best, *(plan for plan in swaps[:1] if plan.step_us <= best.step_us * (1 + _WORTH_TRYING))]
+    for plan in hybrids[1:]:
+        if plan.step_us <= best.step_us * (1 + within) and all(plan.actions != other.actions for other in plans):
+            plans.append(plan)
+    return plans[:at_most]
 
 
 def _nothing(problem: Problem) -> Found:
@@ -137,18 +187,25 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
     return InfeasibleBudget(text, smallest_bytes=least)
 
 
-def _host_too_small(problem: Problem, budget: int, host_budget: int, least_host_bytes: int, cost: LinkCost) -> InfeasibleBudget:
-    """Find by halving the smallest device budget for which there is a plan within `host_budget`."""
+def _host_too_small(
+    trace: Trace, problem: Problem, limits: PlanLimits, least_host_bytes: int, *, told: bool
+) -> InfeasibleBudget:
+    """Find by halving the smallest device budget for which there is a plan within `host_budget`. `told`: recomputation was tried
+    as well."""
+    budget, host_budget = limits.budget, limits.host_budget or 0
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
         middle = (low + high) // 2
-        search = Search(problem, middle, host_budget, cost)
+        search = Search(problem, middle, host_budget, limits.cost)
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
+    also = ""
+    if not told and hybrid_plans(trace, problem, limits, DEFAULT, ()):
+        also = f"; or recompute: with recompute=True {budget} bytes ({format_size(budget)}) are enough"
     return InfeasibleBudget(
         f"host_budget: expected {least_host_bytes} bytes ({format_size(least_host_bytes)}) of pinned memory or more for an "
         f"hbm_budget of {format_size(budget)}, got {host_budget} ({format_size(host_budget)}); raise it, or hbm_budget to "
-        f"{high} bytes ({format_size(high)})",
+        f"{high} bytes ({format_size(high)}){also}",
         smallest_bytes=high,
         smallest_host_bytes=least_host_bytes,
     )

@@ -1,12 +1,13 @@
 """Simulates a step under a plan: device memory at every tick, stalls, both copy engines, the step's time.
 
-plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model.
+plan.py sets down what happens first at a hook, timing.py how long it takes. Memory is exact; time is a model. A plan that
+recomputes is simulated on the trace that `rewrite` makes of the step for it, and told in the step's own ticks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +23,10 @@ from chameleon_mm.policy.action_columns import (
 )
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, memory_curve
-from chameleon_mm.policy.plan import ActionKind, SwapPlan
+from chameleon_mm.policy.plan import Action, ActionKind, SwapPlan
+from chameleon_mm.policy.planned_rewrite import rewritten_for
+from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.rewrite import RewrittenTrace
 from chameleon_mm.policy.timing import EngineSpan, Walk, walk
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
@@ -30,7 +34,7 @@ from chameleon_mm.trace.trace import Float64s, Int64s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """One step under a plan, simulated. `step_us` is the operators' time, `stall_us` and `head_copy_us` together."""
+    """One step under a plan, simulated. `step_us` is the operators' time, `stall_us`, `head_copy_us` and `recompute_us` together."""
 
     peak_bytes: int
     """Peak of device memory."""
@@ -53,6 +57,8 @@ class Timeline:
     in_spans: tuple[EngineSpan, ...]
     tick_us: Float64s
     """(ticks,) times at which compute reaches each tick, before what it does there."""
+    recompute_us: float = 0.0
+    """Time in which operators of forward run again: at the uses of what was dropped."""
 
 
 def simulate(trace: Trace, plan: SwapPlan, cost_model: LinkCost) -> Timeline:
@@ -76,10 +82,26 @@ class Simulator:
         self._candidates = Candidates.of(trace)
         self._row = np.full(len(trace.tensor_bytes), -1)
         self._row[self._candidates.tensor] = np.arange(len(self._candidates))
+        self._recipes: Recipes | None = None
 
     def run(self, plan: SwapPlan) -> Timeline:
         """Timeline of the step under `plan`. Raises as `simulate` does."""
-        return self.run_moves(*self._checked(plan))
+        plan.check_made_for(self.trace)
+        if not plan.recomputed and not plan.held:
+            return self.run_moves(*self._checked(plan.actions))
+        if self._recipes is None:
+            self._recipes = Recipes.of(self.trace, None)
+        return self.run_rewritten(rewritten_for(self._recipes, plan), plan.swaps)
+
+    def run_rewritten(self, rewritten: RewrittenTrace, swaps: Sequence[Action]) -> Timeline:
+        """Timeline of the step as `rewritten`, with `swaps`, in the step's own ticks."""
+        timeline = (inner := Simulator(rewritten.trace, self._cost)).run_moves(*inner._checked(swaps, rewritten))
+        return replace(
+            timeline,
+            allocated_bytes=rewritten.by_tick(timeline.allocated_bytes),
+            tick_us=timeline.tick_us[rewritten.tick_of],
+            recompute_us=rewritten.recompute_us,
+        )
 
     def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
         """The step under moves of the candidates `who`, whoever made sure that they can be carried out."""
@@ -105,28 +127,33 @@ class Simulator:
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
         )
 
-    def _checked(self, plan: SwapPlan) -> tuple[ActionColumns, Candidates]:
-        """The plan's moves, and of which candidates they are. That it is of this trace is what `HookSchedule` asks for, too;
-        here somebody must be able to carry it out as well."""
-        trace, again = self.trace, "make a plan for this trace"
-        plan.check_made_for(trace)
-        for action in plan.actions:
+    def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
+        """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `HookSchedule` asks
+        for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the actions
+        are for."""
+        again = "make a plan for this trace"
+        for action in actions:
             who = f"plan, tensor {action.tensor}"
             if action.kind is not ActionKind.SWAP:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        moves, tensors = ActionColumns.of(plan.actions, trace), [action.tensor for action in plan.actions]
+        moves, tensors = ActionColumns.of(actions, self.trace), [action.tensor for action in actions]
         if len(set(tensors)) < len(tensors):
             raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
         of = self._candidates.take(self._row[tensors])
-        wrong = (moves.out_at < of.sendable) | (moves.reclaim_at < of.first) | (moves.use_at != of.use) | (moves.stays < 0)
+        use = of.use
+        if rewritten is not None:
+            use = rewritten.origin[of.use]
+            if not (moves.use_at != use).any():
+                moves, use = rewritten.from_step(moves, of.use), of.use
+        wrong = (moves.out_at < of.sendable) | (moves.reclaim_at < of.first) | (moves.use_at != use) | (moves.stays < 0)
         if wrong.any():
             i = int(wrong.argmax())
-            action = plan.actions[i]
+            action = actions[i]
             raise ValueError(
                 f"plan, tensor {action.tensor}: expected at most {of.nbytes[i]} bytes to move, out_at of {of.sendable[i]} or "
-                f"later, reclaim_at of {of.first[i]} or later and use_at {of.use[i]}, got {action.nbytes}, {action.out_at}, "
+                f"later, reclaim_at of {of.first[i]} or later and use_at {use[i]}, got {action.nbytes}, {action.out_at}, "
                 f"{action.reclaim_at} and {action.use_at}; {again}"
             )
         return moves, of

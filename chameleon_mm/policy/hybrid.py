@@ -1,0 +1,154 @@
+"""Plans that keep, swap, recompute or hold, each storage for itself: the choice of what is dropped, and the best plan of the rest.
+
+search = HybridSearch(trace, problem, budget, host_budget, cost, names, refused)
+search.run()
+search.plans            the plans that were made, each simulated, best first
+
+1. a path of choices, one for each price of memory (choice.py)
+2. of each: its level and time by arithmetic, and the step as the relaxed bound of swapping has it
+3. the best few, and mixes of neighbours: the trace is rewritten, what is left to move is planned as any other step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from chameleon_mm.policy.bounds import relaxed_us
+from chameleon_mm.policy.choice import Choice, ChoicePath
+from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.memory import sum_over_time
+from chameleon_mm.policy.plan import SwapPlan
+from chameleon_mm.policy.planned_rewrite import choice_actions
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.rewrite import RewrittenTrace
+from chameleon_mm.policy.scheduling import PerTensor, Scheduled
+from chameleon_mm.policy.search import Found, Search
+from chameleon_mm.policy.simulate import Simulator
+from chameleon_mm.trace import Trace
+
+_PLANNED = 3
+"""Number of choices for which the rest is planned."""
+_FINER = 8
+"""Number of mixes between two prices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLimits:
+    """Budgets and the link, as `generate_plan` takes them."""
+
+    budget: int
+    host_budget: int | None
+    cost: LinkCost
+    lead_us: PerTensor
+    lag_us: PerTensor
+
+
+def hybrid_plans(
+    trace: Trace, problem: Problem, limits: PlanLimits, names: Collection[str], refused: Collection[int]
+) -> list[SwapPlan]:
+    """Plans of `trace` within `limits` that recompute, best first. `names`: base names of operators that may run again;
+    `refused`: storages that may not be dropped."""
+    recipes = Recipes.of(trace, names, refused)
+    if not recipes.can_drop.any():
+        return []
+    search = HybridSearch(problem, recipes, limits)
+    search.run()
+    return search.plans
+
+
+class HybridSearch:
+    """Searches among plans that recompute for one trace."""
+
+    def __init__(self, problem: Problem, recipes: Recipes, limits: PlanLimits) -> None:
+        self._problem = problem
+        self._recipes = recipes
+        self._limits = limits
+        self._trace = recipes.trace
+        self._simulator = Simulator(self._trace, limits.cost)
+        self.plans: list[SwapPlan] = []
+        over = problem.level > limits.budget
+        peak_tick = int(self._trace.hook_tick[problem.level.argmax()]) if len(problem.level) else 0
+        self._path = ChoicePath.of(recipes, over, peak_tick)
+
+    def run(self) -> None:
+        """Plan the choices that look best."""
+        estimates = {float(u): self._estimate_us(self._path.choice(u)) for u in range(self._path.last + 1)}
+        best = min(estimates, key=lambda u: (estimates[u], u))
+        for low in (best - 1, best):
+            if 0 <= low < self._path.last:
+                for part in range(1, _FINER):
+                    u = low + part / _FINER
+                    estimates[u] = self._estimate_us(self._path.choice(u))
+        self.estimates = estimates
+        for u in sorted((u for u in estimates if estimates[u] < inf), key=lambda u: (estimates[u], u))[:_PLANNED]:
+            self._plan(self._path.choice(u))
+        self.plans.sort(key=lambda plan: plan.step_us)
+
+    def _estimate_us(self, choice: Choice) -> float:
+        """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""
+        problem, limits = self._problem, self._limits
+        recipes, c = self._recipes, self._recipes.candidates
+        rows = recipes.row[choice.dropped]
+        hooks = len(problem.level)
+        level = problem.level - sum_over_time(hooks, c.size[rows], c.first[rows], c.use[rows])
+        held, tick = choice.held, self._trace.hook_tick
+        since = np.searchsorted(tick, self._trace.tensor_dies[held], side="right")
+        until = np.maximum(np.searchsorted(tick, recipes.needed_until[held], side="right"), since)
+        held_bytes = self._trace.tensor_bytes[held]
+        level = level + sum_over_time(hooks, held_bytes, since, until)
+        last = int(problem.candidates.use.max(initial=0))
+        over = np.maximum(level[:last] - limits.budget, 0)
+        swappable = np.ones(len(c), np.bool_)
+        swappable[rows] = False
+        idle = sum_over_time(hooks, c.size[swappable], c.first[swappable], c.use[swappable])
+        idle += sum_over_time(hooks, held_bytes, since, until)
+        if (over > idle[:last]).any() or (limits.host_budget is not None and over.max(initial=0) > limits.host_budget):
+            return inf
+        clock = np.asarray(problem.time_us)
+        after = clock[last] - clock[:last] + choice.remade_us
+        out_us, back_us = over / (limits.cost.d2h_gbps * 1e3), over / (limits.cost.h2d_gbps * 1e3)
+        relaxed = relaxed_us(clock[:last], after, out_us, back_us)
+        floor = problem.total_us + choice.remade_us
+        return max(floor, float(relaxed.max(initial=0.0)) + problem.total_us - float(clock[last]))
+
+    def _plan(self, choice: Choice) -> None:
+        """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
+        limits = self._limits
+        rewritten = RewrittenTrace.of(self._recipes, choice.dropped.tolist(), choice.held.tolist())
+        problem = Problem.of(rewritten.trace)
+        search = Search(problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
+        if problem.peak_bytes <= limits.budget:
+            found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
+        elif problem.least_bytes > limits.budget:
+            return
+        else:
+            search.try_ranks()
+            search.try_swap_all()
+            if search.best is None:
+                return
+            found = search.best
+        moves = rewritten.to_step(found.scheduled.moves)
+        swaps = moves.actions([problem.tensor[i] for i in found.scheduled.who])
+        timeline = self._simulator.run_rewritten(rewritten, swaps)
+        if timeline.peak_bytes > limits.budget:
+            return
+        if limits.host_budget is not None and timeline.host_bytes > limits.host_budget:
+            return
+        self.plans.append(
+            SwapPlan(
+                fingerprint=self._trace.fingerprint,
+                num_hooks=len(self._trace.hook_tick),
+                actions=swaps + choice_actions(self._recipes, rewritten),
+                hbm_budget_bytes=limits.budget,
+                peak_bytes=timeline.peak_bytes,
+                host_bytes=timeline.host_bytes,
+                step_us=timeline.step_us,
+                stall_us=timeline.stall_us,
+                recompute_us=timeline.recompute_us,
+            )
+        )

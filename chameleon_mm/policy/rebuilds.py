@@ -1,0 +1,109 @@
+"""The rebuilds of a step for a choice of what is dropped and what is held: when, by which operators, from what.
+
+found = find_rebuilds(recipes, dropped, held)
+for rebuild in found.rebuilds:                     in the order of the step, one for each hook at which anything is made again
+    rebuild.hook, rebuild.ops, rebuild.sources     there: these operators run, in forward's order, from these storages
+found.dropped, found.held                          what of the choice is of use
+
+A rebuild at a dropped storage's first use goes back to what is there: what was there before the step, what autograd saved, what
+is held. What autograd saved and was dropped as well is made again on the way, and stays until its own use. All else is made
+again as a part of the rebuild, and goes within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from chameleon_mm.policy.recipes import Recipes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuild:
+    """What is made again within one hook."""
+
+    hook: int
+    ops: tuple[int, ...]
+    """Operators of forward that run again, in forward's order."""
+    made: tuple[int, ...]
+    """Dropped storages that are there from then on."""
+    passing: tuple[int, ...]
+    """Storages that are made on the way, and go once nothing of this rebuild reads them any more."""
+    sources: tuple[int, ...]
+    """Storages made in the step that it reads and that are there: saved, held, or made again before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilds:
+    """All rebuilds of a step."""
+
+    rebuilds: tuple[Rebuild, ...]
+    dropped: tuple[int, ...]
+    """The dropped storages, by number: those that are not needed again before they could be dropped."""
+    held: tuple[int, ...]
+    """The held ones, by number: those that a rebuild reads."""
+
+
+def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Rebuilds:
+    """Rebuilds where `dropped` and `held` are the choice. What cannot be dropped is not.
+
+    Raises `ValueError` where a rebuild would need what is neither there nor can be made again.
+    """
+    candidates = recipes.candidates
+    first = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
+    use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
+    gone = {j for j in dropped if recipes.makers[j] and j in use}
+    while True:
+        rebuilds = _Walk(recipes, gone, frozenset(held)).rebuilds(sorted(gone, key=lambda j: (use[j], j)), use)
+        too_early = {j for rebuild in rebuilds for j in rebuild.made if rebuild.hook <= first[j]}
+        if not too_early:
+            break
+        gone -= too_early
+    read = {x for rebuild in rebuilds for x in rebuild.sources}
+    return Rebuilds(rebuilds=tuple(rebuilds), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(held))))
+
+
+class _Walk:
+    def __init__(self, recipes: Recipes, dropped: set[int], held: frozenset[int]) -> None:
+        self._recipes = recipes
+        self._dropped = dropped
+        self._held = held
+        self._saved: list[bool] = recipes.saved.tolist()
+        self._built: set[int] = set()
+
+    def rebuilds(self, order: list[int], use: dict[int, int]) -> list[Rebuild]:
+        """One rebuild for each of `order`, dropped storages by their uses, that none before it makes."""
+        return [self._rebuild(j, use[j]) for j in order if j not in self._built]
+
+    def _rebuild(self, target: int, hook: int) -> Rebuild:
+        recipes, built, dropped = self._recipes, self._built, self._dropped
+        seen, ops = {target}, set[int]()
+        sources: dict[int, None] = {}
+        stack = [target]
+        while stack:
+            j = stack.pop()
+            makers = recipes.makers[j]
+            if not makers:
+                raise ValueError(
+                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run again, "
+                    f"got storage {j}, which is none of it; hold it"
+                )
+            ops.update(makers)
+            for x in recipes.inputs[j]:
+                if x in self._held or x in built or (self._saved[x] and x not in dropped):
+                    sources[x] = None
+                elif x not in seen:
+                    seen.add(x)
+                    stack.append(x)
+        beside = {x for o in ops for x in recipes.fresh[o] if x in dropped and x not in built and x not in seen}
+        made = {j for j in seen if j in dropped} | {x for x in beside if ops.issuperset(recipes.makers[x])}
+        built |= made
+        return Rebuild(
+            hook=hook,
+            ops=tuple(sorted(ops)),
+            made=tuple(sorted(made)),
+            passing=tuple(sorted(seen - made)),
+            sources=tuple(sorted(sources)),
+        )

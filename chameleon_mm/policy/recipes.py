@@ -1,0 +1,198 @@
+"""Which storages of a step can be made again, by which operators, from what: as a trace tells it, before anything is chosen.
+
+recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
+recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
+recipes.inputs[j]                       what they read beside it that was made in the step
+recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and rebuilt from what can be had again
+recipes.can_hold[j]                     whether it may be held: unsaved, and there at a hook after it was written
+
+What was there before the step is there at a rebuild too: it is no input here, and an operator that reads what somebody writes
+before the rebuild makes nothing again. A view writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.trace import NEVER, StepPhase, Trace
+from chameleon_mm.trace.replayable import VIEWS, base_name
+from chameleon_mm.trace.trace import Bools, Int64s
+
+ALWAYS = np.iinfo(np.int64).max
+"""Tick after all ticks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recipes:
+    """How each of the m storages of a trace is made. Storages and operators by number, moments by tick."""
+
+    trace: Trace
+    candidates: Candidates
+    row: Int64s
+    """(m,) row of each in `candidates`; -1: it is none."""
+    saved: Bools
+    """(m,) whether autograd saved it, so that it is there at a rebuild, if it is not dropped."""
+    makers: list[tuple[int, ...]]
+    """(m,) operators that wrote it, in order; empty: it was there before the step, or cannot be made again."""
+    inputs: list[tuple[int, ...]]
+    """(m,) storages made in the step that its makers read, beside itself."""
+    fresh: list[tuple[int, ...]]
+    """(n,) storages that each operator of forward makes."""
+    reads: list[tuple[int, ...]]
+    """(n,) storages made in the step that each operator of forward reads or writes to."""
+    order: list[int]
+    """Storages that forward makes, in the order in which they are whole: inputs before what is made of them."""
+    can_drop: Bools
+    can_remake: Bools
+    """(m,) whether its makers may run again as a part of any rebuild that needs it."""
+    needed_until: Int64s
+    """(m,) latest tick at which a rebuild may read it; -1: none does."""
+    can_hold: Bools
+    hold_hook: Int64s
+    """(m,) first hook at which it is whole; the number of hooks: there is none."""
+
+    @classmethod
+    def of(cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = ()) -> Recipes:
+        """Recipes of `trace`. `refused`: storages that may not be dropped. O(ticks + storages)."""
+        return _Finder(trace, names).recipes(refused)
+
+
+class _Finder:
+    """Reads a trace for its recipes."""
+
+    def __init__(self, trace: Trace, names: Collection[str] | None) -> None:
+        self._trace = trace
+        m, n = len(trace.tensor_bytes), len(trace.op_us)
+        self._in_step = trace.tensor_born >= 0
+        bases = [base_name(name) for name in trace.op_names]
+        views = np.array([base in VIEWS for base in bases], np.bool_)
+        admitted = np.array([names is None or base in names for base in bases], np.bool_)
+        self._may_run: Bools = (trace.op_phase == StepPhase.FORWARD) & admitted[trace.op_name]
+        self._read_op = np.repeat(np.arange(n), np.diff(trace.read_offsets))
+        self._read = trace.read_tensors.astype(np.int64)
+        op = np.repeat(np.arange(n), np.diff(trace.write_offsets))
+        written = trace.write_tensors.astype(np.int64)
+        is_view = views[trace.op_name[op]]
+        if is_view.any():
+            keys = np.unique(
+                self._read_op[views[trace.op_name[self._read_op]]] * m + self._read[views[trace.op_name[self._read_op]]]
+            )
+            is_view = is_view & np.isin(op * m + written, keys)
+        self._write_op, self._written = op[~is_view], written[~is_view]
+        self._write_tick = trace.op_tick[self._write_op].astype(np.int64)
+        self._last_write = np.full(m, NEVER, np.int64)
+        self._last_write[self._written] = self._write_tick  # ticks rise: the last one assigned stays
+        first_write = np.full(m, NEVER, np.int64)
+        first_write[self._written[::-1]] = self._write_tick[::-1]
+        self._is_fresh = (first_write[self._written] == self._write_tick) & (
+            trace.tensor_born[self._written] == self._write_tick
+        )
+        self._valid_until = self._inputs_stay_until()
+
+    def _inputs_stay_until(self) -> Int64s:
+        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one at
+        once. What it reads and writes itself is not in it, unless it was there before the step."""
+        trace, m = self._trace, len(self._trace.tensor_bytes)
+        keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
+        tick = trace.op_tick[self._read_op].astype(np.int64)
+        # From its own tick on for what was there before: a write by the operator itself is one, too.
+        wanted = self._read * (trace.num_ticks + 1) + tick + self._in_step[self._read]
+        at = np.searchsorted(keys, wanted)
+        found = np.append(keys, ALWAYS)[at]
+        next_tick = np.where(found // (trace.num_ticks + 1) == self._read, found % (trace.num_ticks + 1), ALWAYS)
+        next_tick[(next_tick < ALWAYS) & self._in_step[self._read]] = -1
+        own = np.isin(self._read_op * m + self._read, self._write_op * m + self._written) & self._in_step[self._read]
+        until = np.full(len(trace.op_us), ALWAYS, np.int64)
+        np.minimum.at(until, self._read_op[~own], next_tick[~own])
+        return until
+
+    def recipes(self, refused: Collection[int]) -> Recipes:
+        trace, m = self._trace, len(self._trace.tensor_bytes)
+        candidates = Candidates.of(trace)
+        row = np.full(m, -1, np.int64)
+        row[candidates.tensor] = np.arange(len(candidates))
+        saves = np.flatnonzero(~trace.hook_use & (trace.hook_tensor >= 0))[::-1]
+        first_save = np.full(m, NEVER, np.int64)
+        first_save[trace.hook_tensor[saves]] = trace.hook_tick[saves]
+        saved = (first_save != NEVER) & self._in_step
+        makers, inputs, reads, fresh, stays = self._by_storage()
+        hold_hook = np.searchsorted(trace.hook_tick, self._last_write, side="right")
+        there = np.append(trace.hook_tick, trace.num_ticks + 1)[hold_hook] <= trace.tensor_dies
+        can_hold = self._in_step & ~saved & there & (self._last_write != NEVER) & (trace.tensor_bytes > 0)
+        order = [j for j in np.argsort(self._last_write, kind="stable").tolist() if makers[j]]
+        use_tick = np.full(m, -1, np.int64)
+        droppable = (row >= 0) & (self._last_write < first_save) & (stays >= 0)
+        droppable[[j for j in refused if 0 <= j < m]] = False
+        use_tick[candidates.tensor] = trace.hook_tick[candidates.use]
+        droppable &= stays > use_tick
+        needed_until = np.where(droppable, use_tick, -1).tolist()
+        stays_list, saved_list = stays.tolist(), saved.tolist()
+        droppable_list, hold_list = droppable.tolist(), can_hold.tolist()
+        for j in reversed(order):
+            if needed_until[j] >= 0:
+                for x in inputs[j]:
+                    if not saved_list[x] and needed_until[x] < needed_until[j]:
+                        needed_until[x] = needed_until[j]
+        remake = [False] * m
+        for j in order:
+            had = all(saved_list[x] or hold_list[x] or remake[x] for x in inputs[j])
+            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j]
+            droppable_list[j] = droppable_list[j] and had
+        droppable &= np.array(droppable_list, np.bool_)
+        droppable[[j for j in range(m) if not makers[j]]] = False
+        return Recipes(
+            trace=trace,
+            candidates=candidates,
+            row=row,
+            saved=saved,
+            makers=makers,
+            inputs=inputs,
+            fresh=fresh,
+            reads=reads,
+            order=order,
+            can_drop=droppable,
+            can_remake=np.array(remake, np.bool_),
+            needed_until=np.array(needed_until, np.int64),
+            can_hold=can_hold,
+            hold_hook=hold_hook,
+        )
+
+    def _by_storage(
+        self,
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
+        """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
+        makers of a storage read is written; -1: it cannot be made again."""
+        trace, m, n = self._trace, len(self._trace.tensor_bytes), len(self._trace.op_us)
+        over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
+        # An operator that writes to what was there before it makes nothing again but that.
+        good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)
+        stays = np.full(m, ALWAYS, np.int64)
+        np.minimum.at(stays, self._written, np.where(good, self._valid_until[self._write_op], -1))
+        whole = np.zeros(m, np.bool_)
+        whole[self._written[self._is_fresh]] = True
+        stays[~whole | ~self._in_step] = -1
+        makers: list[list[int]] = [[] for _ in range(m)]
+        made_of: list[list[int]] = [[] for _ in range(n)]
+        fresh: list[list[int]] = [[] for _ in range(n)]
+        may_run, in_step = self._may_run.tolist(), self._in_step.tolist()
+        for o, x in zip(self._read_op.tolist(), self._read.tolist(), strict=True):
+            if may_run[o] and in_step[x]:
+                made_of[o].append(x)
+        can = (stays >= 0).tolist()
+        for o, j, new in zip(self._write_op.tolist(), self._written.tolist(), self._is_fresh.tolist(), strict=True):
+            if new:
+                fresh[o].append(j)
+            elif may_run[o] and in_step[j]:
+                made_of[o].append(j)
+            if can[j]:
+                makers[j].append(o)
+        inputs = [
+            tuple(dict.fromkeys(x for o in made_by for x in made_of[o] if x != j)) if made_by else ()
+            for j, made_by in enumerate(makers)
+        ]
+        reads = [tuple(dict.fromkeys(read)) for read in made_of]
+        return [tuple(made_by) for made_by in makers], inputs, reads, [tuple(new) for new in fresh], stays

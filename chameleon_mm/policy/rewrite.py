@@ -1,0 +1,273 @@
+"""A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
+
+rewritten = RewrittenTrace.of(recipes, dropped, held)
+rewritten.trace              a dropped storage dies at its first idle hook; what makes it again runs right after a hook of backward
+rewritten.hook_of[k]         number there of hook k of the step
+rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
+rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
+
+hook k of the step           rewritten
+use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
+                             uses       of what the rebuild reads and was not used before: a hook for each
+                             operators  of the rebuild, as operators of backward
+next tick                    next tick
+
+So all that happens at hook k happens before the rebuild's operators run, which belong to tick k as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from chameleon_mm.policy.action_columns import ActionColumns
+from chameleon_mm.policy.memory import Candidates
+from chameleon_mm.policy.plan import Action
+from chameleon_mm.policy.rebuilds import Rebuilds, find_rebuilds
+from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
+from chameleon_mm.trace.trace import Int32s, Int64s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewrittenTrace:
+    """A step with rebuilds in it. Its storages have the numbers that they have in the step; those made again come after."""
+
+    trace: Trace
+    rebuilds: Rebuilds
+    tick_of: Int64s
+    """(ticks of the step,) number of each in the rewritten trace; what was inserted into one follows it."""
+    hook_of: Int64s
+    """(hooks of the step,) number of each in the rewritten trace."""
+    origin: Int64s
+    """(hooks,) number in the step of the hook that each belongs to."""
+    made_at: dict[int, int]
+    """By dropped storage: the hook of the step at which it is made again."""
+    recompute_us: float
+    """Time of the operators that run again."""
+
+    @classmethod
+    def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
+        """Rewrite `recipes.trace`. Raises as `find_rebuilds` does. O(ticks + storages + operators that run again)."""
+        rebuilds = find_rebuilds(recipes, dropped, held)
+        return _Writer(recipes, rebuilds).rewritten()
+
+    def to_step(self, moves: ActionColumns) -> ActionColumns:
+        """The moves in the step's hooks."""
+        return replace(
+            moves,
+            out_at=self.origin[moves.out_at],
+            reclaim_at=self.origin[moves.reclaim_at],
+            in_at=self.origin[moves.in_at],
+            use_at=self.origin[moves.use_at],
+        )
+
+    def from_step(self, moves: ActionColumns, use_at: Int64s) -> ActionColumns:
+        """Moves of the step in this trace's hooks, `use_at` being where here each is used: at a hook of the step a copy back
+        for a later use is queued after what the rebuild there needs."""
+        last = np.append(self.hook_of[1:], len(self.origin)) - 1
+        on_demand = moves.in_at == moves.use_at
+        return replace(
+            moves,
+            out_at=self.hook_of[moves.out_at],
+            reclaim_at=self.hook_of[moves.reclaim_at],
+            in_at=np.where(on_demand, use_at, last[moves.in_at]),
+            use_at=use_at,
+        )
+
+    def moves_of(self, swaps: Sequence[Action]) -> ActionColumns:
+        """Actions of the step as moves here. Raises `ValueError` for one of a storage that is no candidate here."""
+        candidates = Candidates.of(self.trace)
+        use = np.full(len(self.trace.tensor_bytes), -1, np.int64)
+        use[candidates.tensor] = candidates.use
+        tensors = np.array([action.tensor for action in swaps], np.int64)
+        if (use[tensors] < 0).any():
+            wrong = tensors[(use[tensors] < 0).argmax()]
+            raise ValueError(f"plan, tensor {wrong}: expected a candidate, got another; make a plan for this trace")
+        return self.from_step(ActionColumns.of(swaps, self.trace), use[tensors])
+
+    def by_tick(self, values: Int64s) -> Int64s:
+        """(ticks of the step,) the largest of `values`, one for each tick here, that belong to each tick of the step."""
+        return np.maximum.reduceat(values, self.tick_of) if len(self.tick_of) else values
+
+
+class _Writer:
+    """Writes one rewritten trace: what is inserted after each tick first, and then the columns."""
+
+    def __init__(self, recipes: Recipes, rebuilds: Rebuilds) -> None:
+        self._recipes = recipes
+        self._rebuilds = rebuilds
+        self._old = recipes.trace
+        self._held = frozenset(rebuilds.held)
+        self._dropped = frozenset(rebuilds.dropped)
+        use = np.full(len(recipes.row), -1, np.int64)
+        last_use = np.full(len(recipes.row), -1, np.int64)
+        use[recipes.candidates.tensor] = recipes.candidates.use
+        last_use[recipes.candidates.tensor] = recipes.candidates.last_use
+        self._use, self._last_use = use.tolist(), last_use.tolist()
+        self._hooks = self._inserted_hooks()
+        counts = np.zeros(self._old.num_ticks + 1, np.int64)
+        for hooks, rebuild in zip(self._hooks, rebuilds.rebuilds, strict=True):
+            counts[self._old.hook_tick[rebuild.hook]] = len(hooks) + len(rebuild.ops)
+        self._end = np.arange(self._old.num_ticks + 1) + np.cumsum(counts)
+        """(ticks + 1,) last tick here of each tick of the step."""
+        self._tick_of: Int64s = np.append(0, self._end[:-1] + 1)[: self._old.num_ticks]
+
+    def _inserted_hooks(self) -> list[list[int]]:
+        """Storages used by hooks of their own in each rebuild: those that it brings before their own first use or keeps beyond
+        their last, and those that are held."""
+        first_read: dict[int, int] = {}
+        last_read: dict[int, int] = {}
+        for i, rebuild in enumerate(self._rebuilds.rebuilds):
+            for x in rebuild.sources:
+                first_read.setdefault(x, i)
+                last_read[x] = i
+        hooks = []
+        for i, rebuild in enumerate(self._rebuilds.rebuilds):
+            here = []
+            for x in rebuild.sources:
+                swappable = x in self._held or (self._use[x] >= 0 and x not in self._dropped)
+                early = first_read[x] == i and (x in self._held or rebuild.hook < self._use[x])
+                late = last_read[x] == i and rebuild.hook > self._last_use[x]
+                if swappable and (early or late):
+                    here.append(x)
+            hooks.append(here)
+        return hooks
+
+    def rewritten(self) -> RewrittenTrace:
+        old, recipes = self._old, self._recipes
+        tensors = self._old_tensors()
+        again, op_rows, hook_rows, made_at = self._insert(tensors)
+        ops = np.array(op_rows, np.int64).reshape(-1, 2)
+        hooks = np.array(hook_rows, np.int64).reshape(-1, 3)
+        op_tick = np.concatenate((self._tick_of[old.op_tick], ops[:, 1]))
+        op_order = np.argsort(op_tick, kind="stable")
+        op_from = np.concatenate((np.arange(len(old.op_us)), ops[:, 0]))[op_order]
+        phase = np.concatenate((old.op_phase, np.full(len(ops), StepPhase.BACKWARD, np.uint8)))[op_order]
+        hook_tick = np.concatenate((self._tick_of[old.hook_tick], hooks[:, 1]))
+        hook_order = np.argsort(hook_tick, kind="stable")
+        num_hooks = len(old.hook_tick)
+        hook_of = np.empty(len(hook_tick), np.int64)
+        hook_of[hook_order] = np.arange(len(hook_tick))
+        origin = np.concatenate((np.arange(num_hooks), hooks[:, 2]))[hook_order]
+        self._finish_tensors(tensors, hook_of[:num_hooks])
+        for name, values in again.items():
+            tensors[name] = np.concatenate((tensors[name], np.array(values, np.int64)))
+        none = np.zeros(len(hooks), np.uint64)
+        trace = Trace(
+            device=old.device,
+            simulated=old.simulated,
+            start_bytes=old.start_bytes,
+            op_names=old.op_names,
+            op_name=old.op_name[op_from],
+            op_content=old.op_content[op_from],
+            op_phase=phase,
+            op_us=old.op_us[op_from],
+            op_tick=op_tick[op_order].astype(np.int32),
+            **_ragged("read", old.read_offsets, old.read_tensors, op_from),
+            **_ragged("write", old.write_offsets, old.write_tensors, op_from),
+            op_inner_bytes=old.op_inner_bytes[op_from],
+            tensor_bytes=tensors["bytes"],
+            tensor_kind=tensors["kind"].astype(np.uint8),
+            **{f"tensor_{name}": tensors[name].astype(np.int32) for name in ("born", "released", "sendable", "dies")},
+            hook_tick=hook_tick[hook_order].astype(np.int32),
+            hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
+            hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
+            hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
+            fingerprint=old.fingerprint,
+        )
+        return RewrittenTrace(
+            trace=trace,
+            rebuilds=self._rebuilds,
+            tick_of=self._tick_of,
+            hook_of=hook_of[:num_hooks],
+            origin=origin,
+            made_at=made_at,
+            recompute_us=float(old.op_us[ops[:, 0]].sum()) if len(ops) else 0.0,
+        )
+
+    def _old_tensors(self) -> dict[str, Any]:
+        """Columns of the step's storages, moments in the rewritten trace's ticks, but hooks still in the step's."""
+        old = self._old
+        born, released = old.tensor_born.astype(np.int64), old.tensor_released.astype(np.int64)
+        tick_of = np.append(self._tick_of, self._end[-1])
+        return {
+            "bytes": old.tensor_bytes,
+            "kind": old.tensor_kind.astype(np.int64),
+            "born": np.where(born >= 0, tick_of[born], born),
+            "released": np.where(released >= 0, self._end[released], released),
+            "sendable": old.tensor_sendable.astype(np.int64),
+            "dies": np.where(old.tensor_dies >= 0, self._end[old.tensor_dies], old.tensor_dies),
+        }
+
+    def _insert(
+        self, tensors: dict[str, Any]
+    ) -> tuple[dict[str, list[int]], list[tuple[int, int]], list[tuple[int, int, int]], dict[int, int]]:
+        """Storages that are made again, as columns; inserted operators, (operator, tick); inserted hooks, (storage, tick, hook
+        of the step); and at which hook of the step each dropped storage is made again."""
+        old, recipes = self._old, self._recipes
+        nbytes, dies = old.tensor_bytes.tolist(), tensors["dies"]
+        again: dict[str, list[int]] = {name: [] for name in tensors}
+        op_rows: list[tuple[int, int]] = []
+        hook_rows: list[tuple[int, int, int]] = []
+        made_at: dict[int, int] = {}
+        second: dict[int, int] = {}
+        tick_of_hook = self._tick_of[old.hook_tick].tolist()
+        for hooks, rebuild in zip(self._hooks, self._rebuilds.rebuilds, strict=True):
+            tick = tick_of_hook[rebuild.hook]
+            for x in hooks:
+                tick += 1
+                hook_rows.append((x, tick, rebuild.hook))
+            last_read: dict[int, int] = {}
+            for at, o in enumerate(rebuild.ops, tick + 1):
+                op_rows.append((o, at))
+                last_read.update(dict.fromkeys(recipes.reads[o], at))
+            end = tick + len(rebuild.ops)
+            made, passing = set(rebuild.made), set(rebuild.passing)
+            for at, o in enumerate(rebuild.ops, tick + 1):
+                for x in recipes.fresh[o]:
+                    if x in made:
+                        second[x] = len(again["bytes"])
+                        made_at[x] = rebuild.hook
+                        until = max(int(dies[x]), end)
+                    else:
+                        until = max(at, last_read.get(x, at)) if x in passing else at
+                    for name, value in (
+                        ("bytes", nbytes[x]), ("kind", TensorKind.TEMPORARY), ("born", at), ("released", NEVER),
+                        ("sendable", NEVER), ("dies", until),
+                    ):  # fmt: skip
+                        again[name].append(value)
+            for x in rebuild.sources:
+                if x in second:
+                    again["dies"][second[x]] = max(again["dies"][second[x]], end)
+                else:
+                    dies[x] = max(int(dies[x]), end)
+        return again, op_rows, hook_rows, made_at
+
+    def _finish_tensors(self, tensors: dict[str, Any], hook_of: Int64s) -> None:
+        """Hooks in the rewritten trace's numbers, and what the choice makes of dropped storages and held ones."""
+        old, recipes = self._old, self._recipes
+        sendable = tensors["sendable"]
+        known = sendable >= 0
+        sendable[known] = hook_of[sendable[known]]
+        dropped = np.array(self._rebuilds.dropped, np.int64)
+        first = recipes.candidates.first[recipes.row[dropped]]
+        tensors["dies"][dropped] = self._tick_of[old.hook_tick[first]] - 1
+        tensors["released"][dropped] = NEVER
+        sendable[dropped] = NEVER
+        held = np.array(self._rebuilds.held, np.int64)
+        natural = old.tensor_dies[held].astype(np.int64)
+        tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
+        sendable[held] = hook_of[recipes.hold_hook[held]]
+        tensors["kind"][held] = TensorKind.ACTIVATION
+
+
+def _ragged(name: str, offsets: Int64s, values: Int32s, rows: Int64s) -> dict[str, Any]:
+    """Columns of the ragged rows `rows`, in that order."""
+    lengths = np.diff(offsets)[rows]
+    new = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+    index = np.arange(new[-1]) - np.repeat(new[:-1] - offsets[:-1][rows], lengths)
+    return {f"{name}_offsets": new, f"{name}_tensors": values[index]}

@@ -36,6 +36,7 @@ from chameleon_mm.report import Peak, PeakWatch, SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for
+from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.units import MIB, format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -85,7 +86,9 @@ class SwapSession:
     ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
-    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `verify` checksums what goes
+    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper
+    to make again than to move, each storage only after it was made again bit for bit beside the original; off, they only swap.
+    `verify` checksums what goes
     out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of
     the budget, from 16 KiB to 16 MiB, for as long as the session is there.
 
@@ -109,6 +112,7 @@ class SwapSession:
         codecs: Sequence[str] = (),
         verify: bool = False,
         plans: bool = True,
+        recompute: bool = True,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -117,7 +121,7 @@ class SwapSession:
             check_type("model", model, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
         if thresholds is not None:
             check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
-        for name, switch in (("verify", verify), ("plans", plans)):
+        for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
         known_codecs = codecs_by_name(codecs)
         if pool is not None and host is not None:
@@ -137,7 +141,10 @@ class SwapSession:
             verify=verify,
         )
         link_cost = link_cost_for(self.device)
-        self._adaptation = plan_steps(self._executor, self.pool, model=model, link_cost=link_cost) if plans else None
+        replayable = replayable_on(self.device) if recompute else frozenset[str]()
+        self._adaptation = (
+            plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
+        )
         # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
         self._save = torch.compiler.disable(self._executor.save)
         self._use = torch.compiler.disable(self._executor.use)

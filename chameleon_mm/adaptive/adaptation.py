@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from time import perf_counter
 from typing import NamedTuple
 
@@ -117,7 +117,8 @@ class Adaptation:
     """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link; `host_budget` how much pinned memory there may be.
+    is known of the link; `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
+    that may run again, and nothing is recomputed where it is empty.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Adaptation:
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
+        replayable: frozenset[str] = frozenset(),
     ) -> None:
         self.phase = PlanPhase.PROFILE
         self.detailed_steps = 0
@@ -146,6 +148,8 @@ class Adaptation:
         self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
+        self._replayable = replayable
+        self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recordings gave no plan."""
@@ -225,7 +229,8 @@ class Adaptation:
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
-            planned = PlannedStep(record, there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
+            trace = there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER})
+            planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
             self._add_plans(planned)
             self.steps.put(record, planned)
             self.latest = planned
@@ -261,6 +266,8 @@ class Adaptation:
                     lag_us=planned.lag_us or 0.0,
                     at_most=at_most,
                     drafts=DRAFTS,
+                    recompute=planned.replayable,
+                    refused=planned.refused,
                 )
                 break
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
@@ -271,6 +278,13 @@ class Adaptation:
         self.planning_us += (perf_counter() - began) * 1e6
 
     # --- what steps teach
+
+    def ban(self, operators: Collection[str]) -> None:
+        """Have no plan run these operators again."""
+        self._banned.update(operators)
+        for entry in self.steps.entries():
+            if entry.plan is not None and entry.plan.has_new_refusals():
+                self._add_plans(entry.plan)
 
     def needs_more(self, planned: PlannedStep, extra_bytes: int) -> bool:
         """Whether the step's plans have to be made again, as its first hook finds that many bytes more on the device than its
@@ -289,7 +303,7 @@ class Adaptation:
             extra = planned.extra | step.extra
         if extra is not None:
             planned.reset_for(extra)
-        if planned.learn_inner_memory(step.unused, self._spare_bytes) or extra is not None:
+        if planned.learn_inner_memory(step.unused, self._spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
 
     def _learn_times(self) -> None:

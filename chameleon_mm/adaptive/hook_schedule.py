@@ -3,14 +3,15 @@
 schedule = HookSchedule.of(trace, plan)
 schedule.storage_actions           # action of the storage that a hook saves first, by hook; of others nothing is known
 schedule.growth[hook]              # how much more is allocated at most until the next check of memory
+schedule.held                      # what nobody saves and is held, by where in the step it is born
 cursor = schedule.begin_step()
-cursor.advance_to(hook)            # reclaims, outs and ins of all hooks since the last one that was reached
+cursor.advance_to(hook)            # reclaims, outs, ins and drops of all hooks since the last one that was reached
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
 from chameleon_mm.policy.action_columns import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, ActionColumns, PlannedMemory, in_order
 from chameleon_mm.policy.planned_rewrite import rewritten_for
 from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.profiler.call_watch import BirthPlace
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 
@@ -31,6 +33,8 @@ class DueActions(NamedTuple):
     """Storages to reclaim: whole ones first."""
     outs: list[Action]
     ins: list[Action]
+    drops: list[Action]
+    """Storages to drop, which are made again."""
 
 
 _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
@@ -47,9 +51,14 @@ class HookSchedule:
         due: dict[int, DueActions],
         growth: Sequence[int],
         allocated_bytes: Int64s,
+        held: Mapping[BirthPlace, int],
     ) -> None:
         """`due`: what is due, by hook, the first hook first. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
+        self.held_actions = {action.tensor: action for action in plan.swaps if action.tensor in set(held.values())}
+        """Actions of those that are swapped meanwhile, by number."""
+        self.held = held
+        """Numbers of the storages that nobody saves and that are held, by where they are written."""
         self.allocated_bytes = allocated_bytes
         """(ticks,) most bytes allocated during each tick."""
         self.growth = growth
@@ -68,7 +77,7 @@ class HookSchedule:
                 f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
                 f"plan for this trace"
             )
-        actions = {action.tensor: action for action in plan.swaps}
+        actions = {action.tensor: action for action in plan.swaps + plan.recomputed}
         storage_actions: dict[int, StorageAction] = {}
         seen: set[int] = set()
         for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):
@@ -80,10 +89,18 @@ class HookSchedule:
         due: dict[int, DueActions] = {}
         for hook, kind, j in zip(*(column.tolist() for column in in_order(moves)), strict=True):
             if kind != USE:
-                due.setdefault(hook, DueActions([], [], []))[_COLUMN[kind]].append(swaps[j])
+                due.setdefault(hook, DueActions([], [], [], []))[_COLUMN[kind]].append(swaps[j])
+        for action in plan.recomputed:
+            due.setdefault(action.reclaim_at, DueActions([], [], [], [])).drops.append(action)
         in_reach = moves.take(np.flatnonzero(moves.use_at < plan.num_hooks))  # of a wrong plan: the others never come
-        allocated, growth = _memory_of_rebuilds(trace, plan) if len(swaps) < len(plan.actions) else _memory(trace, in_reach)
-        return cls(plan, storage_actions, due, growth.tolist(), allocated)
+        held: dict[BirthPlace, int] = {}
+        if len(swaps) < len(plan.actions):
+            recipes = Recipes.of(trace, None)
+            allocated, growth = _memory_of_rebuilds(recipes, plan)
+            held = _birth_places(recipes, plan)
+        else:
+            allocated, growth = _memory(trace, in_reach)
+        return cls(plan, storage_actions, dict(sorted(due.items())), growth.tolist(), allocated, held)
 
     def begin_step(self) -> ScheduleCursor:
         return ScheduleCursor(self._hooks, self._due)
@@ -96,14 +113,30 @@ def _memory(trace: Trace, moves: ActionColumns) -> tuple[Int64s, Int64s]:
     return allocated, memory.growth_until_next_check(moves, allocated)
 
 
-def _memory_of_rebuilds(trace: Trace, plan: SwapPlan) -> tuple[Int64s, Int64s]:
+def _memory_of_rebuilds(recipes: Recipes, plan: SwapPlan) -> tuple[Int64s, Int64s]:
     """The same for a plan that recomputes: what a rebuild takes belongs to the hook at which it is."""
-    rewritten = rewritten_for(Recipes.of(trace, None), plan)
+    rewritten = rewritten_for(recipes, plan)
     moves = rewritten.moves_of(plan.swaps)
     memory = PlannedMemory(rewritten.trace, memory_curve(rewritten.trace), rewritten.hook_of)
     allocated = memory.allocated(moves)
     growth = memory.growth_until_next_check(moves, allocated)
     return rewritten.by_tick(allocated), growth[rewritten.hook_of]
+
+
+def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
+    """Where what is held is written last: by then it is what rebuilds read."""
+    trace, places = recipes.trace, {}
+    for action in plan.held:
+        op = recipes.makers[action.tensor][-1]
+        tick = int(trace.op_tick[op])
+        hooks = int(np.searchsorted(trace.hook_tick, tick))
+        since = 0 if hooks == 0 else int(trace.hook_tick[hooks - 1])
+        first = int(np.searchsorted(trace.op_tick, since))
+        same_name = int((trace.op_name[first : op + 1] == trace.op_name[op]).sum())
+        written = trace.write_tensors[trace.write_offsets[op] : trace.write_offsets[op + 1]].tolist()
+        place = BirthPlace(hooks, trace.op_names[trace.op_name[op]], same_name, written.index(action.tensor))
+        places[place] = action.tensor
+    return places
 
 
 class ScheduleCursor:

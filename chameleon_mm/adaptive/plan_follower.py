@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,8 @@ from chameleon_mm.executor.budget import Budget, PlanForecast
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import LinkCost
+from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.policy import ActionKind, LinkCost, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
@@ -39,7 +40,7 @@ from chameleon_mm.saved.state import State
 _NONE = -1
 """In place of a hook of the cached step: none of them."""
 
-_NOTHING_DUE = DueActions([], [], [])
+_NOTHING_DUE = DueActions([], [], [], [])
 
 
 class PlanFollower(Director):
@@ -61,6 +62,13 @@ class PlanFollower(Director):
         """The step cache; None outside of steps."""
         self._recorder: Recorder | None = None
         self._forget_step()
+
+    @property
+    def recompute(self) -> RecomputePlan | None:
+        return None if self.followed is None else self.followed.recompute
+
+    def ban(self, operators: Collection[str]) -> None:
+        self.adaptation.ban(operators)
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         recorder = self.adaptation.begin_step(compute)
@@ -167,6 +175,11 @@ class PlanFollower(Director):
             self._note_sendable(self._recorder, finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
+
+    def note_held(self, saved: SavedStorage, number: int) -> None:
+        if self._schedule is not None:
+            saved.assign(StorageAction(number, self._schedule.held_actions.get(number)))
+            self._storages[number] = saved
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:
@@ -312,8 +325,9 @@ class PlanFollower(Director):
         due, self._due = self._due, _NOTHING_DUE
         if due is _NOTHING_DUE and not finished:
             return NOTHING_DUE
-        reclaims, outs, ins = due
+        reclaims, outs, ins, drops = due
         storages = self._storages
+        to_drop = [storages[a.tensor] for a in drops if a.tensor in storages] if drops else []
         swap_outs: list[tuple[SavedStorage, int | None]] = []
         for a in outs:
             if a.tensor in storages:
@@ -322,19 +336,27 @@ class PlanFollower(Director):
             if saved.planned is None:
                 swap_outs.append((saved, None))
             elif saved.planned.action is not None and saved.planned.action.out_at <= self._reached:
-                swap_outs.append((saved, saved.planned.action.nbytes))
+                if saved.planned.action.kind is not ActionKind.RECOMPUTE:
+                    swap_outs.append((saved, saved.planned.action.nbytes))
+                elif saved not in to_drop:
+                    to_drop.append(saved)
         to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
-        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches)
+        return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)
 
 
 def plan_steps(
-    executor: Executor, pool: PinnedPool, *, model: nn.Module | None = None, link_cost: LinkCost | None = None
+    executor: Executor,
+    pool: PinnedPool,
+    *,
+    model: nn.Module | None = None,
+    link_cost: LinkCost | None = None,
+    replayable: frozenset[str] = frozenset(),
 ) -> Adaptation:
     """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
 
     Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
-    timed.
+    timed. `replayable`: base names of operators that may run again.
     """
     me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
     device = executor.device
@@ -348,6 +370,7 @@ def plan_steps(
             model=model,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
+        replayable=replayable,
         link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
     )
     executor.director = PlanFollower(adaptation)

@@ -22,9 +22,11 @@ import numpy as np
 
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
+from chameleon_mm.executor.recomputing import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
+from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times
 from chameleon_mm.units import allocated_size
@@ -76,12 +78,18 @@ class PlanTrial:
     """A plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
     storage."""
 
-    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "schedule", "time", "times_us")
+    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "recompute", "schedule", "time", "times_us")
 
     def __init__(
-        self, schedule: HookSchedule, predicted_out_us: Mapping[int, float], predicted_in_us: Mapping[int, float]
+        self,
+        schedule: HookSchedule,
+        predicted_out_us: Mapping[int, float],
+        predicted_in_us: Mapping[int, float],
+        recompute: RecomputePlan | None,
     ) -> None:
         self.schedule = schedule
+        self.recompute = recompute
+        """What is made again, for the executor; None: nothing."""
         self.predicted_out_us = predicted_out_us
         self.predicted_in_us = predicted_in_us
         self.times_us: list[float] = []
@@ -109,8 +117,19 @@ class PlanTrial:
 class PlannedStep:
     """A step that has a trace, its plans and their trials. Not thread-safe."""
 
-    def __init__(self, record: StepRecord, trace: Trace) -> None:
+    def __init__(
+        self, record: StepRecord, trace: Trace, *, admitted: frozenset[str] = frozenset(), banned: set[str] | None = None
+    ) -> None:
+        """`admitted`: base names of operators that may run again; `banned`: those that may not, after all."""
         self.record = record
+        self.admitted = admitted
+        self.banned = set() if banned is None else banned
+        self.proven: set[int] = set()
+        """Numbers of the storages that were made again bit for bit, beside their originals."""
+        self.refused: dict[int, Refusal] = {}
+        """Numbers of the storages that cannot be made again, and why."""
+        self._planned_without: tuple[int, int] = (0, 0)
+        """How many were refused, and how many operators banned, when plans were made."""
         self.matcher = Matcher(record)
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
@@ -142,6 +161,21 @@ class PlannedStep:
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
 
+    # --- what may be made again
+
+    @property
+    def replayable(self) -> frozenset[str]:
+        """Base names of the operators that may run again."""
+        return self.admitted - self.banned
+
+    def has_new_refusals(self) -> bool:
+        """Whether plans rely on something that cannot be made again, as was found since they were made. Forgets them then."""
+        known, self._planned_without = self._planned_without, (len(self.refused), len(self.banned))
+        if known == self._planned_without or all(trial.recompute is None for trial in self.trials):
+            return False
+        self.reset_for(self.extra)
+        return True
+
     # --- plans
 
     @property
@@ -164,7 +198,20 @@ class PlannedStep:
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
         for plan in new:
-            self.trials.append(PlanTrial(HookSchedule.of(self.trace, plan), *_stalls(self.trace, plan, link)))
+            schedule = HookSchedule.of(self.trace, plan)
+            self.trials.append(PlanTrial(schedule, *_stalls(self.trace, plan, link), self._recompute_plan(schedule)))
+
+    def _recompute_plan(self, schedule: HookSchedule) -> RecomputePlan | None:
+        dropped = schedule.plan.recomputed
+        if not dropped:
+            return None
+        return RecomputePlan(
+            admitted=self.admitted,
+            held=schedule.held,
+            proven=self.proven,
+            refused=self.refused,
+            banned=self.banned,
+        )
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
         """Add the time of a step that followed `trial`, one of these, hook for hook."""
@@ -182,6 +229,7 @@ class PlannedStep:
         plan, predicted_us = current.schedule.plan, self.trace.duration_us
         copies_us = plan.head_copy_us(predicted_us)  # no operator's
         took_us = median(current.busy_us) - copies_us
+        predicted_us += plan.recompute_us
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 
     def learn_stalls(self) -> bool:

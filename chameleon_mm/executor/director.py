@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,9 @@ class Director:
         """What is made again in the step that has begun; None: nothing."""
         return None
 
+    def ban(self, operators: Collection[str]) -> None:
+        """Note operators that are not to run again: an audit found that they give other bits. Called between steps."""
+
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         """Begin a step, whose storages are of that epoch. Returns what is to record it; None: nothing."""
         return None
@@ -79,7 +82,8 @@ class Director:
         has these hooks checks memory here and at the last such check, whatever its plan."""
 
     def note_held(self, saved: SavedStorage, number: int) -> None:
-        """Note that `saved`, which nobody saved, is held for what is made again from it. `number`: as in `RecomputePlan.held`."""
+        """Note that `saved`, which autograd did not save, is held for what is made again from it. `number`: as in
+        `RecomputePlan.held`."""
 
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds the bytes of `saved`, which is used now."""

@@ -273,6 +273,8 @@ class Executor:
                 self.budget.begin_step()
             compute = self.device.current_stream()
             self.metrics.begin_step(compute, timed=timed)
+            if banned := self.recomputing.read_audits():
+                self.director.ban(banned)
             recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
             recompute = self.director.recompute if recorder is None else None
             watch = self.recomputing.begin(recompute, partial(_before_write, weakref.ref(self)))

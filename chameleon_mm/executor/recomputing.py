@@ -50,8 +50,6 @@ class RecomputePlan:
     """Base names of the operators that may run again."""
     held: Mapping[BirthPlace, int]
     """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
-    last_drop: int
-    """Last hook at which a storage is dropped."""
     proven: set[int] = field(default_factory=set)
     """Numbers of the storages that a recipe at their place has made bit for bit."""
     refused: dict[int, Refusal] = field(default_factory=dict)
@@ -79,6 +77,7 @@ class Recomputing:
         self._audits: list[tuple[Tensor, list[str], int | None]] = []
         """Audits of this step: whether any bit differed, on the device; operators, and the plan's number of the storage."""
         self._audit_due = False
+        self._warned: set[str] = set()
 
     # --- the step
 
@@ -97,20 +96,19 @@ class Recomputing:
         self._held.clear()
         self._snapshots.clear()
 
-    def read_audits(self, ban: Callable[[str], bool]) -> None:
-        """Read what the audits of the steps so far found; waits for the device. `ban` notes an operator, and returns whether it
-        is new."""
+    def read_audits(self) -> list[str]:
+        """Operators that the audits of the steps so far found to give other bits; waits for the device."""
         audits, self._audits = self._audits, []
-        for differs, operators, _ in audits:
-            if not bool(differs.item()):
-                continue
-            for operator in dict.fromkeys(operators):
-                if ban(operator):
-                    _log.warning(
-                        "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or "
-                        "something that nobody told of had written to its result",
-                        operator,
-                    )
+        differing = [operator for differs, operators, _ in audits if bool(differs.item()) for operator in operators]
+        new = [operator for operator in dict.fromkeys(differing) if operator not in self._warned]
+        self._warned.update(new)
+        for operator in new:
+            _log.warning(
+                "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or something "
+                "that nobody told of had written to its result",
+                operator,
+            )
+        return new
 
     # --- what the hooks tell
 

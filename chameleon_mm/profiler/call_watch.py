@@ -45,9 +45,18 @@ _RUNNING, _TRAINING = slice(3, 5), 5
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
-BirthPlace = tuple[int, str, int]
-"""Where in a step an operator made a storage: the number of hooks before it, its name, and how many operators of that name ran
-since the last hook."""
+
+class BirthPlace(NamedTuple):
+    """Where in a step a storage was written."""
+
+    hooks: int
+    """Number of hooks before the operator that wrote it."""
+    operator: str
+    """Name of that operator, with its overload."""
+    same_name: int
+    """Number of operators of that name since the last hook, it included."""
+    position: int
+    """Position of the storage among those that the operator wrote."""
 
 
 class Geometry(NamedTuple):
@@ -191,7 +200,7 @@ class CallWatch(TorchDispatchMode):
         self._thread = threading.local()
         self._latest: dict[int, Value] = {}
         self._places = held or {}
-        self._place_hooks = frozenset(hook for hook, _, _ in self._places)
+        self._place_hooks = frozenset(place.hooks for place in self._places)
         self._ran: dict[str, int] = {}
         """Operators since the last hook, by name; counted where a storage is to be held."""
         self._hooks = 0
@@ -324,25 +333,32 @@ class CallWatch(TorchDispatchMode):
     # --- what it made
 
     def _note(self, call: Call, written: Sequence[Tensor], out: Any) -> None:
+        made = []
         for position, t in enumerate(written):
             before = self.value_of(t.untyped_storage())
             if before is not None:
                 before.is_latest = False
-            self._made(call, Result(False, position), t, before)
+            made.append(self._made(call, Result(False, position), t, before))
         if not call.operation.facts.in_place:
             for position, t in enumerate(tensors_of(out)):
                 if has_storage(t) and self.value_of(t.untyped_storage()) is None:
-                    self._made(call, Result(True, position), t, None)
+                    made.append(self._made(call, Result(True, position), t, None))
+        if self._ran:
+            self._hold_planned(call, made)
 
-    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> None:
-        """Note a new value of the storage of `t`; `before`: the one that it had."""
+    def _made(self, call: Call, result: Result, t: Tensor, before: Value | None) -> tuple[Value, torch.UntypedStorage]:
+        """Note a new value of the storage of `t`, the next that `call` wrote; `before`: the one that it had."""
         storage = t.untyped_storage()
         reference, writes = (weakref.ref(storage), 0) if before is None else (before.storage, before.writes + 1)
         value = self._latest[id(storage)] = Value(reference, storage.nbytes(), call, result, writes)
         self._note_counter(value, t, writes=0 if result.returned or call.operation.facts.hidden_writes else 1)
-        if self._ran:
-            name = call.operation.func.name()
-            tensor = self._places.get((self._hooks, name, self._ran[name]))
+        return value, storage
+
+    def _hold_planned(self, call: Call, made: Sequence[tuple[Value, torch.UntypedStorage]]) -> None:
+        """Take note of those that `call` made and that are to be held."""
+        name = call.operation.func.name()
+        for position, (value, storage) in enumerate(made):
+            tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))
             if tensor is not None:
                 self.born.append((tensor, value, storage))
 

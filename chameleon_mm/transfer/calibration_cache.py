@@ -73,7 +73,7 @@ class CalibrationCache:
         try:
             file = self.file(calibration.device, calibration.driver)
             file.parent.mkdir(parents=True, exist_ok=True)
-            _replace(file, text)
+            replace_text(file, text)
         except _NO_FOLDER as error:
             _log.warning(
                 "chameleon_mm: the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error)
@@ -93,7 +93,7 @@ def thresholds_for(device: Device) -> Thresholds:
     return Thresholds() if cached is None else cached.thresholds
 
 
-def _replace(file: Path, text: str) -> None:
+def replace_text(file: Path, text: str) -> None:
     """Replace the text of `file` at once: who reads it meanwhile reads the old one, whole."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
         new = Path(written.name)

@@ -16,8 +16,8 @@ A `Forecast` says how far the model's own allocation will grow until memory is c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -212,6 +212,20 @@ class Budget:
         self._allocated += rounded
         if self.memory_limit is not None:
             self.memory_limit.note_allocated(rounded)
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """A context in which all that is allocated, and freed again or not, is a replay's: no growth of the model."""
+        return nullcontext() if self._limits.hbm_budget_bytes is None else self._not_the_models()
+
+    @contextmanager
+    def _not_the_models(self) -> Iterator[None]:
+        before = self._device.read_memory().cumulative_bytes
+        try:
+            yield
+        finally:
+            now = self._device.read_memory()
+            self._taken += now.cumulative_bytes - before
+            self._allocated = now.allocated_bytes
 
     def make_room(self, nbytes: int, *, exclude: SavedStorage | None) -> None:
         """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.

@@ -214,6 +214,9 @@ class Executor:
             director.on_use(handle.saved_at, saved, finished)
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
         compute = self._streams.current()
+        if prefetches and saved.form.recipe is not None:
+            self._ins.fetch_for_rebuild(saved, prefetches, compute)
+            prefetches = ()
         storage = self._ins.restore(saved, compute)
         self._count_use(handle, saved)
         if is_hook:

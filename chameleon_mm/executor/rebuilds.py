@@ -55,6 +55,13 @@ class Rebuilds:
                     self._restored(sibling, storage, compute)
             self._context.metrics.totals.rebuilds += 1
 
+    def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
+        """Bring back what making `saved` again reads from the host."""
+        for one in _sources_first(saved):
+            for source in () if one.form.recipe is None else one.form.recipe.sources:
+                if source.claim is not None and source.claim.saved.form.recipe is None:
+                    restore(source.claim.saved, compute)
+
     def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
         """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
         storages = []
@@ -70,7 +77,7 @@ class Rebuilds:
             compute.wait(stream.record())  # the sources were written there -> they are read here
         self._budget.make_room(recipe.peak_bytes, exclude=exclude)
         remade = None
-        with annotation("chameleon::recompute"), self._operators_of_ours():
+        with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
             with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
                 remade = recipe.replay(storages)
             if remade is None:
@@ -84,7 +91,6 @@ class Rebuilds:
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
         saved.restored_in(storage, compute)
-        self._budget.note_allocated(saved.nbytes)
         self._budget.note_on_device(saved)
 
     def _count_uses(self, recipe: Recipe) -> None:

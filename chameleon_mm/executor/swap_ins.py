@@ -59,6 +59,12 @@ class SwapIns:
         packed = self._restore_held(saved, compute)
         return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=saved)
 
+    def fetch_for_rebuild(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
+        """Bring back what making `saved` again reads from the host, then queue the copies back that are `due` by plan: they run
+        beside the operators that make it."""
+        self._rebuilds.restore_sources(saved, compute, self.restore)
+        self.prefetch_planned(due, compute)
+
     def prefetch_after(self, saved: SavedStorage, compute: Stream) -> None:
         """Swap in what is used after `saved`, as far as the budget allows."""
         if saved.epoch != self._registry.epoch:

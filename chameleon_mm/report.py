@@ -76,7 +76,7 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding
 table{border-collapse:collapse;width:100%}
 th,td{border-bottom:1px solid var(--line);padding:.3rem 0;text-align:left;vertical-align:top}
 th{font-weight:600;padding-right:2rem;white-space:nowrap}
-td{font-trial-numeric:tabular-nums}
+td{font-variant-numeric:tabular-nums}
 svg{width:100%;height:auto}
 text{font-size:12px;fill:currentColor}
 .lane{fill:var(--line)}.out{fill:var(--out)}.in{fill:var(--in)}
@@ -106,6 +106,11 @@ class SwapReport(Counters):
     """Predicted time of a step under the plan for the step that was recorded last; None: there is none."""
     planned_peak_bytes: int | None
     """The most device memory of such a step, by the same simulation."""
+    planned_recompute_us: float | None
+    """Time of `planned_step_us` in which operators run again."""
+    planned_bytes: dict[str, int]
+    """Bytes of what autograd saves that may leave the device, by what that plan does with them: "kept", "swapped",
+    "recomputed"; and "held": what nobody saved, for others to be made again from it. Empty: there is no plan."""
     measured_step_us: float | None
     """Median time of the latest of such steps; None: none was timed."""
     prefetches_timed: int | None
@@ -132,6 +137,8 @@ class SwapReport(Counters):
     """Pinned memory that the pool has got from the device."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
+    not_recomputed_by_reason: dict[str, int]
+    """Storages that a plan would have had made again and that were swapped or kept instead, by reason."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
     refused_by_codec: dict[str, int]
@@ -174,6 +181,8 @@ class SwapReport(Counters):
             planning_us=0.0 if adaptation is None else adaptation.planning_us,
             planned_step_us=None if followed is None else followed.schedule.plan.step_us,
             planned_peak_bytes=None if followed is None else followed.schedule.plan.peak_bytes,
+            planned_recompute_us=None if followed is None else followed.schedule.plan.recompute_us,
+            planned_bytes={} if planned is None else planned.bytes_by_class(),
             measured_step_us=None if followed is None or not followed.times_us else median(followed.times_us),
             prefetches_timed=totals.prefetches_timed if timed else None,
             prefetches_late=totals.prefetches_late if timed else None,
@@ -187,6 +196,7 @@ class SwapReport(Counters):
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
+            not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             encoded_by_codec=_by_codec(totals.encoded),
             refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
@@ -230,6 +240,7 @@ class SwapReport(Counters):
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
             ("peak device memory", self._peak()),
+            *self._recomputed_rows(),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
@@ -278,11 +289,23 @@ class SwapReport(Counters):
         """Rows of what the latest plan predicted, and what was measured."""
         if self.planned_step_us is None or self.planned_peak_bytes is None:
             return [("latest plan", "none")]
+        recompute_us = self.planned_recompute_us
         measured = _measured(self.measured_step_us, lambda us: f"{format_us(us)} measured")
         return [
             (f"latest plan's step{clock}", f"{format_us(self.planned_step_us)} predicted, {measured}"),
             ("latest plan's peak", f"{format_size(self.planned_peak_bytes)} predicted"),
+            ("latest plan's bytes", ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in self.planned_bytes.items())),
+            *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
+
+    def _recomputed_rows(self) -> list[tuple[str, str]]:
+        """Rows of what was dropped and made again; none where no plan asked for it."""
+        refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
+        rows = [("not recomputed after all", refused)] if refused else []
+        if not self.recomputed:
+            return rows
+        dropped = f"{self.recomputed} dropped, {format_size(self.bytes_recomputed)}"
+        return [("recomputed", f"{dropped}; {self.rebuilds} rebuilds, {self.proofs} compared with the originals"), *rows]
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -344,7 +367,7 @@ class SwapReport(Counters):
         before = len(self.spans) - len(spans)
         older = f" The {before} copies before them are in the trace." if before else ""
         return (
-            f'<svg viewBox="0 0 1000 125" storage_action="img" aria-label="{label}">{lanes}{bars}'
+            f'<svg viewBox="0 0 1000 125" role="img" aria-label="{label}">{lanes}{bars}'
             f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'
             f"<p>{label}; the pointer over a bar shows its size and time.{older}</p>"
         )

@@ -86,9 +86,9 @@ class SwapSession:
     ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
-    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper
-    to make again than to move, each storage only after it was made again bit for bit beside the original; off, they only swap.
-    `verify` checksums what goes
+    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets
+    plans drop what is cheaper to make again than to move, each storage only after it was made again bit for bit beside the
+    original; off, they only swap. `verify` checksums what goes
     out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of
     the budget, from 16 KiB to 16 MiB, for as long as the session is there.
 

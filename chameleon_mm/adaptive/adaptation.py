@@ -220,6 +220,7 @@ class Adaptation:
                 and not step.exceeded_plan
                 and step.followed is not None
                 and step.followed in entry.plan.trials
+                and not (step.followed.recompute is not None and step.followed.recompute.has_proved)
             ):
                 timing.end(compute)
                 self._measuring.append((entry.plan, step.followed, timing))
@@ -319,6 +320,9 @@ class Adaptation:
             planned.add_time(trial, time)
             if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
                 planned.correct_times()
+                self._add_plans(planned)
+            elif planned.is_for_another_link(self._link_cost()):
+                planned.reset_for(planned.extra)
                 self._add_plans(planned)
             elif planned.learn_stalls():
                 self._add_plans(planned, at_most=1)

@@ -24,6 +24,7 @@ from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.executor.recomputing import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
+from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
@@ -72,6 +73,10 @@ WORTH_A_PLAN = 0.01
 
 RECENT_STEPS = 16
 """Steps that must do with less memory before plans count on less: one in so many may well take more again."""
+
+
+LINK_OFF = 0.1
+"""Share by which a measured rate of the link must have moved before plans are made for the new one."""
 
 
 class PlanTrial:
@@ -128,6 +133,8 @@ class PlannedStep:
         """Numbers of the storages that were made again bit for bit, beside their originals."""
         self.refused: dict[int, Refusal] = {}
         """Numbers of the storages that cannot be made again, and why."""
+        self._link: LinkCost | None = None
+        """The link that the latest plans were made for."""
         self._planned_without: tuple[int, int] = (0, 0)
         """How many were refused, and how many operators banned, when plans were made."""
         self.matcher = Matcher(record)
@@ -187,6 +194,18 @@ class PlannedStep:
             return on_trial[0]
         return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
+    def bytes_by_class(self) -> dict[str, int]:
+        """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""
+        if self.current is None:
+            return {}
+        plan = self.current.schedule.plan
+        held = {action.tensor: action.nbytes for action in plan.held}
+        swapped = sum(action.nbytes for action in plan.swaps if action.tensor not in held)
+        recomputed = sum(action.nbytes for action in plan.recomputed)
+        movable = int(Candidates.of(self.trace).nbytes.sum())
+        kept = movable - swapped - recomputed
+        return {"kept": kept, "swapped": swapped, "recomputed": recomputed, "held": sum(held.values())}
+
     @property
     def is_decided(self) -> bool:
         """Whether no plan is on trial any more."""
@@ -194,6 +213,7 @@ class PlannedStep:
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
+        self._link = link
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
@@ -219,6 +239,19 @@ class PlannedStep:
             times.append(us)
             del times[:-SAMPLES]
         trial.time = time
+
+    def is_for_another_link(self, link: LinkCost) -> bool:
+        """Whether `link` is so much faster or slower than the one that plans were made for that another choice of what is
+        swapped and what is recomputed may be better."""
+        made_for = self._link
+        if made_for is None or not self.replayable or not self.is_decided:
+            return False
+        rates = (
+            (link.d2h_gbps, made_for.d2h_gbps),
+            (link.h2d_gbps, made_for.h2d_gbps),
+            (link.duplex_gbps, made_for.duplex_gbps),
+        )
+        return any(abs(now / then - 1) > LINK_OFF for now, then in rates)
 
     @property
     def slowdown(self) -> float:

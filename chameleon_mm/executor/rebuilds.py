@@ -75,6 +75,7 @@ class Rebuilds:
         }
         for stream in written_on:
             compute.wait(stream.record())  # the sources were written there -> they are read here
+        self._budget.allocated_bytes()  # the model may have allocated since memory was checked
         self._budget.make_room(recipe.peak_bytes, exclude=exclude)
         remade = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():

@@ -6,8 +6,8 @@
     recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
     recomputing.audit(finished)                  # one recipe a step, run beside what it is to make, and compared
 
-A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original. What
-differs is refused from then on, and so is what any later audit finds.
+A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original.
+What differs is refused from then on, and so is what any later audit finds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from chameleon_mm.units import KIB
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_BYTES = 64 * KIB
-"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not save,
-may be written to after forward."""
+"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not
+save, may be written to after forward."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +54,8 @@ class RecomputePlan:
     """Numbers of the storages that a recipe at their place has made bit for bit."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
+    has_proved: bool = False
+    """Whether the step that follows it, or the last one, ran recipes beside their originals: it took longer than others will."""
     banned: set[str] = field(default_factory=set)
     """Names of operators that an audit has found to differ when they run again."""
 
@@ -86,6 +88,7 @@ class Recomputing:
         self.end()
         self._plan = plan
         if plan is not None:
+            plan.has_proved = False
             self.watch = CallWatch(self._device, before_write, plan.held)
             self._audit_due = True
         return self.watch
@@ -154,6 +157,7 @@ class Recomputing:
             return recipe
         sources = self._source_values
         if number not in plan.proven:
+            plan.has_proved = True
             if not self._makes_it(recipe, saved, restore):
                 refusal = plan.refused[number] = Refusal("other bits than the original", ", ".join(recipe.operators))
                 return refusal

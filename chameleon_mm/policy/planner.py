@@ -27,7 +27,6 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.trace.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
 
-
 _WORTH_TRYING = 0.25
 """Share by which the step of a plan that only swaps may be longer, as simulated, and is still worth measuring."""
 _FASTER_US = 1e-3

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
 from chameleon_mm.policy.recipes import Recipes
 
 

@@ -79,7 +79,9 @@ class RebuildTime:
                 for x in self._unsaved[j]:
                     needed[x] = True
         self._needed = needed
-        return [j for j in self._recipes.order if needed[j]]
+        order = [j for j in self._recipes.order if needed[j]]
+        self._only_held = {x for j in order for x in self._unsaved[j] if not self._recipes.makers[x]}
+        return order
 
     def _shares_us(self) -> list[float]:
         """(m,) time of the operators that make each, shared out by size where one makes several."""
@@ -98,6 +100,7 @@ class RebuildTime:
         if not ratio:
             return
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, _PRICES)
+        prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be made again
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
     def refine(self, nbytes: float) -> None:
@@ -107,7 +110,7 @@ class RebuildTime:
         lines = sorted(self.lines)
         i = max(range(len(lines)), key=lambda i: lines[i][0] * nbytes + lines[i][1])
         low, high = lines[max(i - 1, 0)][0], lines[min(i + 1, len(lines) - 1)][0]
-        prices = np.linspace(low, high, _FINER + 2)[1:-1]
+        prices = np.geomspace(low or high / 1e3, high, _FINER + 2)[1:-1]
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
     def _sums(self, prices: Float64s) -> Float64s:
@@ -135,7 +138,7 @@ class RebuildTime:
     ) -> tuple[Float64s, dict[int, Float64s]]:
         """The sum for these shares, and of each storage whether it is made again."""
         sums = np.zeros(len(prices))
-        get: dict[int, Float64s] = {}
+        get = {x: prices * self._size[x] for x in self._only_held}
         again: dict[int, Float64s] = {}
         for j in self._order:
             cost = np.full(len(prices), self._us[j])
@@ -153,6 +156,7 @@ class RebuildTime:
                 again[j] = (cost < held).astype(np.float64)
                 get[j] = np.minimum(cost, held)
         wanted = {j: again[j] if self._can_drop[j] else np.zeros(len(prices)) for j in self._order}
+        wanted |= {x: np.zeros(len(prices)) for x in self._only_held}
         for j in reversed(self._order):
             if not self._can_drop[j]:
                 wanted[j] *= again[j]

@@ -101,6 +101,8 @@ class RebuildTime:
             return
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, _PRICES)
         prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be made again
+        own = np.unique(ratio)  # where nothing is held these are the prices at which anything changes
+        prices = np.unique(np.append(prices, own if len(own) <= _PRICES else own[:: len(own) // _PRICES]))
         self.lines += list(zip(prices.tolist(), self._sums(prices).tolist(), strict=True))
 
     def refine(self, nbytes: float) -> None:

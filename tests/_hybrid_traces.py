@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import replace
 from random import Random
 
-from chameleon_mm.policy import ActionKind, Candidates, SwapPlan
+from chameleon_mm.policy import ActionKind, SwapPlan
 from chameleon_mm.policy.planned_rewrite import choice_actions
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.rewrite import RewrittenTrace
@@ -165,6 +165,8 @@ class _Oracle:
                     self.writers[x].append(i)
         self.rebuilds: dict[int, list[int]] = {}
         self.made_by: dict[int, set[int]] = {}
+        self.after_reclaims: list[int] = []
+        """By hook: what is allocated once its reclaims are done, less what the step never touches."""
         self._find_rebuilds()
 
     def _find_rebuilds(self) -> None:
@@ -232,6 +234,7 @@ class _Oracle:
                 moments.append(sum(blocks.values()))
                 del blocks["storage", action.tensor]
         moments.append(sum(blocks.values()))
+        self.after_reclaims.append(moments[-1])
         backs = [a for a in swaps if a.in_at == k]
         for action in [a for a in backs if a.use_at == k] + [a for a in backs if a.use_at != k]:
             blocks["storage", action.tensor] = self.sizes[action.tensor]
@@ -277,6 +280,8 @@ def carried_out_with_rebuilds(trace: Trace, plan: SwapPlan) -> list[int]:
     return _Oracle(trace, plan).run()
 
 
-def candidates_of(trace: Trace) -> set[int]:
-    """Numbers of the storages that may be swapped."""
-    return set(Candidates.of(trace).tensor.tolist())
+def levels_after_reclaims(trace: Trace, plan: SwapPlan) -> list[int]:
+    """What is allocated at each hook once its reclaims are done."""
+    oracle = _Oracle(trace, plan)
+    oracle.run()
+    return oracle.after_reclaims

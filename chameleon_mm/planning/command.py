@@ -26,7 +26,7 @@ from chameleon_mm.outputs import check_outputs, tell_written
 from chameleon_mm.planning.builtin import BUILT_IN, built_in
 from chameleon_mm.planning.hugging_face import hugging_face
 from chameleon_mm.planning.own_function import own_function
-from chameleon_mm.planning.prediction import Prediction, default_budget, predict
+from chameleon_mm.planning.prediction import REPLAYED, Prediction, default_budget, predict
 from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS, record_step
 from chameleon_mm.planning.show import save_plot, show
 from chameleon_mm.planning.workload import Build, ModelUnusable
@@ -78,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f'device memory: "40GiB" (default: {DEFAULT_BUDGET_SHARE:.0%}% of the GPU\'s, as a session takes)',
     )
     where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory (default: as much as it takes)")
+    where.add_argument(
+        "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
+    )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
     out = parser.add_argument_group("what it writes")
     out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
@@ -117,7 +120,7 @@ def _predict(args: argparse.Namespace, console: Console) -> Prediction:
     with console.status("recording one step under fake tensors"):
         step = record_step(build, spec, dtype=dtype, autocast=autocast, optimizer=args.optimizer, min_bytes=min_bytes)
     with console.status("planning"):
-        return predict(step, spec, hbm_budget, host_budget)
+        return predict(step, spec, hbm_budget, host_budget, () if args.no_recompute else REPLAYED)
 
 
 def _check_png(path: Path | None) -> None:

@@ -1,7 +1,8 @@
 """Predicts, by arithmetic over its trace, what a step comes to within a budget, by every way there is of fitting it there.
 
-prediction = predict(step, spec, hbm_budget, host_budget)
-prediction.ways             no swapping, the plan, swap everything, full recomputation: peak, stall, step time
+prediction = predict(step, spec, hbm_budget, host_budget, recompute)
+prediction.ways             no swapping, the plan, swap only, swap everything, full recomputation: peak, stall, step time
+prediction.classes          bytes at the peak that the plan keeps, swaps, recomputes, and holds for that (classes.py)
 prediction.infeasible       why there is no plan within the budget, where there is none
 prediction.needs            device memory by class of storages: the most, and at the peak
 peak_phase(trace, peak)     forward, backward or optimizer
@@ -14,7 +15,8 @@ need not have a plan that is as good.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +25,7 @@ import numpy as np
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.planning.classes import MemoryClass, classes_of
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.policy import (
     LinkCost,
@@ -43,10 +46,17 @@ from chameleon_mm.policy import (
 from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.session import DEFAULT_BUDGET_SHARE
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
+from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.units import allocated_size, format_size_up, parse_size
+
+REPLAYED = DEFAULT | PRODUCTS
+"""Base names of operators that a predicted plan may run again. A session tests products on its device first."""
 
 HIDDEN_WITHIN = 1e-3
 """Share of the step by which it may take longer and still count as one with all copies hidden."""
+
+_MOST_PLANNED = 3
+"""Number of ways before full recomputation: more make a table that is wider than a terminal."""
 
 _TRIES = 64
 """The search for a budget that hides all copies raises it by one part in so many of what is left to the unswapped peak."""
@@ -68,12 +78,14 @@ def default_budget(spec: GpuSpec) -> int:
     return int(spec.hbm_bytes * DEFAULT_BUDGET_SHARE)
 
 
-def smallest_within(trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost) -> int:
+def smallest_within(
+    trace: Trace, budget: int, peak_bytes: int, host_budget: int, cost: LinkCost, recompute: Collection[str] = ()
+) -> int:
     """The smallest budget, from `budget` on, for which there is a plan within `host_budget` bytes of pinned memory."""
     while True:
         budget = min(_printable(budget), peak_bytes)
         try:
-            generate_plan(trace, budget, host_budget, cost)
+            generate_plan(trace, budget, host_budget, cost, recompute=recompute)
         except InfeasibleBudget as error:  # names a larger one; the unswapped peak, at the latest, needs no host memory
             budget = error.smallest_bytes or peak_bytes
         else:
@@ -148,6 +160,8 @@ class Way:
     """Time that compute waits for copies."""
     device_copy_us: float
     """Time of copies within device memory: of the parts that stay, where storages move in part."""
+    recompute_us: float
+    """Time of operators that run again."""
     step_us: float
 
 
@@ -167,7 +181,8 @@ class Prediction:
     least_phase: StepPhase
     """Phase of the peak that is left with every candidate swapped out."""
     ways: tuple[Way, ...]
-    """Ways of running the step: nothing swapped first; then the plan, if there is one."""
+    """Ways of running the step: nothing swapped first; then the plan, if there is one, and the best one that only swaps, if that
+    is another; or swapping everything."""
     smallest_budget_bytes: int
     """The smallest budget for which there is a plan within the host's budget, whatever it costs in time."""
     hidden_budget_bytes: int
@@ -180,9 +195,12 @@ class Prediction:
     timeline: Timeline | None
     """Timeline of `plan`."""
     ideal_us: float | None
-    """Lower bound T* of the step's time (docs/policy.md): no plan within the budget takes less."""
-    mixed_ideal_us: float | None
-    """Lower bound of the step's time where storages may also be dropped and recomputed."""
+    """Lower bound T* of the step's time (docs/policy.md): no plan within the budget takes less. Of plans that recompute, if
+    they may."""
+    swap_ideal_us: float | None
+    """Lower bound of the step's time where storages may be swapped alone."""
+    classes: tuple[MemoryClass, ...]
+    """What becomes of the storages that are idle at the peak under `plan`; none without a plan."""
 
     @property
     def fits(self) -> bool:
@@ -232,10 +250,21 @@ class Prediction:
             "hidden_budget_bytes": self.hidden_budget_bytes,
             "hidden_within": HIDDEN_WITHIN,
             "ideal_us": self.ideal_us,
-            "mixed_ideal_us": self.mixed_ideal_us,
+            "swap_ideal_us": self.swap_ideal_us,
             "ideal_share": self.ideal_share,
             "ways": [asdict(way) for way in self.ways],
-            "plan": None if plan is None else {"num_moved": len(plan.actions), "moved_bytes": plan.moved_bytes},
+            "plan": None if plan is None else self._plan_dict(plan),
+        }
+
+
+    def _plan_dict(self, plan: SwapPlan) -> dict[str, Any]:
+        return {
+            "num_moved": len(plan.swaps),
+            "moved_bytes": plan.moved_bytes,
+            "num_recomputed": len(plan.recomputed),
+            "num_held": len(plan.held),
+            "recompute_us": plan.recompute_us,
+            "classes": [asdict(group) for group in self.classes],
         }
 
 
@@ -246,35 +275,30 @@ def link_of(spec: GpuSpec) -> LinkCost:
     return LinkCost(d2h_gbps=spec.d2h_gbps, h2d_gbps=spec.h2d_gbps, duplex_gbps=spec.duplex_gbps, hbm_gbps=hbm_gbps)
 
 
-def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None) -> Prediction:
+def predict(
+    step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int | None, recompute: Collection[str] = REPLAYED
+) -> Prediction:
     """Prediction of what `step` comes to on `spec` within `hbm_budget` bytes of device memory and `host_budget` of pinned
-    memory (None: any).
+    memory (None: any). `recompute`: base names of operators that may run again; none: the plan only swaps.
 
     Raises `ValueError` for a budget of no bytes. One that is too small is an answer: `Prediction.infeasible`.
     """
     trace, cost = step.trace, link_of(spec)
     peak = peak_memory(trace)
     least = least_memory(trace)
-    plan, infeasible, ideal_us, mixed_ideal_us = None, None, None, None
+    plan, infeasible, ideal_us, swap_ideal_us = None, None, None, None
     smallest = least.nbytes
     try:
-        plan = generate_plan(trace, hbm_budget, host_budget, cost)
-        ideal_us = ideal(trace, hbm_budget, cost).step_us
-        mixed_ideal_us = ideal(trace, hbm_budget, cost, recompute=True).step_us
+        plan = generate_plan(trace, hbm_budget, host_budget, cost, recompute=recompute)
+        ideal_us = ideal(trace, hbm_budget, cost, recompute=recompute).step_us
+        swap_ideal_us = ideal(trace, hbm_budget, cost).step_us
     except InfeasibleBudget as error:
         infeasible, smallest = str(error), error.smallest_bytes or smallest
     if host_budget is not None:
-        smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost)
+        smallest = smallest_within(trace, smallest, peak.nbytes, host_budget, cost, recompute)
         smallest = (
             smallest if plan is None else min(smallest, hbm_budget)
         )  # `smallest_within` tries few budgets: this one has a plan
-    recomputed = full_recomputation(trace)
-    ways = [
-        _unmoved("no swapping", peak.nbytes, trace.duration_us),
-        *([] if plan is None else [_planned("this plan", trace, plan)]),
-        _planned("swap everything", trace, swap_all(trace, cost)),
-        _unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us),
-    ]
     return Prediction(
         step=step,
         spec=spec,
@@ -284,7 +308,7 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
         peak=peak,
         phase=peak_phase(trace, peak),
         least_phase=peak_phase(trace, least),
-        ways=tuple(ways),
+        ways=_ways(trace, peak, plan, hbm_budget, host_budget, cost),
         smallest_budget_bytes=smallest,
         hidden_budget_bytes=hidden_budget(trace, peak.nbytes, host_budget, cost),
         least_bytes=least.nbytes,
@@ -292,12 +316,39 @@ def predict(step: RecordedStep, spec: GpuSpec, hbm_budget: int, host_budget: int
         plan=plan,
         timeline=None if plan is None else simulate(trace, plan, cost),
         ideal_us=ideal_us,
-        mixed_ideal_us=mixed_ideal_us,
+        swap_ideal_us=swap_ideal_us,
+        classes=() if plan is None else classes_of(trace, plan),
     )
 
 
-def _unmoved(name: str, peak_bytes: int, step_us: float) -> Way:
-    return Way(name=name, peak_bytes=peak_bytes, host_bytes=0, moved_bytes=0, stall_us=0.0, device_copy_us=0.0, step_us=step_us)
+def _ways(
+    trace: Trace, peak: Peak, plan: SwapPlan | None, hbm_budget: int, host_budget: int | None, cost: LinkCost
+) -> tuple[Way, ...]:
+    ways = [_unmoved("no swapping", peak.nbytes, trace.duration_us)]
+    if plan is not None:
+        ways.append(_planned("this plan", trace, plan))
+    if plan is not None and plan.recomputed:
+        with suppress(InfeasibleBudget):  # where only recomputation reaches the budget
+            ways.append(_planned("swap only", trace, generate_plan(trace, hbm_budget, host_budget, cost)))
+    if len(ways) < _MOST_PLANNED:
+        ways.append(_planned("swap everything", trace, swap_all(trace, cost)))
+    recomputed = full_recomputation(trace)
+    again_us = recomputed.recomputed_us
+    ways.append(_unmoved("full recomputation", recomputed.peak_bytes, recomputed.step_us, recompute_us=again_us))
+    return tuple(ways)
+
+
+def _unmoved(name: str, peak_bytes: int, step_us: float, *, recompute_us: float = 0.0) -> Way:
+    return Way(
+        name=name,
+        peak_bytes=peak_bytes,
+        host_bytes=0,
+        moved_bytes=0,
+        stall_us=0.0,
+        device_copy_us=0.0,
+        recompute_us=recompute_us,
+        step_us=step_us,
+    )
 
 
 def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
@@ -308,5 +359,6 @@ def _planned(name: str, trace: Trace, plan: SwapPlan) -> Way:
         moved_bytes=plan.moved_bytes,
         stall_us=plan.stall_us,
         device_copy_us=max(0.0, plan.head_copy_us(trace.duration_us)),
+        recompute_us=plan.recompute_us,
         step_us=plan.step_us,
     )

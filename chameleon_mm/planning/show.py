@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+_MOST_WIDTH = 38
+"""Characters of a column in which the table of classes is 80 wide."""
+
 _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attention_math"})
 """Operator that torch's fused attention becomes where no fused kernel takes its arguments."""
 
@@ -45,6 +48,8 @@ def show(prediction: Prediction, console: Console) -> None:
     )
     print_table(console, _needs(prediction))
     print_table(console, _ways(prediction))
+    if prediction.plan is not None and prediction.plan.actions:
+        print_table(console, _classes(prediction))
     for text in verdicts(prediction):
         print_line(console, text, style="bold" if prediction.infeasible is None else "bold red")
     print_line(console, "assumptions:")
@@ -63,10 +68,10 @@ def verdicts(prediction: Prediction) -> list[str]:
         lines = [f"fits as it is: {format_size(peak.nbytes)} of {budget}; nothing needs to move"]
     else:
         lines = [f"does not fit as it is, {format_size(peak.nbytes)} of {budget}; with this plan it does"]
-    if prediction.ideal_us is not None and prediction.mixed_ideal_us is not None:
-        ideal, mixed = format_us(prediction.ideal_us), format_us(prediction.mixed_ideal_us)
+    if prediction.ideal_us is not None and prediction.swap_ideal_us is not None:
+        ideal, swap = format_us(prediction.ideal_us), format_us(prediction.swap_ideal_us)
         lines.append(
-            f"ideal bound T* within this budget: {ideal}, and {mixed} with recomputation mixed in; this plan reaches "
+            f"ideal bound T* within this budget: {ideal}, and {swap} for swapping alone; this plan reaches "
             f"{prediction.ideal_share:.1%} of T*"
         )
     if prediction.can_be_lowered:
@@ -108,6 +113,8 @@ def assumptions(prediction: Prediction) -> list[str]:
         lines.append("attention is fused: it saves q, k, v, its output and one float32 a row, no matrix of scores")
     if not _UNFUSED.isdisjoint(trace.op_names):
         lines.append("some attention ran unfused and saved matrices of scores: its arguments suit no fused kernel of a CPU")
+    if prediction.plan is not None and prediction.plan.recomputed:
+        lines.append("what runs again takes the time that it took in forward; products only where the device repeats them exactly")
     lines.append("full recomputation is an estimate, its segments cut where the least crosses; no plan of ours does it")
     lines.extend(prediction.step.notes)
     return lines
@@ -135,6 +142,7 @@ def _ways(prediction: Prediction) -> Table:
         ("moved each way", lambda way: format_size(way.moved_bytes)),
         ("stall", lambda way: format_us(way.stall_us)),
         ("on-device copies", lambda way: format_us(way.device_copy_us)),
+        ("recomputing", lambda way: format_us(way.recompute_us)),
         ("step", lambda way: format_us(way.step_us)),
         ("slower by", lambda way: _slower(way, unswapped)),
     ]
@@ -150,6 +158,26 @@ def _ways(prediction: Prediction) -> Table:
     if over:
         table.caption, table.caption_justify = "* over the budget", "left"
     return table
+
+
+def _classes(prediction: Prediction) -> Table:
+    """A row for each class of storages that the plan makes something of."""
+    table = Table(title="what this plan makes of what is idle at the peak", title_justify="left")
+    for title in ("", "bytes", "storages"):
+        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    table.add_column("most of it, by who made it", no_wrap=True)
+    for group in prediction.classes:
+        most = ""
+        for maker, nbytes in group.most:
+            longer = f"{most}{', ' * bool(most)}{_short(maker)} {format_size(nbytes)}"
+            most = longer if len(longer) <= _MOST_WIDTH else most
+        table.add_row(group.name, format_size(group.nbytes), str(group.count), most or "-")
+    return table
+
+
+def _short(maker: str) -> str:
+    """An operator's name for a narrow column."""
+    return "attention" if "attention" in maker else maker.strip("_")[:24]
 
 
 def _slower(way: Way, unswapped: Way) -> str:

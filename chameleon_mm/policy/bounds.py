@@ -3,7 +3,7 @@
 at any moment t before the last use, x = what is too much then:       x has crossed by t, and crosses back after t
     step >= max(compute before t, x / d2h) + max(compute after t until the last use, x / h2d) + compute after it
 with recomputation, at the moment of the peak:                        the cheapest mix of x crossing and y made again
-    step >= min over x + y of the same, the time to make y again added to compute after t
+    step >= min over x + y of the same, the time to make y again added to compute after t     (mixed_bound.py)
 
 Relaxed: storages are divisible, copies have no fixed cost, and nothing is said about which one is idle when. So what a plan
 reaches of it is a lower bound of how good the plan is.
@@ -11,7 +11,7 @@ reaches of it is a lower bound of how good the plan is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,14 @@ import numpy as np
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
 from chameleon_mm.policy.memory import Candidates, below_least, memory_curve, smallest_budget
+from chameleon_mm.policy.mixed_bound import RebuildTime
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
-from chameleon_mm.units import allocated_size, whole_bytes
+from chameleon_mm.units import whole_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,9 @@ class Ideal:
         return self.step_us / step_us if step_us else 1.0
 
 
-def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: bool = False) -> Ideal:
-    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: what is saved may be
-    made again instead of swapped, each storage at the price of the operators that wrote it, their inputs at hand.
+def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
+    """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: base names of operators
+    that may run again, so that what is saved may be made again instead of swapped (mixed_bound.py).
 
     Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
     that is no whole number.
@@ -58,7 +60,7 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: boo
     if not over.any():
         return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
     if recompute:
-        return _cheapest_mix(trace, step, int(over.argmax()), float(over.max()), cost_model)
+        return _cheapest_mix(Recipes.of(trace, recompute), step, int(over.argmax()), float(over.max()), cost_model)
     out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
     bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
     t = int(bound_us.argmax())
@@ -80,7 +82,9 @@ def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
     return float(bound_us.max()) + problem.total_us - float(clock[last])
 
 
-def relaxed_us(before_us: Float64s, after_us: Float64s, out_us: Float64s, back_us: Float64s) -> Float64s:
+def relaxed_us(
+    before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s
+) -> Float64s:
     """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
     `back_us`, with `before_us` and `after_us` of compute on either side."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)
@@ -150,49 +154,26 @@ class _Step:
         self.least_moved: Int64s = memory_curve(trace)[:last] - padding
 
 
-def _cheapest_mix(trace: Trace, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
-    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, those that are made again
-    fastest are made again."""
+def _cheapest_mix(recipes: Recipes, step: _Step, t: int, over: float, cost_model: LinkCost) -> Ideal:
+    """Bound with recomputation at tick `t`, where `over` bytes are too much: some cross the link, others are made again."""
     out_rate, back_rate = cost_model.d2h_gbps * 1e3, cost_model.h2d_gbps * 1e3
-    nbytes, price_us = _recomputable(trace, t)
-    order = np.argsort(price_us / nbytes, kind="stable")
-    again = np.concatenate(([0.0], np.cumsum(nbytes[order])))
-    again_us = np.concatenate(([0.0], np.cumsum(price_us[order])))
-    # The bound is convex and linear between these points: the storages, the end, and where one side of a max meets the other.
-    most = min(over, float(again[-1]))
-    points = np.append(again[again < most], (most, over - float(step.before_us[t]) * out_rate))
-    y = np.unique(np.clip(points, 0.0, most))
-    slack_us = step.after_us[t] + np.interp(y, again, again_us) - (over - y) / back_rate
-    rises = int(np.searchsorted(slack_us, 0.0))
-    if 0 < rises < len(y):
-        y = np.append(y, np.interp(0.0, slack_us[rises - 1 : rises + 1], y[rises - 1 : rises + 1]))
-    recomputed_us = np.interp(y, again, again_us)
-    before_us, after_us = step.before_us[t], step.after_us[t] + recomputed_us
-    bound_us = relaxed_us(before_us, after_us, (over - y) / out_rate, (over - y) / back_rate)
-    best = int(bound_us.argmin())
-    return Ideal(
-        step_us=float(bound_us[best]) + step.tail_us,
-        swapped_bytes=float(over - y[best]),
-        recomputed_us=float(recomputed_us[best]),
-    )
+    rebuild = RebuildTime(recipes, t)
+    before_us, after_us = float(step.before_us[t]), float(step.after_us[t])
 
+    def cheapest() -> tuple[float, float, float]:
+        """The bound until the last use, its bytes that are made again, and the time of that."""
+        # Convex and linear between these points: the kinks, and where one side of a max meets the other.
+        points = np.unique(np.append(rebuild.kinks(over), np.clip(over - before_us * out_rate, 0.0, over)))
+        slack_us = after_us + rebuild.at(points) - (over - points) / back_rate
+        rises = int(np.searchsorted(slack_us, 0.0))
+        if 0 < rises < len(points):
+            points = np.append(points, np.interp(0.0, slack_us[rises - 1 : rises + 1], points[rises - 1 : rises + 1]))
+        again_us = rebuild.at(points)
+        crosses = over - points
+        bound_us = relaxed_us(before_us, after_us + again_us, crosses / out_rate, crosses / back_rate)
+        best = int(bound_us.argmin())
+        return float(bound_us[best]), float(points[best]), float(again_us[best])
 
-def _recomputable(trace: Trace, t: int) -> tuple[Float64s, Float64s]:
-    """Device bytes of the candidates that are idle at tick `t` and that operators of the step wrote, and what those operators
-    took.
-
-    An operator with several results is shared out by their sizes: it runs once for all.
-    """
-    candidates = Candidates.of(trace)
-    size = np.maximum(allocated_size(trace.tensor_bytes), 1).astype(np.float64)
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
-    written = np.bincount(op, size[trace.write_tensors], len(trace.op_us))
-    share_us = trace.op_us[op] * size[trace.write_tensors] / written[op]
-    saved_at = np.full(len(size), -1, np.int64)
-    saved_at[candidates.tensor] = trace.hook_tick[candidates.sendable]
-    made = trace.op_tick[op] < saved_at[trace.write_tensors]
-    price_us = np.bincount(trace.write_tensors[made], share_us[made], len(size)).astype(np.float64)
-    has_price = np.bincount(trace.write_tensors[made], minlength=len(size)) > 0
-    since, until = trace.hook_tick[candidates.first], trace.hook_tick[candidates.use]
-    which = candidates.tensor[(since <= t) & (t < until) & has_price[candidates.tensor]]
-    return size[which], price_us[which]
+    rebuild.refine(cheapest()[1])
+    bound_us, again, again_us = cheapest()
+    return Ideal(step_us=bound_us + step.tail_us, swapped_bytes=over - again, recomputed_us=again_us)

@@ -144,7 +144,10 @@ class _Pricing:
             if unsaved[j] and again.any():
                 for x in unsaved[j]:
                     needed[x] |= again
-        return ChoicePath(drop=drop, held=needed & hold, make_us=make, place=self._places(drop, unsaved))
+        held = needed & hold
+        new = np.append(True, ((drop[:, 1:] != drop[:, :-1]) | (held[:, 1:] != held[:, :-1])).any(axis=0))
+        drop = drop[:, new]
+        return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
 
     def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
         """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what they

@@ -33,6 +33,8 @@ from chameleon_mm.trace import Trace
 
 _PLANNED = 3
 """Number of choices for which the rest is planned."""
+_REPAIRS = 6
+"""Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
 """Number of mixes between two prices."""
 
@@ -76,7 +78,7 @@ class HybridSearch:
         self._path = ChoicePath.of(recipes, over, peak_tick)
 
     def run(self) -> None:
-        """Plan the choices that look best."""
+        """Plan the choices that look best: at prices, between them, and beside the best plan so far."""
         estimates = {float(u): self._estimate_us(self._path.choice(u)) for u in range(self._path.last + 1)}
         best = min(estimates, key=lambda u: (estimates[u], u))
         for low in (best - 1, best):
@@ -86,8 +88,10 @@ class HybridSearch:
                     estimates[u] = self._estimate_us(self._path.choice(u))
         self.estimates = estimates
         for u in sorted((u for u in estimates if estimates[u] < inf), key=lambda u: (estimates[u], u))[:_PLANNED]:
+            if self.plans and estimates[u] >= self.plans[0].step_us:
+                break
             self._plan(self._path.choice(u))
-        self.plans.sort(key=lambda plan: plan.step_us)
+            self.plans.sort(key=lambda plan: plan.step_us)
 
     def _estimate_us(self, choice: Choice) -> float:
         """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""
@@ -119,13 +123,23 @@ class HybridSearch:
     def _plan(self, choice: Choice) -> None:
         """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
         limits = self._limits
-        rewritten = RewrittenTrace.of(self._recipes, choice.dropped.tolist(), choice.held.tolist())
-        problem = Problem.of(rewritten.trace)
-        search = Search(problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
+        dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
+        for _ in range(_REPAIRS):
+            rewritten = RewrittenTrace.of(self._recipes, dropped, held)
+            problem = Problem.of(rewritten.trace)
+            if problem.least_bytes <= limits.budget:
+                break
+            spared = self._too_large(rewritten, problem)
+            if not spared:
+                return
+            dropped -= spared
+        else:
+            return
+        search = Search(
+            problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us
+        )
         if problem.peak_bytes <= limits.budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
-        elif problem.least_bytes > limits.budget:
-            return
         else:
             search.try_ranks()
             search.try_swap_all()
@@ -152,3 +166,17 @@ class HybridSearch:
                 recompute_us=timeline.recompute_us,
             )
         )
+
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem) -> set[int]:
+        """Dropped storages that are rebuilt, or about to be, or there again, where the budget has no room for it, whatever is
+        swapped."""
+        c, recipes = problem.candidates, self._recipes
+        level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
+        last_use = recipes.candidates.last_use[recipes.row]
+        spared = set()
+        for hook in np.unique(rewritten.origin[level > self._limits.budget]).tolist():
+            upcoming = min((at for at in rewritten.made_at.values() if at >= hook), default=-1)
+            for j, made_at in rewritten.made_at.items():
+                if made_at == upcoming or made_at <= hook <= last_use[j]:
+                    spared.add(j)
+        return spared

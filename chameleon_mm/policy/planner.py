@@ -13,6 +13,7 @@ docs/policy.md explains why, and says how far from the least time the result is.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import isfinite
 
 from chameleon_mm.errors import InfeasibleBudget
@@ -115,7 +116,7 @@ def candidate_plans(
     if recompute and not search.hides_all:
         hybrids = hybrid_plans(trace, problem, limits, recompute, refused)
     if not search.found and not hybrids:
-        raise _host_too_small(trace, problem, limits, search.least_host_bytes or 0, told=bool(recompute))
+        raise _host_too_small(trace, problem, limits, search.least_host_bytes or 0, recompute, refused)
     if at_most > 1 and search.found:
         search.try_others(at_most)
     swaps = _swap_only(trace, problem, limits, search, at_most, within)
@@ -187,10 +188,15 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
 
 
 def _host_too_small(
-    trace: Trace, problem: Problem, limits: PlanLimits, least_host_bytes: int, *, told: bool
+    trace: Trace,
+    problem: Problem,
+    limits: PlanLimits,
+    least_host_bytes: int,
+    recompute: Collection[str],
+    refused: Collection[int],
 ) -> InfeasibleBudget:
-    """Find by halving the smallest device budget for which there is a plan within `host_budget`. `told`: recomputation was tried
-    as well."""
+    """Find by halving the smallest device budget for which there is a plan within `host_budget`; more coarsely, what recomputation
+    makes of it."""
     budget, host_budget = limits.budget, limits.host_budget or 0
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):
@@ -198,8 +204,13 @@ def _host_too_small(
         search = Search(problem, middle, host_budget, limits.cost)
         search.try_ranks()
         low, high = (low, middle) if search.found else (middle, high)
+    low = budget
+    while recompute and high - low > max(MIB, high >> 6):
+        middle = (low + high) // 2
+        found = hybrid_plans(trace, problem, replace(limits, budget=middle), recompute, refused)
+        low, high = (low, middle) if found else (middle, high)
     also = ""
-    if not told and hybrid_plans(trace, problem, limits, DEFAULT, ()):
+    if not recompute and hybrid_plans(trace, problem, limits, DEFAULT, refused):
         also = f"; or recompute: with recompute=True {budget} bytes ({format_size(budget)}) are enough"
     return InfeasibleBudget(
         f"host_budget: expected {least_host_bytes} bytes ({format_size(least_host_bytes)}) of pinned memory or more for an "

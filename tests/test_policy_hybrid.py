@@ -1,0 +1,262 @@
+"""Plans that keep, swap, recompute or hold: within the budgets, never slower than what only swaps, never faster than the bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.device.specs import spec_by_name
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.planning.builtin import built_in
+from chameleon_mm.planning.prediction import link_of
+from chameleon_mm.planning.record import DTYPES, record_step
+from chameleon_mm.policy import (
+    Candidates,
+    DefaultRule,
+    LinkCost,
+    SwapPlan,
+    candidate_plans,
+    full_recomputation,
+    generate_plan,
+    ideal,
+    memory_curve,
+    peak_memory,
+    simulate,
+    smallest_budget,
+)
+from chameleon_mm.policy.choice import ChoicePath
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.trace import Trace
+from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
+from tests._hybrid_traces import carried_out_with_rebuilds, random_hybrid_step
+from tests._mixed_program import least_step_us
+from tests._traces import H200_LINK, chain
+
+ALL = DEFAULT | PRODUCTS
+
+SLOW_LINK = LinkCost(d2h_gbps=0.7, h2d_gbps=0.9, duplex_gbps=1.2)
+"""A link on which what `random_hybrid_step` saves takes about as long as it takes to make."""
+
+_traces: dict[tuple[str, int, int, str], Trace] = {}
+
+
+def traced(model: str, batch: int, seq: int, gpu: str) -> Trace:
+    key = (model, batch, seq, gpu)
+    if key not in _traces:
+        build, spec = built_in(model, batch=batch, seq=seq), spec_by_name(gpu)
+        least = DefaultRule().min_bytes
+        step = record_step(build, spec, dtype=DTYPES["bfloat16"], optimizer="adamw-fused", min_bytes=least)
+        _traces[key] = step.trace
+    return _traces[key]
+
+
+def one_part_in(trace: Trace, parts: int) -> int:
+    """Budget that leaves one part in so many of what is idle at the peak, beside what never moves."""
+    peak = peak_memory(trace)
+    return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
+
+
+def between(trace: Trace, share: float) -> int:
+    least = smallest_budget(trace)
+    return least + int((peak_memory(trace).nbytes - least) * share)
+
+
+def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
+    """What a plan says of itself is what `simulate` says, and its memory that of a walk that knows no rewritten traces."""
+    timeline = simulate(trace, plan, cost)
+    assert timeline.peak_bytes == plan.peak_bytes <= plan.hbm_budget_bytes
+    assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
+    assert timeline.step_us == pytest.approx(plan.step_us)
+    assert timeline.stall_us == pytest.approx(plan.stall_us, abs=1e-6)
+    assert max(carried_out_with_rebuilds(trace, plan), default=0) <= plan.hbm_budget_bytes
+
+
+# --- random steps
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1), st.sampled_from([SLOW_LINK, H200_LINK]))
+def test_plans_of_random_steps(random: Random, share: float, cost: LinkCost) -> None:
+    trace = random_hybrid_step(random)
+    budget = max(1, between(trace, share))
+    swap_only = generate_plan(trace, budget, None, cost, drafts=60)
+    plan = generate_plan(trace, budget, None, cost, drafts=60, recompute=ALL)
+    assert plan == generate_plan(trace, budget, None, cost, drafts=60, recompute=ALL)
+    held_to(trace, plan, cost)
+    assert plan.step_us <= swap_only.step_us
+    assert ideal(trace, budget, cost, recompute=ALL).step_us <= plan.step_us * (1 + 1e-9) + 1e-9
+    assert not swap_only.recomputed and not swap_only.held
+    if not plan.recomputed:
+        assert plan == swap_only
+    dropped = {action.tensor for action in plan.recomputed}
+    without = generate_plan(trace, budget, None, cost, drafts=60, recompute=ALL, refused=dropped)
+    assert dropped.isdisjoint(action.tensor for action in without.recomputed)
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1))
+def test_the_bound_is_the_linear_programs_from_below(random: Random, share: float) -> None:
+    trace = random_hybrid_step(random)
+    budget = max(1, between(trace, share))
+    bound = ideal(trace, budget, SLOW_LINK, recompute=ALL).step_us
+    program = least_step_us(trace, budget, SLOW_LINK, ALL)
+    assert trace.duration_us * (1 - 1e-9) <= bound <= program * (1 + 1e-6) + 1e-6
+    assert bound >= 0.9 * program
+    assert program <= least_step_us(trace, budget, SLOW_LINK, ALL, whole=True) * (1 + 1e-6) + 1e-6
+
+
+@given(st.randoms(use_true_random=False), st.floats(0, 1), st.integers(0, 1 << 18))
+def test_the_hosts_budget_is_kept(random: Random, share: float, host_budget: int) -> None:
+    trace = random_hybrid_step(random)
+    budget = max(1, between(trace, share))
+    try:
+        plan = generate_plan(trace, budget, host_budget, SLOW_LINK, drafts=60, recompute=ALL)
+    except InfeasibleBudget:
+        with pytest.raises(InfeasibleBudget):
+            generate_plan(trace, budget, host_budget, SLOW_LINK, drafts=60)
+    else:
+        assert plan.host_bytes <= host_budget
+        held_to(trace, plan, SLOW_LINK)
+
+
+# --- what is asked for
+
+
+def test_without_names_nothing_is_recomputed() -> None:
+    trace = traced("gpt2", 8, 1024, "h100")
+    cost, budget = link_of(spec_by_name("h100")), one_part_in(trace, 4)
+    plan = generate_plan(trace, budget, None, cost)
+    assert plan == generate_plan(trace, budget, None, cost, recompute=frozenset())
+    assert plan == generate_plan(trace, budget, None, cost, recompute={"aten::unheard_of"})
+    assert (plan.swaps, plan.recomputed, plan.held, plan.recompute_us) == (plan.actions, (), (), 0.0)
+
+
+def test_where_swapping_costs_no_time_nothing_is_recomputed() -> None:
+    trace = chain(layers=8, op_us=5_000.0)
+    budget = between(trace, 0.5)
+    plan = generate_plan(trace, budget, None, H200_LINK, recompute=ALL)
+    assert plan == generate_plan(trace, budget, None, H200_LINK)
+    assert plan.step_us == pytest.approx(trace.duration_us)
+    peak = peak_memory(trace).nbytes
+    assert generate_plan(trace, peak, None, H200_LINK, recompute=ALL).actions == ()
+
+
+def test_the_best_plan_that_only_swaps_comes_second() -> None:
+    """Where it is at most a quarter slower: with long rows. With short ones it is twice as slow, and is not worth a trial."""
+    cost = link_of(spec_by_name("h100"))
+    for tokens, rows, parts, near in ((32768, 1, 4, True), (4096, 4, 8, False)):
+        trace = traced("llama-7b", rows, tokens, "h100")
+        budget = one_part_in(trace, parts)
+        plans = candidate_plans(trace, budget, None, cost, recompute=ALL)
+        assert plans[0] == generate_plan(trace, budget, None, cost, recompute=ALL)
+        assert plans[0].recomputed
+        swap_only = generate_plan(trace, budget, None, cost)
+        assert (swap_only.step_us <= 1.25 * plans[0].step_us) is near
+        assert (plans[1:] == [swap_only]) if near else all(plan.recomputed for plan in plans)
+
+
+def test_a_host_that_is_too_small_for_swapping_is_told_of_recomputation() -> None:
+    trace = traced("gpt2", 8, 1024, "h100")
+    cost, budget = link_of(spec_by_name("h100")), one_part_in(trace, 2)
+    with pytest.raises(InfeasibleBudget, match=r"or recompute: with recompute=True \d+ bytes .* are enough"):
+        generate_plan(trace, budget, 1 << 30, cost)
+    plan = generate_plan(trace, budget, 1 << 30, cost, recompute=DEFAULT)
+    assert plan.host_bytes <= 1 << 30
+    with pytest.raises(InfeasibleBudget) as refusal:
+        generate_plan(trace, one_part_in(trace, 16), 0, cost, recompute=DEFAULT)
+    smallest = refusal.value.smallest_bytes
+    assert smallest is not None
+    assert generate_plan(trace, smallest, 0, cost, recompute=DEFAULT).host_bytes == 0
+    with pytest.raises(InfeasibleBudget) as refusal:
+        generate_plan(trace, one_part_in(trace, 16), 0, cost)
+    assert refusal.value.smallest_bytes is not None
+    assert refusal.value.smallest_bytes > smallest
+
+
+def test_prices_rise_along_the_path() -> None:
+    """More is dropped for a dearer byte, at more time for each; what is between two prices lies between their choices."""
+    trace = traced("llama-7b", 4, 4096, "h100")
+    recipes, problem = Recipes.of(trace, ALL), Problem.of(trace)
+    path = ChoicePath.of(recipes, problem.level > one_part_in(trace, 8), peak_memory(trace).tick)
+    assert path.last >= 4
+    choices = [path.choice(u / 4) for u in range(4 * path.last + 1)]
+    times_us = [choice.remade_us for choice in choices]
+    assert len(choices[0].dropped) == 0
+    for low, between_, high in zip(choices[::4], choices[2::4], choices[4::4], strict=False):
+        dropped = set(between_.dropped.tolist())
+        assert set(low.dropped.tolist()) & set(high.dropped.tolist()) <= dropped
+        assert dropped <= set(low.dropped.tolist()) | set(high.dropped.tolist())
+    assert times_us[-1] > times_us[0]
+
+
+# --- built-in models
+
+MUST_HOLD = [
+    ("llama-7b", 4, 4096, "h100", 2, 1.015, 0.98),
+    ("llama-7b", 4, 4096, "h100", 4, 1.04, 0.98),
+    ("llama-7b", 4, 4096, "h100", 8, 1.09, 0.97),
+    ("llama-7b", 1, 32768, "h100", 8, 1.02, 0.97),
+    ("llama-7b", 1, 32768, "h100", 2, 1.002, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 2, 1.06, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 4, 1.12, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 8, 1.145, 0.97),
+]
+"""Model, batch, sequence, GPU, parts of the idle activations; the step over the unswapped one at most; of the bound at least."""
+
+
+@pytest.mark.parametrize(("model", "batch", "seq", "gpu", "parts", "at_most", "of_bound"), MUST_HOLD)
+def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: int, at_most: float, of_bound: float) -> None:
+    trace, cost = traced(model, batch, seq, gpu), link_of(spec_by_name(gpu))
+    budget = one_part_in(trace, parts)
+    plan = generate_plan(trace, budget, None, cost, recompute=ALL)
+    assert plan.step_us <= at_most * trace.duration_us
+    bound = ideal(trace, budget, cost, recompute=ALL).step_us
+    assert of_bound <= bound / plan.step_us <= 1
+    assert bound <= least_step_us(trace, budget, cost, ALL) * (1 + 1e-9)
+    timeline = simulate(trace, plan, cost)
+    assert timeline.peak_bytes == plan.peak_bytes <= budget
+    recomputed = full_recomputation(trace)
+    assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
+
+
+def test_of_7b_the_choice_is_as_good_as_a_mixed_integer_program() -> None:
+    """Less half a percent: that program knows one moment of the step, and nothing of rebuilds' memory or of copies in pieces."""
+    trace, cost = traced("llama-7b", 4, 4096, "h100"), link_of(spec_by_name("h100"))
+    for parts in (2, 4, 8):
+        budget = one_part_in(trace, parts)
+        least_us = least_step_us(trace, budget, cost, ALL, whole=True)
+        plan = generate_plan(trace, budget, None, cost, recompute=ALL)
+        assert least_us <= plan.step_us * (1 + 1e-3)
+        assert plan.step_us <= 1.005 * least_us
+
+
+@pytest.mark.parametrize("gpu", ["h100", "rtx4090", "gh200"])
+def test_a_larger_budget_never_takes_longer(gpu: str) -> None:
+    trace, cost = traced("gpt2", 8, 1024, gpu), link_of(spec_by_name(gpu))
+    recomputed = full_recomputation(trace)
+    before_us = float("inf")
+    for i in range(20):
+        budget = between(trace, i / 19)
+        plan = generate_plan(trace, budget, None, cost, recompute=ALL)
+        assert plan.step_us <= before_us * (1 + 1e-9)
+        assert plan.peak_bytes <= budget
+        assert plan.step_us <= generate_plan(trace, budget, None, cost).step_us
+        assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
+        before_us = plan.step_us
+
+
+def test_a_slower_link_is_another_plan() -> None:
+    """A plan for another link still keeps the budget; it takes longer than the one that was made for this one."""
+    trace, cost = traced("llama-7b", 4, 4096, "h100"), link_of(spec_by_name("h100"))
+    slow = replace(cost, d2h_gbps=30.0, h2d_gbps=30.0, duplex_gbps=45.0)
+    budget = one_part_in(trace, 4)
+    fast_plan, slow_plan = (generate_plan(trace, budget, None, link, recompute=ALL) for link in (cost, slow))
+    assert slow_plan.recompute_us > fast_plan.recompute_us
+    assert simulate(trace, fast_plan, slow).step_us > slow_plan.step_us
+    assert int(simulate(trace, fast_plan, slow).allocated_bytes.max()) <= budget < int(memory_curve(trace).max())
+    assert len(Candidates.of(trace)) >= len(slow_plan.recomputed) + sum(
+        action.tensor in set(Candidates.of(trace).tensor.tolist()) for action in slow_plan.swaps
+    )

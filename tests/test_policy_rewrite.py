@@ -1,0 +1,391 @@
+"""What is dropped and held, written into a trace: who is made again, when, from what, and how much memory that takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chameleon_mm.adaptive.hook_schedule import HookSchedule
+from chameleon_mm.policy import Action, ActionKind, Candidates, memory_curve, simulate
+from chameleon_mm.policy.planned_rewrite import choice_actions
+from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.rewrite import RewrittenTrace
+from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.units import KIB
+from tests._hybrid_traces import (
+    carried_out_with_rebuilds,
+    levels_after_reclaims,
+    random_choice,
+    random_hybrid_plan,
+    random_hybrid_step,
+)
+from tests._traces import H200_LINK, plan_of
+
+FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
+
+
+class Step:
+    """A step of a few operators of 10 us: saves and uses hold nothing else; what is dead is so at once."""
+
+    def __init__(self) -> None:
+        self.b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+        self.w = self.b.tensor(4 * KIB, TensorKind.PARAMETER, born=-1)
+
+    def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0, inner: int = 0) -> int:
+        """An operator with one result of so many KiB, unless it writes something. Returns what it writes first."""
+        out = writes if writes is not None else (self.b.tensor(kib * KIB),)
+        self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out, inner_bytes=inner * KIB)
+        return out[0]
+
+    def save(self, x: int) -> int:
+        """Save `x`; at the next hook, of something else, it may be sent and nobody else holds it."""
+        self.b.kind(x, TensorKind.ACTIVATION)
+        self.b.save(x, 0)
+        self.b.released(x)
+        self.b.sendable(x, self.b.save(-1, 0))
+        return x
+
+    def use(self, x: int, *, dies: bool = True) -> int:
+        """Use `x` in an operator of backward. Returns the hook's number."""
+        hook = self.b.use(x, 0)
+        self.b.op("aten::mul_backward", 0, BACKWARD, 10.0, reads=(x,))
+        if dies:
+            self.b.dies(x)
+        return hook
+
+    def finish(self) -> Trace:
+        return self.b.finish(1)
+
+
+def rebuilt(trace: Trace, dropped: list[int], held: list[int] | None = None) -> RewrittenTrace:
+    recipes = Recipes.of(trace, None)
+    assert recipes.can_drop[dropped].all()
+    rewritten = RewrittenTrace.of(recipes, dropped, held or [])
+    plan = plan_of(trace, choice_actions(recipes, rewritten))
+    assert simulate(trace, plan, H200_LINK).allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    return rewritten
+
+
+def ran(rewritten: RewrittenTrace) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """Of each rebuild: hook, operators, what it makes, from what."""
+    return [(r.hook, r.ops, r.made, r.sources) for r in rewritten.rebuilds.rebuilds]
+
+
+def test_a_dropped_storage_is_made_again_at_its_use() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y = s.save(s.op("gelu", x, kib=8))
+    hook = s.use(y)
+    s.use(x)
+    trace = s.finish()
+    rewritten = rebuilt(trace, [y])
+    assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
+    assert rewritten.recompute_us == 10.0
+    # x is read before its use: a hook of its own right behind that of y's use, and then the operator.
+    new = rewritten.trace
+    assert len(new.hook_tick) == len(trace.hook_tick) + 1
+    early = int(rewritten.hook_of[hook]) + 1
+    assert (new.hooks[early].tensor, new.hooks[early].use) == (x, True)
+    again = next(op for op in new.ops if op.tick == new.hook_tick[early] + 1)
+    assert (again.name, again.phase, again.duration_us) == ("aten::gelu", BACKWARD, 10.0)
+    assert Candidates.of(new).use.tolist() == [early]
+    # Its first life ends before the first hook at which it is idle, its second begins with the operator.
+    first = int(Recipes.of(trace, None).candidates.first[1])
+    assert new.tensors[y].dies == new.hook_tick[rewritten.hook_of[first]] - 1
+    second = new.tensors[len(trace.tensor_bytes)]
+    assert (second.nbytes, second.born, second.dies) == (8 * KIB, again.tick, again.tick + 1)
+    curve = rewritten.by_tick(memory_curve(new))
+    assert curve[trace.hook_tick[first]] == 4 * KIB + 4 * KIB
+    assert curve[trace.hook_tick[hook]] == 4 * KIB + 4 * KIB + 8 * KIB
+
+
+def test_a_nested_rebuild_stays_until_its_own_use() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y = s.save(s.op("gelu", x))
+    z = s.save(s.op("silu", y))
+    at_z, _, at_x = s.use(z), s.use(y), s.use(x)
+    rewritten = rebuilt(s.finish(), [y, z])
+    assert ran(rewritten) == [(at_z, (1, 2), (y, z), (x,))]
+    assert rewritten.recompute_us == 20.0
+    everything = rebuilt(s.b.finish(1), [x, y, z])
+    assert ran(everything) == [(at_z, (0, 1, 2), (x, y, z), ())]
+    assert everything.trace.tensors[len(s.b.finish(1).tensor_bytes)].dies > everything.trace.hook_tick[everything.hook_of[at_x]]
+
+
+def test_temporaries_of_a_chain_go_at_their_last_use() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    a = s.op("pow", x, kib=64)
+    c = s.op("mean", a, kib=1)
+    s.b.dies(a)
+    d = s.op("mul", x, c, kib=32)
+    s.b.dies(c)
+    y = s.save(s.op("gelu", d, kib=2))
+    s.b.dies(d)
+    hook = s.use(y)
+    s.use(x)
+    trace = s.finish()
+    rewritten = rebuilt(trace, [y])
+    assert ran(rewritten) == [(hook, (1, 2, 3, 4), (y,), (x,))]
+    assert rewritten.rebuilds.rebuilds[0].passing == (a, c, d)
+    new, tick = rewritten.trace, int(rewritten.trace.hook_tick[rewritten.hook_of[hook] + 1])
+    level = memory_curve(new)[tick + 1 : tick + 5] - 8 * KIB  # w and x are there
+    assert level.tolist() == [64 * KIB, 65 * KIB, 33 * KIB, 34 * KIB]
+    # The spike is the hook's.
+    assert rewritten.by_tick(memory_curve(new))[trace.hook_tick[hook]] == 73 * KIB
+
+
+def test_results_of_one_operator_are_made_together() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y, mask = s.b.tensor(8 * KIB), s.b.tensor(2 * KIB)
+    s.op("native_dropout", x, writes=(y, mask))
+    for z in (y, mask):
+        s.save(z)
+    at_mask = s.use(mask)
+    at_y = s.use(y)
+    s.use(x)
+    trace = s.finish()
+    assert ran(rebuilt(trace, [y, mask])) == [(at_mask, (1,), (y, mask), (x,))]
+    # One of them alone: the other one's second copy goes with the operator.
+    alone = rebuilt(trace, [y])
+    assert ran(alone) == [(at_y, (1,), (y,), (x,))]
+    copies = [t.nbytes for t in list(alone.trace.tensors)[len(trace.tensor_bytes) :]]
+    assert copies == [8 * KIB, 2 * KIB]
+    assert alone.trace.tensors[len(trace.tensor_bytes) + 1].dies == alone.trace.tensors[len(trace.tensor_bytes) + 1].born
+
+
+def test_a_chain_in_place_is_run_from_its_beginning() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y = s.op("empty", kib=8)
+    s.op("copy_", y, x, writes=(y,))
+    s.op("view", y, writes=(y,), us=0.0)
+    s.op("relu_", y, writes=(y,))
+    s.save(y)
+    hook = s.use(y)
+    s.use(x)
+    rewritten = rebuilt(s.finish(), [y])
+    assert ran(rewritten) == [(hook, (1, 2, 4), (y,), (x,))]
+    assert len([t for t in rewritten.trace.tensors if t.nbytes == 8 * KIB]) == 2
+
+
+@pytest.mark.parametrize("when", ["before", "after the use"])
+def test_what_is_written_before_the_rebuild_is_no_input(when: str) -> None:
+    s = Step()
+    x = s.op("mm", s.w)
+    y = s.save(s.op("gelu", x, s.w))
+    s.b.dies(x)
+    if when == "before":
+        s.op("add_", s.w, writes=(s.w,))
+    s.use(y)
+    s.b.op("aten::add_", 0, StepPhase.OPTIMIZER, 1.0, reads=(s.w,), writes=(s.w,))
+    assert bool(Recipes.of(s.finish(), None).can_drop[y]) is (when == "after the use")
+
+
+def test_an_input_that_is_changed_after_it_was_read_is_none() -> None:
+    s = Step()
+    x = s.op("mm", s.w)
+    y = s.save(s.op("gelu", x))
+    s.op("add_", x, s.w, writes=(x,))
+    z = s.save(s.op("silu", x))
+    s.b.dies(x)
+    s.use(z)
+    s.use(y)
+    recipes = Recipes.of(s.finish(), None)
+    assert (bool(recipes.can_drop[y]), bool(recipes.can_drop[z])) == (False, True)
+    assert recipes.makers[x] == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "admitted"), [("gelu", True), ("native_batch_norm", False), ("_scaled_dot_product_flash_attention", False)]
+)
+def test_operators_have_to_be_admitted(name: str, *, admitted: bool) -> None:
+    from chameleon_mm.trace.replayable import DEFAULT
+
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y = s.save(s.op(f"{name}.default", x))
+    s.use(y)
+    s.use(x)
+    recipes = Recipes.of(s.finish(), DEFAULT)
+    assert bool(recipes.can_drop[y]) is admitted
+    assert not recipes.can_drop[x]
+    assert not Recipes.of(s.finish(), DEFAULT, [y]).can_drop.any()
+
+
+def test_an_operator_of_forward_that_also_writes_elsewhere_makes_nothing_again() -> None:
+    s = Step()
+    state = s.b.tensor(KIB, TensorKind.BUFFER, born=-1)
+    x = s.b.tensor(4 * KIB)
+    s.op("cat", s.w, state, writes=(x, state))
+    s.save(x)
+    s.use(x)
+    assert not Recipes.of(s.finish(), None).can_drop.any()
+
+
+def held_step() -> tuple[Trace, int, int, int, int]:
+    """x, which nobody saves, and y, twice its size, made of it; x is let go after a hook. Two uses, the second one of y."""
+    s = Step()
+    x = s.op("attention", s.w, kib=16)
+    y = s.save(s.op("_to_copy", x, kib=32))
+    s.op("add", x)
+    s.b.dies(x)
+    s.save(s.op("mm", s.w))
+    last = s.b.num_hooks - 2
+    first_use = s.use(int(s.b._columns["hook_tensor"][last]))
+    hook = s.use(y)
+    return s.finish(), x, y, hook, first_use
+
+
+def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
+    trace, x, y, hook, first_use = held_step()
+    recipes = Recipes.of(trace, ["aten::_to_copy"])
+    assert bool(recipes.can_drop[y]) and bool(recipes.can_hold[x]) and not recipes.can_remake[x]
+    with pytest.raises(ValueError, match="is none of it; hold it"):
+        RewrittenTrace.of(recipes, [y], [])
+    rewritten = rebuilt(trace, [y], [x])
+    assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
+    actions = choice_actions(recipes, rewritten)
+    assert [(a.kind, a.tensor, a.nbytes) for a in actions] == [
+        (ActionKind.RECOMPUTE, y, 32 * KIB),
+        (ActionKind.HOLD, x, 16 * KIB),
+    ]
+    assert (actions[1].out_at, actions[1].reclaim_at, actions[1].in_at, actions[1].use_at) == (0, 0, hook, hook)
+    assert (actions[0].out_at, actions[0].use_at) == (1, hook)
+    # Nobody else holds x from hook 2 on: it may be swapped from there to the rebuild.
+    candidates = Candidates.of(rewritten.trace)
+    row = candidates.tensor.tolist().index(x)
+    assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [0, 2, hook]
+    swap = Action(tensor=x, nbytes=16 * KIB, out_at=1, reclaim_at=2, in_at=first_use, use_at=hook)
+    plan = plan_of(trace, (swap, *actions))
+    timeline = simulate(trace, plan, H200_LINK)
+    assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and what is saved last
+    assert (plan.swaps, plan.recomputed, plan.held) == ((swap,), actions[:1], actions[1:])
+    assert plan.moved_bytes == 16 * KIB
+
+
+def test_what_is_not_held_is_made_again_though_it_is_there() -> None:
+    s = Step()
+    x = s.op("mul", s.w)
+    y = s.save(s.op("gelu", x))
+    hook = s.use(y)
+    s.b.dies(x)
+    trace = s.finish()
+    assert ran(rebuilt(trace, [y])) == [(hook, (0, 1), (y,), ())]
+    assert ran(rebuilt(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
+    assert memory_curve(rebuilt(trace, [y], [x]).trace).max() == memory_curve(trace).max()
+
+
+def test_what_was_used_before_the_rebuild_that_reads_it_lives_on() -> None:
+    s = Step()
+    x = s.save(s.op("mm", s.w))
+    y = s.save(s.op("gelu", x))
+    at_x, at_y = s.use(x), s.use(y)
+    trace = s.finish()
+    for dropped in ([y], [x, y]):
+        rewritten = rebuilt(trace, dropped)
+        assert ran(rewritten)[-1] == (at_y, (1,), (y,), (x,))
+        level = rewritten.by_tick(memory_curve(rewritten.trace))
+        assert level[trace.hook_tick[at_y]] == 12 * KIB > level[trace.hook_tick[at_y] - 1] == 8 * KIB
+    assert ran(rewritten)[0] == (at_x, (0,), (x,), ())
+
+
+def test_what_is_needed_before_it_could_be_dropped_is_not() -> None:
+    """Its one rebuild would be at the very hook at which nobody else holds it any more."""
+    s = Step()
+    x = s.op("mm", s.w)
+    s.b.save(x, 0)
+    y = s.save(s.op("gelu", x))
+    s.b.sendable(x, 1)
+    hook = s.use(y)
+    s.b.released(x)
+    s.b.save(-1, 0)
+    s.use(x)
+    recipes = Recipes.of(s.finish(), None)
+    rewritten = RewrittenTrace.of(recipes, [x, y], [])
+    assert rewritten.rebuilds.dropped == (y,)
+    assert ran(rewritten) == [(hook, (1,), (y,), (x,))]
+
+
+def test_plans_that_nobody_could_carry_out_are_refused() -> None:
+    trace, x, y, _, _ = held_step()
+    recipes = Recipes.of(trace, None)
+    drop, hold = choice_actions(recipes, RewrittenTrace.of(recipes, [y], [x]))
+    for wrong, message in (
+        ((replace(drop, use_at=drop.use_at + 1),), f"tensor {y}: expected a recompute from hook 1 to"),
+        ((drop, replace(hold, out_at=1, reclaim_at=1)), f"tensor {x}: expected a hold from hook 0 to"),
+        ((hold,), f"tensor {x}: expected something that is away"),
+        ((drop, replace(hold, tensor=y)), f"tensor {y}: expected one that can be held"),
+        ((replace(drop, tensor=x),), f"tensor {x}: expected one that can be made again"),
+        ((replace(drop, tensor=99),), "tensor 99: expected one that can be made again"),
+        ((replace(drop, kind=ActionKind.SWAP), drop, hold), "expected one of the"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(trace, plan_of(trace, wrong), H200_LINK)
+
+
+@given(st.randoms(use_true_random=False))
+def test_memory_is_that_of_a_walk_without_rewritten_traces(random: Random) -> None:
+    trace = random_hybrid_step(random)
+    plan = random_hybrid_plan(random, trace, Recipes.of(trace, None))
+    timeline = simulate(trace, plan, H200_LINK)
+    assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
+    assert timeline.peak_bytes == max(timeline.allocated_bytes.tolist(), default=0)
+    waits = timeline.stall_us + timeline.head_copy_us + timeline.recompute_us
+    assert timeline.step_us == pytest.approx(trace.duration_us + waits)
+    assert timeline.tick_us.shape == (trace.num_ticks,)
+    assert (np.diff(timeline.tick_us) >= 0).all()
+
+
+@given(st.randoms(use_true_random=False))
+def test_growth_covers_what_rebuilds_take(random: Random) -> None:
+    """From the end of any hook's reclaims memory never grows by more than is said until the next check."""
+    trace = random_hybrid_step(random)
+    plan = random_hybrid_plan(random, trace, Recipes.of(trace, None))
+    schedule = HookSchedule.of(trace, plan)
+    allocated = carried_out_with_rebuilds(trace, plan)
+    assert schedule.allocated_bytes.tolist() == allocated
+    assert len(schedule.growth) == len(trace.hook_tick)
+    ticks, checks = trace.hook_tick.tolist(), {0, *np.flatnonzero(trace.hook_tensor >= 0).tolist()}
+    checks |= {action.reclaim_at for action in plan.swaps}
+    levels = levels_after_reclaims(trace, plan)
+    for hook in sorted(checks) if ticks else ():
+        until = min((ticks[k] for k in checks if k > hook), default=trace.num_ticks)
+        most = levels[hook] + schedule.growth[hook]
+        assert max(allocated[ticks[hook] : until]) <= most <= max(allocated[ticks[hook] : until + 1])
+    cursor, due = schedule.begin_step(), []
+    for hook in range(len(ticks)):
+        now = cursor.advance_to(hook)
+        due += [] if now is None else now.reclaims
+    assert sorted(action.tensor for action in due) == sorted(action.tensor for action in plan.swaps)
+
+
+@given(st.randoms(use_true_random=False))
+def test_hooks_keep_their_order(random: Random) -> None:
+    trace = random_hybrid_step(random)
+    recipes = Recipes.of(trace, None)
+    rewritten = RewrittenTrace.of(recipes, *random_choice(random, recipes))
+    assert (np.diff(rewritten.origin) >= 0).all()
+    assert rewritten.origin[rewritten.hook_of].tolist() == list(range(len(trace.hook_tick)))
+    new = rewritten.trace
+    assert new.hook_tick[rewritten.hook_of].tolist() == rewritten.tick_of[trace.hook_tick].tolist()
+    assert new.hook_tensor[rewritten.hook_of].tolist() == trace.hook_tensor.tolist()
+    assert new.duration_us == pytest.approx(trace.duration_us + rewritten.recompute_us)
+    original = [op.name for op in new.ops if op.tick in set(rewritten.tick_of.tolist())]
+    assert original == [op.name for op in trace.ops]
+
+
+def test_nothing_chosen_changes_nothing() -> None:
+    trace = random_hybrid_step(Random(5))
+    rewritten = RewrittenTrace.of(Recipes.of(trace, None), [], [])
+    for column in ("op_us", "op_tick", "hook_tick", "hook_tensor", "tensor_born", "tensor_dies", "read_tensors"):
+        assert getattr(rewritten.trace, column).tolist() == getattr(trace, column).tolist()
+    assert rewritten.recompute_us == 0.0

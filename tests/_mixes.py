@@ -31,7 +31,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
 from chameleon_mm.executor.recomputing import RecomputePlan
 from chameleon_mm.policy import StorageAction
-from chameleon_mm.profiler.call_watch import BirthPlace
+from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.metrics import Totals
 from chameleon_mm.saved.saved_storage import SavedStorage

@@ -51,7 +51,9 @@ class Rebuilds:
             self._restored(one, remade.storage, compute)
             for ref, storage in remade.siblings:
                 sibling = ref()
-                if sibling is not None and sibling.form.recipe is not None and sibling.state is State.ON_HOST:
+                if sibling is None or sibling.form.recipe is None or sibling.state is not State.ON_HOST:
+                    continue
+                if sibling.nbytes == storage.nbytes() and sibling.usable_elsewhere(compute) is None:
                     self._restored(sibling, storage, compute)
             self._context.metrics.totals.rebuilds += 1
 

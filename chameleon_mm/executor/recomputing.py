@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Device
+from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
-from chameleon_mm.profiler.call_watch import BirthPlace, Call, CallWatch, Value
+from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.calls import BirthPlace, Call, Value
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
@@ -60,6 +62,38 @@ class RecomputePlan:
     """Names of operators that an audit has found to differ when they run again."""
 
 
+class ParameterSizes:
+    """Parameters whose storages are as large when a step ends as they were in its forward.
+
+    What shards a model frees its parameters between forward and backward and fetches them again on a stream of its own, which
+    no counter tells of: such a parameter is empty at the end, and no recipe may need it.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that this step's recipes would need, by id, with their sizes."""
+        self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def keeps_its_size(self, value: Value) -> bool:
+        """Whether a step that is over has seen the storage of `value`, a parameter's, keep its size."""
+        storage = value.storage()
+        if storage is None:
+            return False
+        self._met[id(storage)] = value.storage, value.nbytes
+        stays = self._stay.get(id(storage))
+        return stays is not None and stays() is storage
+
+    def end_step(self) -> None:
+        """Look at what the step has met."""
+        for key, (ref, nbytes) in self._met.items():
+            storage = ref()
+            if storage is not None and storage.nbytes() == nbytes:
+                self._stay[key] = ref
+            else:
+                self._stay.pop(key, None)
+        self._met.clear()
+
+
 class Recomputing:
     """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
 
@@ -76,6 +110,9 @@ class Recomputing:
         self._snapshots: dict[int, tuple[Value, Source]] = {}
         self._source_values: list[Value] = []
         """Values that the recipe that is being written takes from sources."""
+        self._parameters = ParameterSizes()
+        self._waits_for_size = False
+        """Whether the recipe that is being written needs a parameter that may be resharded, for all that is known yet."""
         self._audits: list[tuple[Tensor, list[str], int | None]] = []
         """Audits of this step: whether any bit differed, on the device; operators, and the plan's number of the storage."""
         self._audit_due = False
@@ -96,6 +133,8 @@ class Recomputing:
         self.watch = self._plan = None
         self._held.clear()
         self._snapshots.clear()
+        self._source_values = []
+        self._parameters.end_step()
 
     def read_audits(self, ban: Callable[[str], bool]) -> None:
         """Read what the audits of the steps so far found; waits for the device. `ban` notes an operator, and returns whether it
@@ -151,15 +190,16 @@ class Recomputing:
         if number in plan.refused:
             return plan.refused[number]
         recipe = self._recipe(saved)
-        if isinstance(recipe, Refusal):
-            plan.refused[number] = recipe
-            return recipe
+        refusal = recipe if isinstance(recipe, Refusal) else None
         sources = self._source_values
-        if number not in plan.proven:
-            if not self._makes_it(recipe, saved, restore):
-                refusal = plan.refused[number] = Refusal("other bits than the original", ", ".join(recipe.operators))
-                return refusal
-            plan.proven.add(number)
+        if not isinstance(recipe, Refusal) and number not in plan.proven:
+            refusal = self._disproof(recipe, saved, restore)
+        if refusal is not None or isinstance(recipe, Refusal):
+            assert refusal is not None
+            if refusal.lasts:
+                plan.refused[number] = refusal
+            return refusal
+        plan.proven.add(number)
         value = self.watch.value_of(saved.device) if saved.device is not None else None
         assert value is not None and value.call is not None and value.result is not None and saved.device is not None
         for source in recipe.sources:
@@ -178,6 +218,7 @@ class Recomputing:
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
         """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
         self._source_values = []
+        self._waits_for_size = False
         if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved")
         value = self.watch.value_of(saved.device)
@@ -185,7 +226,10 @@ class Recomputing:
             return Refusal("nobody watched how it was made")
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
-        return build(value, self._source_of, self._refuse)
+        recipe = build(value, self._source_of, self._refuse)
+        if isinstance(recipe, Refusal) and self._waits_for_size:
+            return Refusal("a parameter that no step has seen keep its size", lasts=False)
+        return recipe
 
     def _refuse(self, call: Call) -> Refusal | None:
         operation, plan = call.operation, self._plan
@@ -227,13 +271,20 @@ class Recomputing:
     def _given(self, value: Value) -> Source | None:
         """What was there before anybody watched: a parameter, an input."""
         t = None if value.tensor is None else value.tensor()
-        return None if t is None or t._version != value.version else self._held_itself(value, t)
+        if t is None or t._version != value.version:
+            return None
+        if value.nbytes > SNAPSHOT_BYTES and t.is_leaf and t.requires_grad and not self._parameters.keeps_its_size(value):
+            self._waits_for_size = True
+            return None
+        return self._held_itself(value, t)
 
     def _held_itself(self, value: Value, t: Tensor) -> Source | None:
         """A source that the recipe holds, by the tensor `t` over it: as a copy where it is small."""
         storage = value.storage()
-        if storage is None or storage.nbytes() != value.nbytes:
-            return None
+        if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
+            return None  # what torch did not allocate may be written to by whoever did
+        if storage.device != self._device.torch_device and value.nbytes > SNAPSHOT_BYTES:
+            return None  # a host buffer, which the next batch goes into
         known = self._snapshots.get(id(value))
         if known is not None:
             return known[1]
@@ -249,10 +300,18 @@ class Recomputing:
 
     # --- proofs
 
-    def _makes_it(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
-        """Whether the recipe makes the bits that `saved` has."""
-        differs = self._differs(recipe, saved, restore)
-        return not bool(differs.item())
+    def _disproof(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Refusal | None:
+        """Why the recipe does not stand for `saved`; None: it makes its bits."""
+        try:
+            differs = bool(self._differs(recipe, saved, restore).item())
+        except torch.OutOfMemoryError:
+            return Refusal("no memory for its proof", lasts=False)
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # an operator's own; the original is still there
+            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            return Refusal("an error when it runs again", ", ".join(recipe.operators))
+        return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
 
     def _differs(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Tensor:
         assert saved.device is not None
@@ -265,7 +324,7 @@ class Recomputing:
         with torch.no_grad():
             if remade.nbytes() != original.nbytes():
                 return torch.ones(1, dtype=torch.bool, device=original.device)
-            return (_words(remade) != _words(original)).any()
+            return _differ(remade, original)
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
         """Run the recipe of one of `finished` beside it, once a step, and have the two compared."""
@@ -277,7 +336,11 @@ class Recomputing:
                 continue
             self._audit_due = False
             number = None if saved.planned is None else saved.planned.tensor
-            self._audits.append((self._differs(recipe, saved, restore), recipe.operators, number))
+            try:
+                differs = self._differs(recipe, saved, restore)
+            except torch.OutOfMemoryError:
+                return  # another step has room for it
+            self._audits.append((differs, recipe.operators, number))
             return
 
 
@@ -285,7 +348,9 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)
 
 
-def _words(storage: torch.UntypedStorage) -> Tensor:
-    """The bits of a storage, as whole numbers."""
-    flat = flat_bytes(storage)
-    return flat.view(torch.int64) if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0 else flat
+def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Tensor:
+    """Whether any bit of two storages of one size differs, on the device."""
+    a, b = flat_bytes(one), flat_bytes(other)
+    if all(number % 8 == 0 for number in (one.nbytes(), one.data_ptr(), other.data_ptr())):
+        a, b = a.view(torch.int64), b.view(torch.int64)
+    return (a != b).any()

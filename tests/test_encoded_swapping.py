@@ -258,7 +258,7 @@ def test_any_life_is_exact_and_leaves_nothing(actions: list[tuple[str, int]], sl
             elif what == "op":
                 swapping.next_op()
             elif what == "squeeze":
-                swapping.executor.budget.reclaim_all(exclude=None)
+                swapping.executor.budget.reclaim_all(exclude=())
             elif what == "wait":
                 device.synchronize()
             elif alive and what == "use":

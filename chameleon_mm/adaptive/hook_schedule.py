@@ -21,7 +21,7 @@ from chameleon_mm.policy import Action, StorageAction, SwapPlan, memory_curve
 from chameleon_mm.policy.action_columns import BACK, OUT, RECLAIM, RECLAIM_IN_PART, USE, ActionColumns, PlannedMemory, in_order
 from chameleon_mm.policy.planned_rewrite import rewritten_for
 from chameleon_mm.policy.recipes import Recipes
-from chameleon_mm.profiler.call_watch import BirthPlace
+from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Int64s
 

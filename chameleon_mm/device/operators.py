@@ -69,7 +69,8 @@ _HIDDEN_WRITES = {
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index", "batch_norm_update_stats",
     "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 }  # fmt: skip
-"""Operators that update running statistics although their schemas do not say so."""
+"""Operators that update running statistics although their schemas do not say so. Those of `c10d` write to what they are given
+and say nothing of it, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 """Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""
@@ -204,7 +205,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
         mutated=tuple(i for i, a in written if not a.kwarg_only),
         mutated_names=tuple(a.name for _, a in written),
         repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
-        hidden_writes=name in _HIDDEN_WRITES,
+        hidden_writes=name in _HIDDEN_WRITES or (namespace == "c10d" and not written),
         random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,
         flops=_flop_formula(func),
     )

@@ -16,7 +16,7 @@ A `Forecast` says how far the model's own allocation will grow until memory is c
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
@@ -175,7 +175,7 @@ class Budget:
         # may have taken what the plan counts on.
         ahead = self.forecast.growth_from_check()
         if ahead is None or self._allocated + ahead > budget:
-            self._make_room(0, ahead, exclude=None)
+            self._make_room(0, ahead, exclude=())
         return growth
 
     def allocated_bytes(self) -> int:
@@ -186,6 +186,11 @@ class Budget:
     def peak_allocated_bytes(self) -> int:
         """The most bytes allocated on the device, as far back as it knows."""
         return self._device.peak_allocated_bytes()
+
+    def fits_now(self, nbytes: int) -> bool:
+        """Whether `nbytes` may be allocated for a moment within this hook."""
+        budget = self._limits.hbm_budget_bytes
+        return budget is None or self.allocated_bytes() + nbytes <= budget
 
     def spare_bytes(self) -> int:
         """Bytes that may be allocated for a moment, beside what the model will allocate."""
@@ -227,7 +232,7 @@ class Budget:
             self._taken += now.cumulative_bytes - before
             self._allocated = now.allocated_bytes
 
-    def make_room(self, nbytes: int, *, exclude: SavedStorage | None) -> None:
+    def make_room(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> None:
         """Reclaim until `nbytes` and the growth until the next check fit, or nothing is left to reclaim; never `exclude`.
 
         Raises `HostMemoryExhausted` where the budget is passed because the host takes no more, pinned or not.
@@ -236,7 +241,7 @@ class Budget:
             self.memory_limit.make_room(nbytes, exclude)
         self._make_room(nbytes, self.forecast.growth(), exclude)
 
-    def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: SavedStorage | None) -> None:
+    def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
         """`growth_bytes`: growth of the model until the next check; None: not known."""
         budget = self._limits.hbm_budget_bytes
         if budget is None:
@@ -277,7 +282,7 @@ class Budget:
         """Whether what could not be pinned must not stay: much is allocated, and its growth is not known yet."""
         return self.growth_is_unknown and self._allocated > (self._limits.hbm_budget_bytes or 0) * UNKNOWN_SHARE
 
-    def reclaim_all(self, exclude: SavedStorage | None) -> None:
+    def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
         """Reclaim everything that can be reclaimed, after a failed allocation."""
         if self.memory_limit is not None:
             self.memory_limit.reclaim_all(exclude)
@@ -348,14 +353,14 @@ class Budget:
         self.reclaim.reclaim_until(lambda: False)
         self.planned.reclaim_until(lambda: False)
 
-    def _reclaim_until(self, enough: Callable[[], bool], exclude: SavedStorage | None) -> str | None:
+    def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
         """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it."""
         self.reclaim.reclaim_until(enough)
         self.planned.reclaim_until(enough)
         if enough():
             return None
         for saved in self._restored():
-            if saved is exclude:
+            if saved in exclude:
                 continue
             if enough():
                 return None
@@ -366,7 +371,7 @@ class Budget:
         self.reclaim.reclaim_until(enough)
         try:
             for saved in self._resident():
-                if saved is exclude:
+                if saved in exclude:
                     continue
                 if enough():
                     return None

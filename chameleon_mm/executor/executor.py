@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
@@ -35,7 +36,7 @@ from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
-from chameleon_mm.profiler.call_watch import Value
+from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Claims, Found, StorageRegistry
@@ -426,7 +427,12 @@ class Executor:
             saved = ref()
             if saved is None or saved.form.recipe is None or saved.state not in (State.ON_HOST, State.RESTORED):
                 continue
-            storage = self._ins.restore(saved, compute)
+            try:
+                storage = self._ins.restore(saved, compute)
+            except RuntimeError as error:
+                if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
+                    raise
+                continue  # it raises the same at its use, if there is one
             if saved.state is State.ON_HOST:
                 saved.restored_in(storage, compute)  # somebody else holds it
             saved.stay_on_device()

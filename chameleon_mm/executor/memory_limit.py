@@ -15,7 +15,7 @@ is held only where steps so far have shown how far allocation grows at most unti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol
 
@@ -152,12 +152,12 @@ class SwapMemoryLimit:
             held = self._held_bytes()
             self._rest_bytes = now.allocated_bytes - held
             if held > self._allowed_bytes():
-                self._reclaim_until(self._allowed_bytes(), None)
+                self._reclaim_until(self._allowed_bytes(), ())
         spare = self._allowed_bytes() - self._held_bytes() - fresh
         self._tight = 2 * spare < self._allowed_bytes()
         self._small_limit = self._small.nbytes + spare
 
-    def make_room(self, nbytes: int, exclude: SavedStorage | None) -> None:
+    def make_room(self, nbytes: int, exclude: Collection[SavedStorage]) -> None:
         """Reclaim what exceeds the limit once a use has taken `nbytes`; never `exclude`."""
         allowed = self._allowed_bytes(nbytes)
         if self._held_bytes() > allowed:
@@ -167,7 +167,7 @@ class SwapMemoryLimit:
         """Bytes that may be allocated beside what is held."""
         return max(0, self._allowed_bytes() - self._held_bytes())
 
-    def reclaim_all(self, exclude: SavedStorage | None) -> None:
+    def reclaim_all(self, exclude: Collection[SavedStorage]) -> None:
         """Reclaim everything that can be reclaimed, after a failed allocation."""
         self._reclaim_until(0, exclude)
 
@@ -203,11 +203,11 @@ class SwapMemoryLimit:
             del self._resident[key]
         return sum(saved.nbytes for saved in self._resident.values())
 
-    def _reclaim_until(self, allowed: int, exclude: SavedStorage | None) -> None:
+    def _reclaim_until(self, allowed: int, exclude: Collection[SavedStorage]) -> None:
         others = self._held_bytes() - self._reclaim.pending_bytes
         self._reclaim.reclaim_until(lambda: self._reclaim.pending_bytes + others <= allowed)
         excess = self._held_bytes() - allowed
-        back = [saved for saved in self._resident.values() if saved.state is not State.ON_DEVICE and saved is not exclude]
+        back = [saved for saved in self._resident.values() if saved.state is not State.ON_DEVICE and saved not in exclude]
         for saved in sorted(back, key=lambda saved: self._order.rank(saved.index), reverse=True):
             if excess <= 0:
                 return
@@ -224,7 +224,7 @@ class SwapMemoryLimit:
             # Down to half: every hook adds some, and what is there is gone through each time.
             self._small.swap_out_oldest(max(0, allowed // 2 - self._resident_bytes()), swap_out_now)
             excess = self._held_bytes() - allowed
-            stay = [saved for saved in self._resident.values() if saved.state is State.ON_DEVICE and saved is not exclude]
+            stay = [saved for saved in self._resident.values() if saved.state is State.ON_DEVICE and saved not in exclude]
             for saved in stay:
                 if excess <= 0:
                     return

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.saved.calling_thread import annotation
+from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.recipe import Recipe, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
@@ -51,7 +53,9 @@ class Rebuilds:
             self._restored(one, remade.storage, compute)
             for ref, storage in remade.siblings:
                 sibling = ref()
-                if sibling is not None and sibling.form.recipe is not None and sibling.state is State.ON_HOST:
+                if sibling is None or sibling.form.recipe is None or sibling.state is not State.ON_HOST:
+                    continue
+                if sibling.nbytes == storage.nbytes() and sibling.usable_elsewhere(compute) is None:
                     self._restored(sibling, storage, compute)
             self._context.metrics.totals.rebuilds += 1
 
@@ -62,8 +66,30 @@ class Rebuilds:
                 if source.claim is not None and source.claim.saved.form.recipe is None:
                     restore(source.claim.saved, compute)
 
-    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
-        """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
+    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor:
+        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too."""
+        original = saved.device
+        assert original is not None
+        beside_bytes = saved.nbytes // 4  # what the comparison takes for itself: a byte for each word, and half of that at most
+        remade = self.replay(recipe, compute, restore, exclude=saved, beside_bytes=beside_bytes).storage
+        if saved.alloc_stream is not compute:
+            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
+        with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
+            if remade.nbytes() != original.nbytes():
+                return torch.ones(1, dtype=torch.bool, device=original.device)
+            return _differ(remade, original)
+
+    def fits_beside(self, recipe: Recipe, saved: SavedStorage) -> bool:
+        """Whether there is room for comparing what `recipe` makes with `saved`, and nothing has to go for it."""
+        sources = (source.claim.saved for source in recipe.sources if source.claim is not None)
+        restored_bytes = sum(source.nbytes for source in sources if source.state is State.ON_HOST)
+        return self._budget.fits_now(recipe.peak_bytes + restored_bytes + saved.nbytes // 4)
+
+    def replay(
+        self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage, beside_bytes: int = 0
+    ) -> Remade:
+        """Replay `recipe` on `compute`, room made for it and for `beside_bytes`; `exclude` is not reclaimed for that."""
+        self._budget.allocated_bytes()  # the model may have allocated since memory was checked
         storages = []
         for source in recipe.sources:
             storage = source.storage if source.claim is None else restore(source.claim.saved, compute)
@@ -75,15 +101,15 @@ class Rebuilds:
         }
         for stream in written_on:
             compute.wait(stream.record())  # the sources were written there -> they are read here
-        self._budget.allocated_bytes()  # the model may have allocated since memory was checked
-        self._budget.make_room(recipe.peak_bytes, exclude=exclude)
+        needed = [exclude, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
+        self._budget.make_room(recipe.peak_bytes + beside_bytes, exclude=needed)
         remade = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
             with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
                 remade = recipe.replay(storages)
             if remade is None:
                 self._context.metrics.totals.oom_retries += 1
-                self._budget.reclaim_all(exclude)
+                self._budget.reclaim_all(needed)
                 remade = recipe.replay(storages)
         for stream in written_on:
             self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
@@ -144,3 +170,11 @@ def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
         stack.append((one, True))
         stack.extend((source.claim.saved, False) for source in one.form.recipe.sources if source.claim is not None)
     return order
+
+
+def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Tensor:
+    """Whether any bit of two storages of one size differs, on the device."""
+    a, b = flat_bytes(one), flat_bytes(other)
+    if all(number % 8 == 0 for number in (one.nbytes(), one.data_ptr(), other.data_ptr())):
+        a, b = a.view(torch.int64), b.view(torch.int64)
+    return (a != b).any()

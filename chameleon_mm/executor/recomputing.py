@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Device
+from chameleon_mm.errors import ChameleonError
+from chameleon_mm.executor.audits import Audits
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
-from chameleon_mm.profiler.call_watch import BirthPlace, Call, CallWatch, Value
+from chameleon_mm.profiler.call_watch import CallWatch
+from chameleon_mm.profiler.calls import BirthPlace, Call, Value
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
@@ -60,6 +63,38 @@ class RecomputePlan:
     """Names of operators that an audit has found to differ when they run again."""
 
 
+class ParameterSizes:
+    """Parameters whose storages are as large when a step ends as they were in its forward.
+
+    What shards a model frees its parameters between forward and backward and fetches them again on a stream of its own, which
+    no counter tells of: such a parameter is empty at the end, and no recipe may need it.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        """Storages that this step's recipes would need, by id, with their sizes."""
+        self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def keeps_its_size(self, value: Value) -> bool:
+        """Whether a step that is over has seen the storage of `value`, a parameter's, keep its size."""
+        storage = value.storage()
+        if storage is None:
+            return False
+        self._met[id(storage)] = value.storage, value.nbytes
+        stays = self._stay.get(id(storage))
+        return stays is not None and stays() is storage
+
+    def end_step(self) -> None:
+        """Look at what the step has met."""
+        for key, (ref, nbytes) in self._met.items():
+            storage = ref()
+            if storage is not None and storage.nbytes() == nbytes:
+                self._stay[key] = ref
+            else:
+                self._stay.pop(key, None)
+        self._met.clear()
+
+
 class Recomputing:
     """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
 
@@ -76,10 +111,10 @@ class Recomputing:
         self._snapshots: dict[int, tuple[Value, Source]] = {}
         self._source_values: list[Value] = []
         """Values that the recipe that is being written takes from sources."""
-        self._audits: list[tuple[Tensor, list[str], int | None]] = []
-        """Audits of this step: whether any bit differed, on the device; operators, and the plan's number of the storage."""
-        self._audit_due = False
-        self._warned: set[str] = set()
+        self._parameters = ParameterSizes()
+        self._waits_for_size = False
+        """Whether the recipe that is being written needs a parameter that may be resharded, for all that is known yet."""
+        self._audits = Audits(rebuilds, streams, self._totals)
 
     # --- the step
 
@@ -90,7 +125,7 @@ class Recomputing:
         if plan is not None:
             plan.has_proved = False
             self.watch = CallWatch(self._device, before_write, plan.held)
-            self._audit_due = True
+            self._audits.begin_step()
         return self.watch
 
     def end(self) -> None:
@@ -98,20 +133,12 @@ class Recomputing:
         self.watch = self._plan = None
         self._held.clear()
         self._snapshots.clear()
+        self._source_values = []
+        self._parameters.end_step()
 
     def read_audits(self) -> list[str]:
         """Operators that the audits of the steps so far found to give other bits; waits for the device."""
-        audits, self._audits = self._audits, []
-        differing = [operator for differs, operators, _ in audits if bool(differs.item()) for operator in operators]
-        new = [operator for operator in dict.fromkeys(differing) if operator not in self._warned]
-        self._warned.update(new)
-        for operator in new:
-            _log.warning(
-                "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or something "
-                "that nobody told of had written to its result",
-                operator,
-            )
-        return new
+        return self._audits.read()
 
     # --- what the hooks tell
 
@@ -152,16 +179,17 @@ class Recomputing:
         if number in plan.refused:
             return plan.refused[number]
         recipe = self._recipe(saved)
-        if isinstance(recipe, Refusal):
-            plan.refused[number] = recipe
-            return recipe
+        refusal = recipe if isinstance(recipe, Refusal) else None
         sources = self._source_values
-        if number not in plan.proven:
+        if not isinstance(recipe, Refusal) and number not in plan.proven:
             plan.has_proved = True
-            if not self._makes_it(recipe, saved, restore):
-                refusal = plan.refused[number] = Refusal("other bits than the original", ", ".join(recipe.operators))
-                return refusal
-            plan.proven.add(number)
+            refusal = self._disproof(recipe, saved, restore)
+        if refusal is not None or isinstance(recipe, Refusal):
+            assert refusal is not None
+            if refusal.lasts:
+                plan.refused[number] = refusal
+            return refusal
+        plan.proven.add(number)
         value = self.watch.value_of(saved.device) if saved.device is not None else None
         assert value is not None and value.call is not None and value.result is not None and saved.device is not None
         for source in recipe.sources:
@@ -180,6 +208,7 @@ class Recomputing:
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
         """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
         self._source_values = []
+        self._waits_for_size = False
         if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved")
         value = self.watch.value_of(saved.device)
@@ -187,7 +216,10 @@ class Recomputing:
             return Refusal("nobody watched how it was made")
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
-        return build(value, self._source_of, self._refuse)
+        recipe = build(value, self._source_of, self._refuse)
+        if isinstance(recipe, Refusal) and self._waits_for_size:
+            return Refusal("a parameter that no step has seen keep its size", lasts=False)
+        return recipe
 
     def _refuse(self, call: Call) -> Refusal | None:
         operation, plan = call.operation, self._plan
@@ -217,7 +249,7 @@ class Recomputing:
         holder = None if value.claim is None else value.claim()
         if isinstance(holder, KeptTensor):
             t = holder.tensor
-            return None if t is None or not holder.is_as_saved else self._held_itself(value, t)
+            return None if t is None or not holder.is_as_saved else self._held_itself(value, t, is_saved=True)
         if not isinstance(holder, Claim):
             return None
         saved = holder.saved
@@ -229,18 +261,26 @@ class Recomputing:
     def _given(self, value: Value) -> Source | None:
         """What was there before anybody watched: a parameter, an input."""
         t = None if value.tensor is None else value.tensor()
-        return None if t is None or t._version != value.version else self._held_itself(value, t)
-
-    def _held_itself(self, value: Value, t: Tensor) -> Source | None:
-        """A source that the recipe holds, by the tensor `t` over it: as a copy where it is small."""
-        storage = value.storage()
-        if storage is None or storage.nbytes() != value.nbytes:
+        if t is None or t._version != value.version:
             return None
+        if value.nbytes > SNAPSHOT_BYTES and t.is_leaf and t.requires_grad and not self._parameters.keeps_its_size(value):
+            self._waits_for_size = True
+            return None
+        return self._held_itself(value, t, is_saved=False)
+
+    def _held_itself(self, value: Value, t: Tensor, *, is_saved: bool) -> Source | None:
+        """A source that the recipe holds, by the tensor `t` over it; as a copy where it is small and autograd has not saved it:
+        eager does not mind whether it is written to later."""
+        storage = value.storage()
+        if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
+            return None  # what torch did not allocate may be written to by whoever did
+        if storage.device != self._device.torch_device and value.nbytes > SNAPSHOT_BYTES:
+            return None  # a host buffer, which the next batch goes into
         known = self._snapshots.get(id(value))
         if known is not None:
             return known[1]
         stream = self._streams.current()
-        if value.nbytes <= SNAPSHOT_BYTES and value.call is None:
+        if value.nbytes <= SNAPSHOT_BYTES and value.call is None and not is_saved:
             with torch.no_grad():
                 copied = flat_bytes(storage).clone().untyped_storage()
             source = Source(nbytes=value.nbytes, storage=copied, stream=stream)
@@ -251,43 +291,31 @@ class Recomputing:
 
     # --- proofs
 
-    def _makes_it(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
-        """Whether the recipe makes the bits that `saved` has."""
-        differs = self._differs(recipe, saved, restore)
-        return not bool(differs.item())
+    def _disproof(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Refusal | None:
+        """Why the recipe does not stand for `saved`; None: it makes its bits."""
+        try:
+            differs = bool(self._differs(recipe, saved, restore).item())
+        except torch.OutOfMemoryError:
+            return Refusal("no memory for its proof", lasts=False)
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # an operator's own; the original is still there
+            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            return Refusal("an error when it runs again", ", ".join(recipe.operators))
+        return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
 
     def _differs(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Tensor:
-        assert saved.device is not None
-        original = saved.device
-        compute = self._streams.current()
-        remade = self._rebuilds.replay(recipe, compute, restore, exclude=saved).storage
         self._totals.proofs += 1
-        if saved.alloc_stream is not compute:
-            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
-        with torch.no_grad():
-            if remade.nbytes() != original.nbytes():
-                return torch.ones(1, dtype=torch.bool, device=original.device)
-            return (_words(remade) != _words(original)).any()
+        return self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
-        """Run the recipe of one of `finished` beside it, once a step, and have the two compared."""
-        if not self._audit_due or self._plan is None:
-            return
+        """Compare what a recipe of one of `finished` makes with it, once a step."""
         for saved in finished:
-            recipe = self._recipe(saved)
-            if isinstance(recipe, Refusal):
-                continue
-            self._audit_due = False
-            number = None if saved.planned is None else saved.planned.tensor
-            self._audits.append((self._differs(recipe, saved, restore), recipe.operators, number))
-            return
+            if self._audits.next_is_due() and self._plan is not None:
+                recipe = self._recipe(saved)
+                if isinstance(recipe, Recipe):
+                    self._audits.compare(recipe, saved, restore)
 
 
 def _is_plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)
-
-
-def _words(storage: torch.UntypedStorage) -> Tensor:
-    """The bits of a storage, as whole numbers."""
-    flat = flat_bytes(storage)
-    return flat.view(torch.int64) if storage.nbytes() % 8 == 0 and storage.data_ptr() % 8 == 0 else flat

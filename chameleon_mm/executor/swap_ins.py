@@ -6,7 +6,7 @@ ins.prefetch_after(saved, compute)           # those that the previous step used
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -57,7 +57,7 @@ class SwapIns:
             self._context.metrics.totals.uses_on_device += 1
             return storage
         packed = self._restore_held(saved, compute)
-        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=saved)
+        return self._allocate(saved.part.end_byte, lambda: saved.unpack(packed, compute), exclude=(saved,))
 
     def fetch_for_rebuild(self, saved: SavedStorage, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Bring back what making `saved` again reads from the host, then queue the copies back that are `due` by plan: they run
@@ -121,7 +121,7 @@ class SwapIns:
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
-            self._allocate(saved.swap_in_bytes, lambda: saved.swap_in(compute), exclude=saved)
+            self._allocate(saved.swap_in_bytes, lambda: saved.swap_in(compute), exclude=(saved,))
             self._budget.note_on_device(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
@@ -131,7 +131,7 @@ class SwapIns:
         assert saved.device is not None
         return saved.device
 
-    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: SavedStorage) -> _Made:
+    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage]) -> _Made:
         """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""
         self._budget.make_room(nbytes, exclude=exclude)
         made = None
@@ -156,7 +156,7 @@ class SwapIns:
             if member is wanted or nbytes + member.nbytes <= room:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
-        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=group)
+        self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
         for member, _ in members:
             self._budget.note_on_device(member)
         if group.state is State.RESTORED and len(members) == len(waiting):

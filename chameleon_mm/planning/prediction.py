@@ -256,7 +256,6 @@ class Prediction:
             "plan": None if plan is None else self._plan_dict(plan),
         }
 
-
     def _plan_dict(self, plan: SwapPlan) -> dict[str, Any]:
         return {
             "num_moved": len(plan.swaps),

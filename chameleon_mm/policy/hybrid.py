@@ -135,9 +135,7 @@ class HybridSearch:
             dropped -= spared
         else:
             return
-        search = Search(
-            problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us
-        )
+        search = Search(problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
         if problem.peak_bytes <= limits.budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
         else:

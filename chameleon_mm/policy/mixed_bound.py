@@ -135,9 +135,7 @@ class RebuildTime:
                         share[x, j] = (1 - step) * share[x, j] + step * goal
         return best
 
-    def _priced(
-        self, prices: Float64s, share: dict[tuple[int, int], Float64s]
-    ) -> tuple[Float64s, dict[int, Float64s]]:
+    def _priced(self, prices: Float64s, share: dict[tuple[int, int], Float64s]) -> tuple[Float64s, dict[int, Float64s]]:
         """The sum for these shares, and of each storage whether it is made again."""
         sums = np.zeros(len(prices))
         get = {x: prices * self._size[x] for x in self._only_held}

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from chameleon_mm.device import Stream
-from chameleon_mm.profiler.call_watch import Argument, Call, Geometry, Operation, Result, Value, tensors_of, written_tensors
+from chameleon_mm.profiler.calls import Argument, Call, Geometry, Operation, Result, Value, tensors_of, written_tensors
+from chameleon_mm.profiler.kernel_settings import applied
 from chameleon_mm.saved.version import VersionProbe
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import allocated_size
@@ -38,6 +39,8 @@ class Refusal(NamedTuple):
 
     reason: str
     operator: str = ""
+    lasts: bool = True
+    """Whether it holds for the same place of later steps, too."""
 
 
 class Source:
@@ -111,7 +114,7 @@ class Remade(NamedTuple):
 class Recipe:
     """The calls that make one storage from its sources."""
 
-    __slots__ = ("_num_places", "_result", "_source_places", "_steps", "peak_bytes", "sources")
+    __slots__ = ("_nbytes", "_result", "_source_places", "_steps", "peak_bytes", "sources")
 
     def __init__(
         self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
@@ -121,7 +124,7 @@ class Recipe:
         self.sources = sources
         self._source_places = source_places
         self._result = result
-        self._num_places = len(values)
+        self._nbytes = [value.nbytes for value in values]
         self.peak_bytes = _peak_bytes(steps, values)
         """Device memory at most while it is replayed, its result included, its sources and what operators hold inside not."""
 
@@ -134,13 +137,14 @@ class Recipe:
         """Run the calls on the current stream and return what they made. `storages`: those of `sources`, in that order, ready
         for it.
 
-        Without gradients and autocast, with the random state that each call had; generators are put back.
+        Without gradients, autocast and modes of torch functions, with the random state and the settings that each call had;
+        generators and settings are put back. Raises `RuntimeError` where a call makes another size than it did.
         """
-        at: list[torch.UntypedStorage | None] = [None] * self._num_places
+        at: list[torch.UntypedStorage | None] = [None] * len(self._nbytes)
         for place, storage in zip(self._source_places, storages, strict=True):
             at[place] = storage
         siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]] = []
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
             for step in self._steps:
                 self._run(step, at, siblings)
         made = at[self._result]
@@ -155,11 +159,19 @@ class Recipe:
     ) -> None:
         operation = step.operation
         args, kwargs = _filled(step.args, at), _filled(step.kwargs, at)
-        with _random_state(operation):
+        with applied(operation.settings), _random_state(operation):
             out = operation.func(*args, **kwargs)
         tensors = {True: tensors_of(out), False: written_tensors(operation.facts, args, kwargs)}
+        for t in tensors[False]:
+            overwritten = t.untyped_storage()
+            siblings[:] = [one for one in siblings if one[1] is not overwritten]
         for result, place in step.makes:
-            at[place] = tensors[result.returned][result.position].untyped_storage()
+            made = at[place] = tensors[result.returned][result.position].untyped_storage()
+            if made.nbytes() != self._nbytes[place]:
+                raise RuntimeError(
+                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as it "
+                    f"made in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
+                )
         for result, saved in operation.dropped:
             siblings.append((saved, tensors[result.returned][result.position].untyped_storage()))
         for place in step.dies:
@@ -231,7 +243,7 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
             source_places.append(place)
             continue
         call = one.call
-        refusal = _refusal(one, refuse)
+        refusal = _refusal(one, refuse, is_result=one is value)
         if refusal is not None or call is None or one.result is None:
             return refusal or Refusal("an input that is gone")
         number = call.operation.number
@@ -240,16 +252,30 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
             calls[number] = call
             if len(calls) > MOST_CALLS:
                 return Refusal("too long a chain", call.operation.facts.name)
+            refusal = _reads_uninitialised(call)
+            if refusal is not None:
+                return refusal
             stack.extend(argument.value for argument in call.arguments())
     steps = [_step(calls[number], places, made[number]) for number in sorted(calls)]
     _note_last_reads(steps, places[id(value)])
     return Recipe(steps, sources, source_places, result=places[id(value)], values=values)
 
 
-def _refusal(value: Value, refuse: Refuse) -> Refusal | None:
+def _reads_uninitialised(call: Call) -> Refusal | None:
+    """Why `call` cannot run again: it reads memory that no operator was seen to fill, so something else has."""
+    facts = call.operation.facts
+    fills = facts.overwrites or (bool(facts.mutated_names) and not facts.in_place)
+    if not fills and any(argument.value.is_uninitialised for argument in call.arguments()):
+        return Refusal("an input that nobody was seen to fill", facts.name)
+    return None
+
+
+def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None:
     call = value.call
     if call is None:
         return Refusal("an input that is gone")
+    if is_result and value.is_uninitialised:
+        return Refusal("nobody was seen to fill it", call.operation.facts.name)
     if call.args is None:
         return Refusal("an argument that is no plain tensor", call.operation.facts.name)
     return refuse(call)

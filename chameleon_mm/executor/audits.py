@@ -1,0 +1,88 @@
+"""Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for the step that it was made in.
+
+    audits.begin_step()
+    audits.next_is_due()             # at each storage whose operator is over: whether a recipe of it is to be tried
+    audits.compare(recipe, saved, restore)
+    audits.read()                    # names of operators that gave other bits; each once, with a warning
+
+Which storage it is changes from step to step, evenly over all of them. What is found is read at the beginning of the next step, when
+the device has it: no step waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.executor.rebuilds import Rebuilds, Restore
+from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.metrics import Totals
+from chameleon_mm.saved.recipe import Recipe
+from chameleon_mm.saved.saved_storage import SavedStorage
+
+_log = logging.getLogger(__name__)
+
+_GOLDEN = (sqrt(5) - 1) / 2
+"""Fraction whose multiples spread evenly, however many there are."""
+
+FORCED_EVERY = 16
+"""Steps of which one makes room for its audit. The others compare where there is room: deep in a forward there may never be."""
+
+
+class Audits:
+    """Compares recipes with originals. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, rebuilds: Rebuilds, streams: ComputeStreams, totals: Totals) -> None:
+        self._rebuilds = rebuilds
+        self._streams = streams
+        self._totals = totals
+        self._steps = 0
+        self._seen = self._seen_last = 0
+        """Storages whose operators were over in this step so far, and in the last one."""
+        self._from = 0
+        """Number of the first storage that this step may compare."""
+        self._due = False
+        self._compared: list[tuple[Tensor, list[str]]] = []
+        """Whether any bit differed, on the device, and the operators that ran."""
+        self._warned: set[str] = set()
+
+    def begin_step(self) -> None:
+        """Begin a step, which compares one storage."""
+        self._steps += 1
+        self._seen_last, self._seen = self._seen, 0
+        self._from = int(self._steps * _GOLDEN % 1 * self._seen_last)
+        self._due = True
+
+    def next_is_due(self) -> bool:
+        """Whether the next storage whose operator is over is to be compared, if it has a recipe."""
+        self._seen += 1
+        return self._due and self._seen > self._from
+
+    def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> None:
+        """Compare what `recipe` makes with `saved`, if there is room for it."""
+        if self._steps % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
+            return
+        self._due = False
+        try:
+            differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
+        except torch.OutOfMemoryError:
+            return  # another step has room for it
+        self._totals.proofs += 1
+        self._compared.append((differs, recipe.operators))
+
+    def read(self) -> list[str]:
+        """Operators that have given other bits and were not told of before; waits for the device."""
+        compared, self._compared = self._compared, []
+        differing = [operator for differs, operators in compared if bool(differs.item()) for operator in operators]
+        new = [operator for operator in dict.fromkeys(differing) if operator not in self._warned]
+        self._warned.update(new)
+        for operator in new:
+            _log.warning(
+                "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or something "
+                "that nobody told of had written to its result",
+                operator,
+            )
+        return new

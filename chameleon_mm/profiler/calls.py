@@ -1,0 +1,211 @@
+"""The calls of operators that ran, without the tensors: what each was given and made, as values and places in storages.
+
+    value.call                     # the call that made it; None: it was there before
+    call.arguments()               # what that was given: values, and the geometry of each tensor over its storage
+    call.operation                 # the operator itself, its generator's state and torch's settings at that moment
+
+A value is what a storage holds between two writes. None of them holds a tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device.op_call import collect_tensors
+from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.profiler.kernel_settings import settings_now
+from chameleon_mm.trace.replayable import PRODUCTS, base_name
+
+_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Operators that write to two of their arguments, the running statistics, if another one says so: `_RUNNING`, `_TRAINING`."""
+_RUNNING, _TRAINING = slice(3, 5), 5
+
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+
+
+class BirthPlace(NamedTuple):
+    """Where in a step a storage was written."""
+
+    hooks: int
+    """Number of hooks before the operator that wrote it."""
+    operator: str
+    """Name of that operator, with its overload."""
+    same_name: int
+    """Number of operators of that name since the last hook, it included."""
+    position: int
+    """Position of the storage among those that the operator wrote."""
+
+
+class Geometry(NamedTuple):
+    """Place of a tensor in its storage, and the meaning of its bits."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, t: Tensor) -> Geometry:
+        return cls(t.dtype, t.shape, t.stride(), int(t.storage_offset()), t.is_conj(), t.is_neg())
+
+    def over(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor at this place of `storage`, with a version counter of its own."""
+        flat = torch.empty(0, dtype=self.dtype, device=storage.device)
+        t = flat.set_(storage, self.offset, self.shape, self.stride)
+        if self.conj:
+            t = t.conj()
+        return t._neg_view() if self.neg else t
+
+
+class Result(NamedTuple):
+    """Which of a call's tensors a value is in."""
+
+    returned: bool
+    """Whether it is in what the call returned; False: in a tensor that it was given and wrote to."""
+    position: int
+
+
+class Value:
+    """Bytes that a storage holds from one write to the next."""
+
+    __slots__ = (
+        "call", "claim", "dependents", "is_latest", "nbytes", "result", "storage", "tensor", "version", "writes"
+    )  # fmt: skip
+
+    def __init__(
+        self, storage: weakref.ref[torch.UntypedStorage], nbytes: int, call: Call | None, result: Result | None, writes: int
+    ) -> None:
+        self.storage = storage
+        """The storage, by the same reference for all of its values."""
+        self.nbytes = nbytes
+        self.call = call
+        """The call that made it, in its tensor `result`; None: it was there before the watch saw its storage."""
+        self.result = result
+        self.writes = writes
+        """Number of writes to the storage that were seen, this value's own included."""
+        self.is_latest = True
+        """Whether no operator was seen that wrote to the storage since."""
+        self.tensor: weakref.ref[Tensor] | None = None
+        """A tensor over the storage by whose counter later writes are known, and its `version` when it was met."""
+        self.version = 0
+        self.claim: weakref.ref[Any] | None = None
+        """The claim on what autograd saved of it."""
+        self.dependents: list[weakref.ref[Any]] = []
+        """What is made again from it: told of before it is overwritten."""
+
+    @property
+    def is_uninitialised(self) -> bool:
+        """Whether it is memory as the allocator gave it, as far as operators tell."""
+        return self.call is not None and self.call.operation.facts.uninitialised
+
+
+class Argument(NamedTuple):
+    """A tensor that a call was given."""
+
+    value: Value
+    geometry: Geometry
+
+
+class Operation:
+    """One operator that ran, without what it was given."""
+
+    __slots__ = ("dropped", "facts", "func", "grad_enabled", "number", "random_state", "settings")
+
+    def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
+        self.number = number
+        self.func = func
+        self.facts = facts
+        self.grad_enabled = torch.is_grad_enabled()
+        """Whether gradients were on: they are off inside a custom function's forward."""
+        self.settings = settings_now(is_product=_is_product(func))
+        self.random_state: tuple[torch.Generator, Tensor] | None = None
+        """The generator that it drew from, and that one's state before."""
+        self.dropped: list[tuple[Result, weakref.ref[Any]]] = []
+        """What is made again by it, with the tensor of the call that it is in: one replay is for all."""
+
+
+class Call(NamedTuple):
+    """An operator that ran, and what it was given."""
+
+    operation: Operation
+    args: Any
+    """Arguments, with an `Argument` in place of each tensor; None: one of them cannot be noted."""
+    kwargs: Any
+
+    def arguments(self) -> list[Argument]:
+        """All tensors that it was given."""
+        return list(_arguments((self.args, self.kwargs)))
+
+
+def _arguments(nest: Any) -> Iterable[Argument]:
+    if isinstance(nest, Argument):
+        yield nest
+    elif isinstance(nest, (tuple, list)):
+        for one in nest:
+            yield from _arguments(one)
+    elif isinstance(nest, dict):
+        yield from _arguments(list(nest.values()))
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes to, of those that it is given: those too that its schema does not name."""
+    given = [args[i] for i in facts.mutated if i < len(args)]
+    given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
+    if facts.hidden_writes:
+        if facts.name not in _STATISTICS:
+            given += args
+        elif args[_TRAINING]:
+            given += args[_RUNNING]
+    return [part for t in tensors_of(given) for part in _with_storages(t)]
+
+
+def _with_storages(t: Tensor) -> Iterable[Tensor]:
+    """`t`, if it has a storage, or the tensors that it consists of: a sparse one's indices and values."""
+    if t.layout is torch.strided and not t.is_nested:
+        return (t,) if has_storage(t) else ()
+    found: dict[int, Tensor] = {}
+    collect_tensors((t,), t.device.type, found)
+    return found.values()
+
+
+def tensors_of(nest: Any) -> list[Tensor]:
+    """The tensors of a nest of arguments or results, in order."""
+    if isinstance(nest, Tensor):
+        return [nest]
+    if isinstance(nest, (tuple, list)):
+        return [t for one in nest for t in tensors_of(one)]
+    return []
+
+
+@cache
+def _is_product(func: Any) -> bool:
+    return base_name(func.name()) in PRODUCTS
+
+
+def generator_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator draws from."""
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator))
+    return next(given, None) or _default_generator(args, kwargs)
+
+
+def _default_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a random operator draws from where it is given none: its device's own."""
+    device = next((t.device for t in tensors_of(args)), None)
+    if device is None:
+        named = kwargs.get("device")
+        device = torch.device("cpu") if named is None else torch.device(named)
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    index: int | None = device.index
+    index = module.current_device() if index is None else index
+    return generators[index] if index < len(generators) else None

@@ -1,0 +1,179 @@
+"""Directors that decide at random what becomes of each saved storage, and eight small models for them.
+
+    with mixed(Mix(seed), budget) as session:              # a session in which each step is directed by the mix
+        with session.step(): ...
+
+    run(model_of("moe"), steps=2)                          # plain PyTorch: nothing of ours, no dispatch mode
+    run(model_of("moe"), steps=2, mix=Mix(7))              # the same bits
+
+A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It proves each recipe beside the
+original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes then counts as it is.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor import Executor
+from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.director import Director, HookActions
+from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.policy import StorageAction
+from chameleon_mm.profiler.calls import BirthPlace
+from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.saved.metrics import Totals
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.trace import replayable
+
+HELD_FROM = 1_000_000
+"""Number of the first held storage; those of saved ones are their hooks'."""
+
+MOST_HOOKS = 4_096
+
+
+class Proofs(enum.Enum):
+    """When a recipe runs beside what it is to make."""
+
+    EACH = "each time"
+    FIRST = "the first time at its place"
+    NEVER = "never"
+
+
+class _Everything(set[int]):
+    """A set that has every number."""
+
+    def __contains__(self, number: object) -> bool:
+        return True
+
+
+class RandomPlaces(Mapping[BirthPlace, int]):
+    """Every place of a step, of which a seeded share is of a storage to hold."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._seed, self._share = seed, share
+        self._numbers: dict[BirthPlace, int] = {}
+
+    def __getitem__(self, place: BirthPlace) -> int:
+        if random.Random(f"{self._seed} {place}").random() >= self._share:
+            raise KeyError(place)
+        return self._numbers.setdefault(place, HELD_FROM + len(self._numbers))
+
+    def __iter__(self) -> Iterator[BirthPlace]:
+        return iter([(hook, "", 0) for hook in range(MOST_HOOKS)])
+
+    def __len__(self) -> int:
+        return MOST_HOOKS
+
+
+class Mix(Director):
+    """Keeps, swaps or drops what is saved, by chance. The same seed makes the same choices."""
+
+    plans = True
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        drop: float | None = None,
+        held: float | None = None,
+        proofs: Proofs | None = None,
+        admitted: frozenset[str] | None = None,
+    ) -> None:
+        """drop, held: shares of the saved storages to drop, and of the others to hold; what is None is drawn."""
+        self._random = draw = random.Random(seed)
+        self._drop = draw.choice((0.3, 0.6, 0.9, 1.0)) if drop is None else drop
+        share = draw.choice((0.0, 0.1, 0.4)) if held is None else held
+        drawn = draw.choice(list(Proofs)), draw.choice((replayable.DEFAULT, replayable.DEFAULT | replayable.PRODUCTS))
+        self.proofs = proofs or drawn[0]
+        self.plan = RecomputePlan(
+            admitted=admitted or drawn[1],
+            held=RandomPlaces(draw.randrange(1 << 30), share) if share else {},
+            last_drop=1 << 30,
+            proven=_Everything() if self.proofs is Proofs.NEVER else set(),
+        )
+        self._choices: dict[int, str] = {}
+        """Of each place, where one choice holds for all steps."""
+        self._of: dict[SavedStorage, str] = {}
+        self._hooks = 0
+        self.num_held = 0
+
+    @property
+    def recompute(self) -> RecomputePlan:
+        return self.plan
+
+    def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
+        self._hooks = 0
+        self._of = {}
+        return None
+
+    def on_save(self, t: Tensor, saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> int:
+        hook, self._hooks = self._hooks, self._hooks + 1
+        if saved is not None and saved not in self._of:
+            saved.assign(StorageAction(hook, None))
+            self._of[saved] = self._choose(hook, self._drop)
+        return hook
+
+    def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
+        self._hooks += 1
+
+    def due(self, finished: Sequence[SavedStorage]) -> HookActions:
+        choices = [(saved, self._of.get(saved, "swap")) for saved in finished]
+        return HookActions(
+            swap_outs=[(saved, None) for saved, choice in choices if choice == "swap"],
+            drops=[saved for saved, choice in choices if choice == "drop"],
+        )
+
+    def note_held(self, saved: SavedStorage, number: int) -> None:
+        self._of[saved] = self._choose(number, drop=0.0)
+        self.num_held += 1
+
+    def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
+        self._of = {}
+        return super().end_step(recorder, compute, growth_bytes, completed=completed)
+
+    def _choose(self, number: int, drop: float) -> str:
+        if self.proofs is Proofs.EACH:
+            self.plan.proven.discard(number)
+            self.plan.refused.pop(number, None)
+            return self._drawn(drop)
+        return self._choices.setdefault(number, self._drawn(drop))
+
+    def _drawn(self, drop: float) -> str:
+        if self._random.random() < drop:
+            return "drop"
+        return self._random.choice(("keep", "swap"))
+
+
+def executor_of(session: cm.SwapSession) -> Executor:
+    return session._executor
+
+
+def totals_of(session: cm.SwapSession) -> Totals:
+    return session._executor.metrics.totals
+
+
+def mixed(
+    mix: Director,
+    room: int | str = "1GiB",
+    *,
+    device: Device | str = "sim",
+    min_bytes: int = 1,
+    verify: bool = False,
+    model: nn.Module | None = None,
+) -> cm.SwapSession:
+    """A session whose steps `mix` directs."""
+    session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, verify=verify, model=model)
+    session._executor.director = mix
+    return session

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import ChameleonError
@@ -145,8 +146,8 @@ class Recomputing:
     def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
         """Note what keeps the bytes of `t`, which autograd saves now."""
         if self.watch is not None and isinstance(holder, (Claim, KeptTensor)) and _is_plain(t):
-            value = self.watch.value_of(t.untyped_storage())
-            if value is not None and (value.claim is None or value.claim() is None or isinstance(holder, Claim)):
+            value = self.watch.given(t)  # inputs are saved before their operator runs
+            if value.claim is None or value.claim() is None or isinstance(holder, Claim):
                 value.claim = weakref.ref(holder)
 
     def hold_born(self, claim_of: Callable[[Tensor, int], Claim]) -> None:
@@ -263,9 +264,6 @@ class Recomputing:
         t = None if value.tensor is None else value.tensor()
         if t is None or t._version != value.version:
             return None
-        if value.nbytes > SNAPSHOT_BYTES and t.is_leaf and t.requires_grad and not self._parameters.keeps_its_size(value):
-            self._waits_for_size = True
-            return None
         return self._held_itself(value, t, is_saved=False)
 
     def _held_itself(self, value: Value, t: Tensor, *, is_saved: bool) -> Source | None:
@@ -280,7 +278,13 @@ class Recomputing:
         if known is not None:
             return known[1]
         stream = self._streams.current()
-        if value.nbytes <= SNAPSHOT_BYTES and value.call is None and not is_saved:
+        root = t if t._base is None else t._base
+        is_parameter = value.call is None and root.is_leaf and root.requires_grad
+        stays = not is_parameter or self._parameters.keeps_its_size(value)
+        if value.nbytes > SNAPSHOT_BYTES and not stays:
+            self._waits_for_size = True
+            return None
+        if value.nbytes <= SNAPSHOT_BYTES and value.call is None and not (is_saved and stays):
             with torch.no_grad():
                 copied = flat_bytes(storage).clone().untyped_storage()
             source = Source(nbytes=value.nbytes, storage=copied, stream=stream)
@@ -318,4 +322,4 @@ class Recomputing:
 
 
 def _is_plain(t: Tensor) -> bool:
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)
+    return type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)

@@ -185,12 +185,13 @@ class CallWatch(TorchDispatchMode):
 
     def _noted(self, nest: Any) -> Any:
         if isinstance(nest, Tensor):
-            return Argument(self._given(nest), Geometry.of(nest))
+            return Argument(self.given(nest), Geometry.of(nest))
         if isinstance(nest, (tuple, list)):
             return type(nest)([self._noted(one) for one in nest]) if any(map(_may_hold_tensors, nest)) else nest
         return nest
 
-    def _given(self, t: Tensor) -> Value:
+    def given(self, t: Tensor) -> Value:
+        """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
         if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn or not has_storage(t):
             raise _Opaque
         storage = t.untyped_storage()

@@ -12,7 +12,7 @@ stream's later work at once, in stream order, whatever the host does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -70,6 +70,14 @@ class ReclaimQueue:
                 freed += oldest.nbytes
             self._forget_oldest()
         return freed
+
+    def reclaim_some_until(self, enough: Callable[[], bool], some: Sequence[Reclaimable]) -> None:
+        """Reclaim those of `some`, entries of this queue in its order, until `enough()`."""
+        for entry in some:
+            if enough():
+                return
+            if not entry.reclaimed:
+                entry.reclaim()  # forgotten once it is the oldest
 
     def _forget_oldest(self) -> None:
         self.pending_bytes -= self.entries.popleft().nbytes

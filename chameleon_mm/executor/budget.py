@@ -356,6 +356,9 @@ class Budget:
     def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
         """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it."""
         self.reclaim.reclaim_until(enough)
+        # Whole ones first: what stays of the others takes memory of its own before they go.
+        whole = [entry for entry in self.planned.entries if isinstance(entry, SavedStorage) and not entry.form.device_bytes]
+        self.planned.reclaim_some_until(enough, whole)
         self.planned.reclaim_until(enough)
         if enough():
             return None

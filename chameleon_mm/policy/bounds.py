@@ -82,9 +82,7 @@ def estimate_us(problem: Problem, budget: int, cost: LinkCost) -> float:
     return float(bound_us.max()) + problem.total_us - float(clock[last])
 
 
-def relaxed_us(
-    before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s
-) -> Float64s:
+def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: Float64s, back_us: Float64s) -> Float64s:
     """The formula above, moment by moment: the step's time until the last use if what is too much then crosses in `out_us` and
     `back_us`, with `before_us` and `after_us` of compute on either side."""
     return np.maximum(before_us, out_us) + np.maximum(after_us, back_us)

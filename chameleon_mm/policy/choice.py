@@ -9,8 +9,8 @@ in the order of making, at a price of p us for a byte:
     make(j)     time of its operators + get of all that they read
     drop j      where make(j) < p * size
 
-What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly over
-the order of making, and the cheaper one for the others.
+What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly
+over the order of making, and the cheaper one for the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class ChoicePath:
 
     @property
     def last(self) -> int:
-        return self.drop.shape[1] - 1
+        """Number of the last price."""
+        return int(self.drop.shape[1]) - 1
 
     def choice(self, u: float) -> Choice:
         """Choice at price number `u`; between two prices a mix."""
@@ -150,9 +151,10 @@ class _Pricing:
         return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
 
     def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
-        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what they
-        are made of has the least of its readers' places."""
-        since, ever = drop.argmax(axis=1).tolist(), drop.any(axis=1).tolist()
+        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what
+        they are made of has the least of its readers' places."""
+        since: list[int] = drop.argmax(axis=1).tolist()
+        ever: list[bool] = np.asarray(drop.any(axis=1)).tolist()
         saved, place = self._recipes.saved.tolist(), [1.0] * len(drop)
         count: dict[int, int] = {}
         for j in self._recipes.order:

@@ -1,8 +1,6 @@
-"""Plans that keep, swap, recompute or hold, each storage for itself: the choice of what is dropped, and the best plan of the rest.
+"""Plans that keep, swap, recompute or hold, each storage for itself: what is dropped is chosen, the rest is planned as ever.
 
-search = HybridSearch(trace, problem, budget, host_budget, cost, names, refused)
-search.run()
-search.plans            the plans that were made, each simulated, best first
+plans = hybrid_plans(trace, problem, limits, names, refused)        # simulated, best first
 
 1. a path of choices, one for each price of memory (choice.py)
 2. of each: its level and time by arithmetic, and the step as the relaxed bound of swapping has it
@@ -135,9 +133,7 @@ class HybridSearch:
             dropped -= spared
         else:
             return
-        search = Search(
-            problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us
-        )
+        search = Search(problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
         if problem.peak_bytes <= limits.budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
         else:

@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-
 from chameleon_mm.policy.recipes import Recipes
 
 
@@ -87,8 +85,8 @@ class _Walk:
             makers = recipes.makers[j]
             if not makers:
                 raise ValueError(
-                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run again, "
-                    f"got storage {j}, which is none of it; hold it"
+                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run "
+                    f"again, got storage {j}, which is none of it; hold it"
                 )
             ops.update(makers)
             for x in recipes.inputs[j]:

@@ -94,8 +94,8 @@ class _Finder:
         self._valid_until = self._inputs_stay_until()
 
     def _inputs_stay_until(self) -> Int64s:
-        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one at
-        once. What it reads and writes itself is not in it, unless it was there before the step."""
+        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one
+        at once. What it reads and writes itself is not in it, unless it was there before the step."""
         trace, m = self._trace, len(self._trace.tensor_bytes)
         keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
         tick = trace.op_tick[self._read_op].astype(np.int64)
@@ -166,7 +166,7 @@ class _Finder:
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
         """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
         makers of a storage read is written; -1: it cannot be made again."""
-        trace, m, n = self._trace, len(self._trace.tensor_bytes), len(self._trace.op_us)
+        m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
         over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
         # An operator that writes to what was there before it makes nothing again but that.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)

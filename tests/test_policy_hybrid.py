@@ -180,7 +180,7 @@ def test_prices_rise_along_the_path() -> None:
     """More is dropped for a dearer byte, at more time for each; what is between two prices lies between their choices."""
     trace = traced("llama-7b", 4, 4096, "h100")
     recipes, problem = Recipes.of(trace, ALL), Problem.of(trace)
-    path = ChoicePath.of(recipes, problem.level > one_part_in(trace, 8), peak_memory(trace).tick)
+    path = ChoicePath.of(recipes, problem.level, one_part_in(trace, 8))
     assert path.last >= 4
     choices = [path.choice(u / 4) for u in range(4 * path.last + 1)]
     times_us = [choice.remade_us for choice in choices]

@@ -1,6 +1,6 @@
 """What to drop and what to hold, by a price of device memory: a path of choices from nothing to all, one for each price.
 
-path = ChoicePath.of(recipes, over)     # over: (hooks,) whether anything is missing from each hook until the next
+path = ChoicePath.of(recipes, level, budget)
 path.choice(u)                          # dropped, held: at price number u; between two prices a mix of both choices
 path.estimates(u)                       # level and time of it, before any rebuild is looked at
 
@@ -52,9 +52,9 @@ class ChoicePath:
     """(m,) place of each in a mix, from 0 to below 1: below the dearer price's share, that price decides."""
 
     @classmethod
-    def of(cls, recipes: Recipes, over: Bools, peak_tick: int) -> ChoicePath:
-        """Path of choices for a step in which memory is missing at hooks `over`, most of all at tick `peak_tick`."""
-        return _Pricing(recipes, over, peak_tick).path()
+    def of(cls, recipes: Recipes, level: Int64s, budget: int) -> ChoicePath:
+        """Path of choices for a step with `level` from each hook until the next, within `budget`."""
+        return _Pricing(recipes, level, budget).path()
 
     @property
     def last(self) -> int:
@@ -73,16 +73,29 @@ class ChoicePath:
 
 
 class _Pricing:
-    def __init__(self, recipes: Recipes, over: Bools, peak_tick: int) -> None:
+    def __init__(self, recipes: Recipes, level: Int64s, budget: int) -> None:
         self._recipes = recipes
         trace, c = recipes.trace, recipes.candidates
         self._size = allocated_size(trace.tensor_bytes).astype(np.float64)
-        missing = np.append(0, np.cumsum(over))
+        missing = np.append(0, np.cumsum(level > budget))
         helps = np.zeros(len(self._size), np.bool_)
         helps[c.tensor] = missing[c.use] > missing[c.first]
         self._can_drop = recipes.can_drop & helps
         self._us = self._shares_us()
-        self._free = recipes.can_hold & (trace.tensor_dies >= np.minimum(recipes.needed_until, peak_tick))
+        self._free = self._alive_at_peaks(level)
+
+    def _alive_at_peaks(self, level: Int64s) -> Bools:
+        """(m,) whether each may be held, and is there by itself when the most is allocated of the time until a rebuild reads
+        it."""
+        trace, recipes = self._recipes.trace, self._recipes
+        alive = recipes.can_hold & (recipes.needed_until >= 0)
+        which = np.flatnonzero(alive)
+        since = recipes.hold_hook[which].tolist()
+        until = np.searchsorted(trace.hook_tick, recipes.needed_until[which], side="right").tolist()
+        peaks = [a + int(level[a:b].argmax()) if a < b else a for a, b in zip(since, until, strict=True)]
+        ticks = np.append(trace.hook_tick, trace.num_ticks)[peaks]
+        alive[which] = trace.tensor_dies[which] >= np.minimum(recipes.needed_until[which], ticks)
+        return np.asarray(alive)
 
     def _shares_us(self) -> list[float]:
         """(m,) time of the operators that make each; of an operator that makes several dropped ones, the share by size."""

@@ -31,7 +31,7 @@ from chameleon_mm.trace import Trace
 
 _PLANNED = 3
 """Number of choices for which the rest is planned."""
-_REPAIRS = 6
+_REPAIRS = 8
 """Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
 """Number of mixes between two prices."""
@@ -71,9 +71,7 @@ class HybridSearch:
         self._trace = recipes.trace
         self._simulator = Simulator(self._trace, limits.cost)
         self.plans: list[SwapPlan] = []
-        over = problem.level > limits.budget
-        peak_tick = int(self._trace.hook_tick[problem.level.argmax()]) if len(problem.level) else 0
-        self._path = ChoicePath.of(recipes, over, peak_tick)
+        self._path = ChoicePath.of(recipes, problem.level, limits.budget)
 
     def run(self) -> None:
         """Plan the choices that look best: at prices, between them, and beside the best plan so far."""
@@ -84,7 +82,6 @@ class HybridSearch:
                 for part in range(1, _FINER):
                     u = low + part / _FINER
                     estimates[u] = self._estimate_us(self._path.choice(u))
-        self.estimates = estimates
         for u in sorted((u for u in estimates if estimates[u] < inf), key=lambda u: (estimates[u], u))[:_PLANNED]:
             if self.plans and estimates[u] >= self.plans[0].step_us:
                 break
@@ -122,12 +119,12 @@ class HybridSearch:
         """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
         limits = self._limits
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
-        for _ in range(_REPAIRS):
+        for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= limits.budget:
                 break
-            spared = self._too_large(rewritten, problem)
+            spared = self._too_large(rewritten, problem, gently=repair < _REPAIRS // 2)
             if not spared:
                 return
             dropped -= spared
@@ -163,16 +160,22 @@ class HybridSearch:
             )
         )
 
-    def _too_large(self, rewritten: RewrittenTrace, problem: Problem) -> set[int]:
-        """Dropped storages that are rebuilt, or about to be, or there again, where the budget has no room for it, whatever is
-        swapped."""
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, *, gently: bool) -> set[int]:
+        """Dropped storages without whose rebuilds there is more room, where the budget has too little, whatever is swapped: all
+        that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well, else
+        what is made there, if anything is."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
-        last_use = recipes.candidates.last_use[recipes.row]
-        spared = set()
+        use = recipes.candidates.use[recipes.row].tolist()
+        last_use = recipes.candidates.last_use[recipes.row].tolist()
+        made_at = rewritten.made_at
+        spared = set[int]()
         for hook in np.unique(rewritten.origin[level > self._limits.budget]).tolist():
-            upcoming = min((at for at in rewritten.made_at.values() if at >= hook), default=-1)
-            for j, made_at in rewritten.made_at.items():
-                if made_at == upcoming or made_at <= hook <= last_use[j]:
-                    spared.add(j)
+            made = [j for j, at in made_at.items() if at == hook]
+            used = [j for j in made if use[j] == hook]
+            if not gently or not made:
+                upcoming = min((at for at in made_at.values() if at >= hook), default=-1)
+                spared.update(j for j, at in made_at.items() if at == upcoming or at <= hook <= last_use[j])
+            else:
+                spared.update(used if len(used) < len(made) else made)
         return spared

@@ -57,7 +57,7 @@ class Recipes:
 
     @classmethod
     def of(cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = ()) -> Recipes:
-        """Recipes of `trace`. `refused`: storages that may not be dropped. O(ticks + storages)."""
+        """Recipes of `trace`. `refused`: storages that may not be made again. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused)
 
 
@@ -126,7 +126,8 @@ class _Finder:
         order = [j for j in np.argsort(self._last_write, kind="stable").tolist() if makers[j]]
         use_tick = np.full(m, -1, np.int64)
         droppable = (row >= 0) & (self._last_write < first_save) & (stays >= 0)
-        droppable[[j for j in refused if 0 <= j < m]] = False
+        spared = {j for j in refused if 0 <= j < m}
+        droppable[list(spared)] = False
         use_tick[candidates.tensor] = trace.hook_tick[candidates.use]
         droppable &= stays > use_tick
         needed_until = np.where(droppable, use_tick, -1).tolist()
@@ -140,7 +141,7 @@ class _Finder:
         remake = [False] * m
         for j in order:
             had = all(saved_list[x] or hold_list[x] or remake[x] for x in inputs[j])
-            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j]
+            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j] and j not in spared
             droppable_list[j] = droppable_list[j] and had
         droppable &= np.array(droppable_list, np.bool_)
         droppable[[j for j in range(m) if not makers[j]]] = False

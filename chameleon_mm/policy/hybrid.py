@@ -29,8 +29,12 @@ from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
 
-_PLANNED = 3
-"""Number of choices for which the rest is planned."""
+_PLANNED = 2
+"""Number of choices for which the rest is planned because they look best."""
+_BESIDE = 4
+"""Number of choices at most for which it is because they are beside the best one so far."""
+_WAITS = 1e-4
+"""Share of the step from which on compute is said to wait."""
 _REPAIRS = 8
 """Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
@@ -72,21 +76,48 @@ class HybridSearch:
         self._simulator = Simulator(self._trace, limits.cost)
         self.plans: list[SwapPlan] = []
         self._path = ChoicePath.of(recipes, problem.level, limits.budget)
+        self._last = self._path.last * _FINER
+        self._best_part = 0
 
     def run(self) -> None:
-        """Plan the choices that look best: at prices, between them, and beside the best plan so far."""
-        estimates = {float(u): self._estimate_us(self._path.choice(u)) for u in range(self._path.last + 1)}
-        best = min(estimates, key=lambda u: (estimates[u], u))
-        for low in (best - 1, best):
-            if 0 <= low < self._path.last:
-                for part in range(1, _FINER):
-                    u = low + part / _FINER
-                    estimates[u] = self._estimate_us(self._path.choice(u))
-        for u in sorted((u for u in estimates if estimates[u] < inf), key=lambda u: (estimates[u], u))[:_PLANNED]:
-            if self.plans and estimates[u] >= self.plans[0].step_us:
+        """Plan the choices that look best, at prices and between them, and then those beside the best plan."""
+        parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
+        best = min(parts, key=lambda part: (parts[part], part))
+        for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
+            if part not in parts:
+                parts[part] = self._estimate_us(self._choice(part))
+        tried = set[tuple[int, ...]]()
+        for part in sorted((part for part in parts if parts[part] < inf), key=lambda part: (parts[part], part)):
+            if len(tried) == _PLANNED or (self.plans and parts[part] >= self.plans[0].step_us):
                 break
-            self._plan(self._path.choice(u))
-            self.plans.sort(key=lambda plan: plan.step_us)
+            self._try(part, tried)
+        if not self.plans:
+            self._try(self._last, tried)
+        for _ in range(_BESIDE):
+            # Where copies make compute wait more has to be made again, else less may do.
+            step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
+            part = self._best_part + step
+            while 0 <= part <= self._last and not self._try(part, tried):
+                part += step
+            if not (0 <= part <= self._last) or self._best_part != part:
+                break
+
+    def _choice(self, part: int) -> Choice:
+        return self._path.choice(part / _FINER)
+
+    def _try(self, part: int, tried: set[tuple[int, ...]]) -> bool:
+        """Plan a choice, unless it is one of those that were `tried` already."""
+        choice = self._choice(part)
+        key = (*choice.dropped.tolist(), -1, *choice.held.tolist())
+        if key in tried:
+            return False
+        tried.add(key)
+        best_us = self.plans[0].step_us if self.plans else inf
+        self._plan(choice)
+        self.plans.sort(key=lambda plan: plan.step_us)
+        if self.plans and self.plans[0].step_us < best_us:
+            self._best_part = part
+        return True
 
     def _estimate_us(self, choice: Choice) -> float:
         """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""

@@ -58,8 +58,8 @@ def generate_plan(
     says of itself, time and stalls, is as `simulate` has it, without lags.
 
     recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
-    of storages that must not be made again. Each storage is then kept, swapped or dropped and made again, and what it is made of
-    may be held: whatever takes the least time, and never more than what only swaps.
+    of storages that must not be made again. Each storage is then kept, swapped or dropped and made again, and what others are
+    made of may be held: whatever takes the least time, and never more than what only swaps.
 
     Deterministic. About n log n in what autograd saved, and linear in operators.
 

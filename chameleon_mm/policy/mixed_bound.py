@@ -27,6 +27,8 @@ from chameleon_mm.units import allocated_size
 
 _PRICES, _FINER = 48, 24
 """Prices in all, and around the one that decides."""
+_LEAST_PRICE = 1e-15
+"""Price above 0, below all that a device could have, for there are times below what numbers can be halved to."""
 _ANY_PRICE = 1e-3
 """Price, in us for a byte, where what can be made again takes no time."""
 _ROUNDS = 6
@@ -100,7 +102,7 @@ class RebuildTime:
     def _find_lines(self) -> None:
         which = [j for j in self._order if self._can_drop[j] and self._size[j]]
         ratio = [self._us[j] / self._size[j] for j in which if self._us[j] > 0]
-        ratio = ratio or [_ANY_PRICE]
+        ratio = [max(price, _LEAST_PRICE) for price in ratio] or [_ANY_PRICE]
         self.lines = [(0.0, 0.0)]
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, _PRICES)
         prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be made again

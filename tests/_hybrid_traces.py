@@ -1,8 +1,8 @@
 """Made-up steps whose storages can be made again, and a walk that carries a plan out on them: an oracle for `policy.rewrite`.
 
-random_hybrid_step(random)                 elementwise operators, in place too, with several results, random ones, products, views
-random_choice(random, trace)               storages to drop and storages to hold, at random
-random_hybrid_plan(random, trace)          a choice, and random swaps of the rest
+random_hybrid_step(random)                 operators of all kinds: in place, with several results, random ones, products, views
+random_choice(random, recipes)             storages to drop and storages to hold, at random
+random_hybrid_plan(random, trace, recipes) a choice, and random swaps of the rest
 carried_out_with_rebuilds(trace, plan)     device memory at every tick, one block at a time; knows nothing of rewritten traces
 """
 
@@ -91,7 +91,7 @@ class _Forward:
 
 
 def random_hybrid_step(random: Random) -> Trace:
-    """Any step of one or two micro-batches whose operators read what is there then. Some write in place, some write parameters."""
+    """Any step of one or two micro-batches whose operators read what is there then; some write in place, some parameters."""
     b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
     parameters = [b.tensor(random.randrange(1, 9000), TensorKind.PARAMETER, born=-1) for _ in range(3)]
     waiting: list[int] = []
@@ -139,9 +139,7 @@ def random_hybrid_plan(random: Random, trace: Trace, recipes: Recipes) -> SwapPl
     rewritten = RewrittenTrace.of(recipes, *random_choice(random, recipes))
     swaps = []
     for action in random_plan(random, rewritten.trace, share=random.random()).actions:
-        hooks = {
-            name: int(rewritten.origin[getattr(action, name)]) for name in ("out_at", "reclaim_at", "in_at", "use_at")
-        }
+        hooks = {name: int(rewritten.origin[getattr(action, name)]) for name in ("out_at", "reclaim_at", "in_at", "use_at")}
         swaps.append(replace(action, **hooks))  # type: ignore[arg-type]  # all of them hooks
     return plan_of(trace, (*swaps, *choice_actions(recipes, rewritten)))
 
@@ -175,26 +173,31 @@ class _Oracle:
         for k, hook in enumerate(self.hooks):
             if not hook.use or hook.tensor not in self.dropped or hook.tensor in there:
                 continue
-            ops, asked = set[int](), set[int]()
-
-            def ask(x: int, k: int = k, ops: set[int] = ops, asked: set[int] = asked) -> None:
-                if x in asked:
-                    return
-                asked.add(x)
-                for i in self.writers[x]:
-                    ops.add(i)
-                    for y in self.ops[i].reads:
-                        if self.born[y] < 0 or y == x:
-                            continue
-                        if y in there or y in self.held or (y in self.saved and y not in self.dropped):
-                            self.dies[y] = max(self.dies[y], self.hooks[k].tick)
-                        else:
-                            ask(y)
-
-            ask(hook.tensor)
+            ops = self._asked_for(hook.tensor, k, there)
             made = {x for x in self.dropped - there if self.writers[x] and ops.issuperset(self.writers[x])}
             there |= made
             self.rebuilds[k], self.made_by[k] = sorted(ops), made
+
+    def _asked_for(self, target: int, k: int, there: set[int]) -> set[int]:
+        """Operators that make `target` again at hook `k`, where `there` was made again before."""
+        ops, asked = set[int](), set[int]()
+
+        def ask(x: int) -> None:
+            if x in asked:
+                return
+            asked.add(x)
+            for i in self.writers[x]:
+                ops.add(i)
+                for y in self.ops[i].reads:
+                    if self.born[y] < 0 or y == x:
+                        continue
+                    if y in there or y in self.held or (y in self.saved and y not in self.dropped):
+                        self.dies[y] = max(self.dies[y], self.hooks[k].tick)
+                    else:
+                        ask(y)
+
+        ask(target)
+        return ops
 
     def run(self) -> list[int]:
         """The most allocated during each tick."""
@@ -255,7 +258,8 @@ class _Oracle:
             moments.append(sum(blocks.values()) + self.ops[i].inner_bytes)
             later = {x for o in ops[at + 1 :] for x in (*self.ops[o].reads, *self.ops[o].writes)}
             for name, x in list(blocks):
-                if name == "again" and (x not in later or x not in chain or ("storage", x) in blocks and x not in self.passing(k)):
+                unneeded = x not in later or x not in chain or (("storage", x) in blocks and x not in self.passing(k))
+                if name == "again" and unneeded:
                     del blocks[name, x]
         return moments
 

@@ -1,7 +1,7 @@
-"""The bound with recomputation as the linear program that it stands for, solved by scipy's HiGHS; and with whole choices. For tests.
+"""The bound with recomputation as the linear program that it stands for, and with whole choices: by scipy's HiGHS. For tests.
 
 least_step_us(trace, budget, cost, names)                  what `ideal(..., recompute=names)` is compared with
-least_step_us(..., whole=True)                             each storage dropped or not, held or not: what the choice is compared with
+least_step_us(..., whole=True)                             each storage dropped or not, held or not: for the choice
 
 at the tick of the peak:
     drop[j], again[x], hold[x], runs[o]     shares, from 0 to 1; crosses: bytes

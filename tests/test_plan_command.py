@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,60 @@ def test_a_budget_between_is_met_and_nothing_beats_the_bound() -> None:
     assert plan.step_us <= everything.step_us
     assert recomputed.step_us > unswapped.step_us
     assert recomputed.peak_bytes < unswapped.peak_bytes
+
+
+def test_a_plan_that_recomputes_stands_beside_the_best_that_only_swaps() -> None:
+    step, spec = recorded(large_llama, optimizer="sgd"), SPECS["rtx4090"]
+    peak = peak_memory(step.trace)
+    budget = peak.nbytes - peak.idle_bytes * 3 // 4
+    outcome, swapping = predict(step, spec, budget, None), predict(step, spec, budget, None, ())
+    assert [way.name for way in outcome.ways] == ["no swapping", "this plan", "swap only", "full recomputation"]
+    assert [way.name for way in swapping.ways] == ["no swapping", "this plan", "swap everything", "full recomputation"]
+    unswapped, plan, swap_only, recomputed = outcome.ways
+    assert asdict(swap_only) == asdict(swapping.ways[1]) | {"name": "swap only"}
+    assert plan.step_us < swap_only.step_us
+    assert plan.recompute_us > 0 == swap_only.recompute_us
+    assert plan.step_us == pytest.approx(unswapped.step_us + plan.stall_us + plan.device_copy_us + plan.recompute_us)
+    assert recomputed.step_us == pytest.approx(unswapped.step_us + recomputed.recompute_us)
+    assert outcome.plan is not None and outcome.ideal_us is not None and outcome.swap_ideal_us is not None
+    assert swapping.plan is not None and not swapping.plan.recomputed
+    assert outcome.ideal_us < outcome.swap_ideal_us == swapping.ideal_us == swapping.swap_ideal_us
+
+
+def test_the_four_classes_are_all_that_is_idle_at_the_peak() -> None:
+    step, spec = recorded(large_llama, optimizer="sgd"), SPECS["rtx4090"]
+    peak = peak_memory(step.trace)
+    outcome = predict(step, spec, peak.nbytes - peak.idle_bytes * 3 // 4, None)
+    plan = outcome.plan
+    assert plan is not None
+    kept, swapped, recomputed, held = outcome.classes
+    assert [group.name for group in outcome.classes] == ["kept", "swapped", "recomputed", "held"]
+    swapped_holds = {action.tensor for action in plan.swaps} & {action.tensor for action in plan.held}
+    held_bytes = sum(action.nbytes for action in plan.swaps if action.tensor in swapped_holds)
+    total = kept.nbytes + swapped.nbytes + recomputed.nbytes - held_bytes
+    assert total == pytest.approx(peak.idle_bytes, rel=1e-3)  # less what rounding to 512 bytes gives
+    assert swapped.nbytes == plan.moved_bytes
+    assert recomputed.recompute_us == plan.recompute_us
+    assert 0 < recomputed.count <= len(plan.recomputed)  # a few are idle at another moment alone
+    assert held.count <= len(plan.held)
+    for group in outcome.classes:
+        assert sum(nbytes for _, nbytes in group.most) <= group.nbytes
+        assert list(group.most) == sorted(group.most, key=lambda of: (-of[1], of[0]))
+    told = outcome.to_dict({})["plan"]
+    assert [group["nbytes"] for group in told["classes"]] == [group.nbytes for group in outcome.classes]
+    assert (told["num_recomputed"], told["num_held"]) == (len(plan.recomputed), len(plan.held))
+
+
+def test_without_recomputation_the_command_only_swaps(models: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    command = ["plan", f"{models}:tiny", "--batch", "64", "--gpu", "RTX 4090", "--hbm-budget", "64MiB", "--json", str(path)]
+    assert main([*command, "--no-recompute"]) == 0
+    swapping: dict[str, Any] = json.loads(path.read_text())
+    assert main(command) == 0
+    mixed: dict[str, Any] = json.loads(path.read_text())
+    assert (swapping["plan"]["num_recomputed"], swapping["plan"]["recompute_us"]) == (0, 0.0)
+    assert mixed["plan"]["num_recomputed"] > 0
+    assert mixed["ways"][1]["step_us"] < swapping["ways"][1]["step_us"]
 
 
 def said_budgets(outcome: Prediction) -> tuple[int, int]:

@@ -36,10 +36,10 @@ class Step:
         self.b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
         self.w = self.b.tensor(4 * KIB, TensorKind.PARAMETER, born=-1)
 
-    def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0, inner: int = 0) -> int:
+    def op(self, name: str, *reads: int, kib: int = 4, writes: tuple[int, ...] | None = None, us: float = 10.0) -> int:
         """An operator with one result of so many KiB, unless it writes something. Returns what it writes first."""
         out = writes if writes is not None else (self.b.tensor(kib * KIB),)
-        self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out, inner_bytes=inner * KIB)
+        self.b.op(f"aten::{name}", 0, FORWARD, us, reads=reads, writes=out)
         return out[0]
 
     def save(self, x: int) -> int:

@@ -36,8 +36,8 @@ class MemoryClass:
 
 
 def classes_of(trace: Trace, plan: SwapPlan) -> tuple[MemoryClass, ...]:
-    """The four classes, those without a storage as well. A storage that moves in part is in two. Candidates that are idle at the
-    unswapped peak count, for these are what a plan chooses among; what is held beyond its life, whenever that is."""
+    """The four classes, those without a storage as well. A storage that moves in part is in two. Candidates that are idle
+    at the unswapped peak count, for these are what a plan chooses among; and what is held beyond its life, whenever that is."""
     candidates, curve = Candidates.of(trace), memory_curve(trace)
     peak = int(curve.argmax()) if len(curve) else -1
     idle = (trace.hook_tick[candidates.first] <= peak) & (peak < trace.hook_tick[candidates.use])

@@ -181,8 +181,8 @@ class Prediction:
     least_phase: StepPhase
     """Phase of the peak that is left with every candidate swapped out."""
     ways: tuple[Way, ...]
-    """Ways of running the step: nothing swapped first; then the plan, if there is one, and the best one that only swaps, if that
-    is another; or swapping everything."""
+    """Ways of running the step: nothing swapped first; then the plan, if there is one, and the best one that only swaps, if
+    that is another; or swapping everything."""
     smallest_budget_bytes: int
     """The smallest budget for which there is a plan within the host's budget, whatever it costs in time."""
     hidden_budget_bytes: int

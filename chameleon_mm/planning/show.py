@@ -115,7 +115,7 @@ def assumptions(prediction: Prediction) -> list[str]:
         lines.append("some attention ran unfused and saved matrices of scores: its arguments suit no fused kernel of a CPU")
     if prediction.plan is not None and prediction.plan.recomputed:
         lines.append(
-            "what runs again takes the time that it took in forward; products only where the device repeats them exactly"
+            "what runs again takes its time in forward once more; products run again only where the device repeats them exactly"
         )
     lines.append("full recomputation is an estimate, its segments cut where the least crosses; no plan of ours does it")
     lines.extend(prediction.step.notes)

@@ -173,8 +173,8 @@ def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
 
 
 class PlannedMemory:
-    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped. `hooks`: those
-    of the trace that are calls of their own; None: all are."""
+    """Computes the memory that plans for one trace leave allocated. `curve`: the trace's memory, nothing swapped. `hooks`:
+    those of the trace that are calls of their own; None: all are."""
 
     def __init__(self, trace: Trace, curve: Int64s, hooks: Int64s | None = None) -> None:
         self._tick = trace.hook_tick

@@ -1,6 +1,6 @@
 """What to drop and what to hold, by a price of device memory: a path of choices from nothing to all, one for each price.
 
-path = ChoicePath.of(recipes, over)     # over: (hooks,) whether anything is missing from each hook until the next
+path = ChoicePath.of(recipes, level, budget)
 path.choice(u)                          # dropped, held: at price number u; between two prices a mix of both choices
 path.estimates(u)                       # level and time of it, before any rebuild is looked at
 
@@ -9,8 +9,8 @@ in the order of making, at a price of p us for a byte:
     make(j)     time of its operators + get of all that they read
     drop j      where make(j) < p * size
 
-What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly over
-the order of making, and the cheaper one for the others.
+What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly
+over the order of making, and the cheaper one for the others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 from chameleon_mm.units import allocated_size
 
 NUM_PRICES = 48
+
+_LEAST_PRICE = 1e-15
+"""Price above 0, below all that a device could have: there are times that cannot be halved."""
 
 _GOLDEN = (5**0.5 - 1) / 2
 
@@ -52,13 +55,14 @@ class ChoicePath:
     """(m,) place of each in a mix, from 0 to below 1: below the dearer price's share, that price decides."""
 
     @classmethod
-    def of(cls, recipes: Recipes, over: Bools, peak_tick: int) -> ChoicePath:
-        """Path of choices for a step in which memory is missing at hooks `over`, most of all at tick `peak_tick`."""
-        return _Pricing(recipes, over, peak_tick).path()
+    def of(cls, recipes: Recipes, level: Int64s, budget: int) -> ChoicePath:
+        """Path of choices for a step with `level` from each hook until the next, within `budget`."""
+        return _Pricing(recipes, level, budget).path()
 
     @property
     def last(self) -> int:
-        return self.drop.shape[1] - 1
+        """Number of the last price."""
+        return int(self.drop.shape[1]) - 1
 
     def choice(self, u: float) -> Choice:
         """Choice at price number `u`; between two prices a mix."""
@@ -72,16 +76,29 @@ class ChoicePath:
 
 
 class _Pricing:
-    def __init__(self, recipes: Recipes, over: Bools, peak_tick: int) -> None:
+    def __init__(self, recipes: Recipes, level: Int64s, budget: int) -> None:
         self._recipes = recipes
         trace, c = recipes.trace, recipes.candidates
         self._size = allocated_size(trace.tensor_bytes).astype(np.float64)
-        missing = np.append(0, np.cumsum(over))
+        missing = np.append(0, np.cumsum(level > budget))
         helps = np.zeros(len(self._size), np.bool_)
         helps[c.tensor] = missing[c.use] > missing[c.first]
         self._can_drop = recipes.can_drop & helps
         self._us = self._shares_us()
-        self._free = recipes.can_hold & (trace.tensor_dies >= np.minimum(recipes.needed_until, peak_tick))
+        self._free = self._alive_at_peaks(level)
+
+    def _alive_at_peaks(self, level: Int64s) -> Bools:
+        """(m,) whether each may be held, and is there by itself when the most is allocated of the time until a rebuild reads
+        it."""
+        trace, recipes = self._recipes.trace, self._recipes
+        alive = recipes.can_hold & (recipes.needed_until >= 0)
+        which = np.flatnonzero(alive)
+        since = recipes.hold_hook[which].tolist()
+        until = np.searchsorted(trace.hook_tick, recipes.needed_until[which], side="right").tolist()
+        peaks = [a + int(level[a:b].argmax()) if a < b else a for a, b in zip(since, until, strict=True)]
+        ticks = np.append(trace.hook_tick, trace.num_ticks)[peaks]
+        alive[which] = trace.tensor_dies[which] >= np.minimum(recipes.needed_until[which], ticks)
+        return np.asarray(alive)
 
     def _shares_us(self) -> list[float]:
         """(m,) time of the operators that make each; of an operator that makes several dropped ones, the share by size."""
@@ -102,6 +119,7 @@ class _Pricing:
         ratio = ratio[ratio > 0]
         if not len(ratio):
             return np.array([0.0, 1.0])
+        ratio = np.maximum(ratio, _LEAST_PRICE)
         return np.geomspace(ratio.min() * 0.5, ratio.max() * 8, NUM_PRICES)
 
     def path(self) -> ChoicePath:
@@ -150,9 +168,10 @@ class _Pricing:
         return ChoicePath(drop=drop, held=held[:, new], make_us=make[:, new], place=self._places(drop, unsaved))
 
     def _places(self, drop: Bools, unsaved: list[list[int]]) -> Float64s:
-        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what they
-        are made of has the least of its readers' places."""
-        since, ever = drop.argmax(axis=1).tolist(), drop.any(axis=1).tolist()
+        """Places in a mix: storages that are dropped from the same price on are spread evenly over the order of making; what
+        they are made of has the least of its readers' places."""
+        since: list[int] = drop.argmax(axis=1).tolist()
+        ever: list[bool] = np.asarray(drop.any(axis=1)).tolist()
         saved, place = self._recipes.saved.tolist(), [1.0] * len(drop)
         count: dict[int, int] = {}
         for j in self._recipes.order:

@@ -1,8 +1,6 @@
-"""Plans that keep, swap, recompute or hold, each storage for itself: the choice of what is dropped, and the best plan of the rest.
+"""Plans that keep, swap, recompute or hold, each storage for itself: what is dropped is chosen, the rest is planned as ever.
 
-search = HybridSearch(trace, problem, budget, host_budget, cost, names, refused)
-search.run()
-search.plans            the plans that were made, each simulated, best first
+plans = hybrid_plans(trace, problem, limits, names, refused)        # simulated, best first
 
 1. a path of choices, one for each price of memory (choice.py)
 2. of each: its level and time by arithmetic, and the step as the relaxed bound of swapping has it
@@ -31,9 +29,13 @@ from chameleon_mm.policy.search import Found, Search
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
 
-_PLANNED = 3
-"""Number of choices for which the rest is planned."""
-_REPAIRS = 6
+_PLANNED = 2
+"""Number of choices for which the rest is planned because they look best."""
+_BESIDE = 4
+"""Number of choices at most for which it is because they are beside the best one so far."""
+_WAITS = 1e-4
+"""Share of the step from which on compute is said to wait."""
+_REPAIRS = 8
 """Number of times that what cannot be rebuilt for want of room is no longer dropped."""
 _FINER = 8
 """Number of mixes between two prices."""
@@ -73,25 +75,49 @@ class HybridSearch:
         self._trace = recipes.trace
         self._simulator = Simulator(self._trace, limits.cost)
         self.plans: list[SwapPlan] = []
-        over = problem.level > limits.budget
-        peak_tick = int(self._trace.hook_tick[problem.level.argmax()]) if len(problem.level) else 0
-        self._path = ChoicePath.of(recipes, over, peak_tick)
+        self._path = ChoicePath.of(recipes, problem.level, limits.budget)
+        self._last = self._path.last * _FINER
+        self._best_part = 0
 
     def run(self) -> None:
-        """Plan the choices that look best: at prices, between them, and beside the best plan so far."""
-        estimates = {float(u): self._estimate_us(self._path.choice(u)) for u in range(self._path.last + 1)}
-        best = min(estimates, key=lambda u: (estimates[u], u))
-        for low in (best - 1, best):
-            if 0 <= low < self._path.last:
-                for part in range(1, _FINER):
-                    u = low + part / _FINER
-                    estimates[u] = self._estimate_us(self._path.choice(u))
-        self.estimates = estimates
-        for u in sorted((u for u in estimates if estimates[u] < inf), key=lambda u: (estimates[u], u))[:_PLANNED]:
-            if self.plans and estimates[u] >= self.plans[0].step_us:
+        """Plan the choices that look best, at prices and between them, and then those beside the best plan."""
+        parts = {part: self._estimate_us(self._choice(part)) for part in range(0, self._last + 1, _FINER)}
+        best = min(parts, key=lambda part: (parts[part], part))
+        for part in range(max(0, best - _FINER), min(self._last, best + _FINER) + 1):
+            if part not in parts:
+                parts[part] = self._estimate_us(self._choice(part))
+        tried = set[tuple[int, ...]]()
+        for part in sorted((part for part in parts if parts[part] < inf), key=lambda part: (parts[part], part)):
+            if len(tried) == _PLANNED or (self.plans and parts[part] >= self.plans[0].step_us):
                 break
-            self._plan(self._path.choice(u))
-            self.plans.sort(key=lambda plan: plan.step_us)
+            self._try(part, tried)
+        if not self.plans:
+            self._try(self._last, tried)
+        for _ in range(_BESIDE):
+            # Where copies make compute wait more has to be made again, else less may do.
+            step = 1 if not self.plans or self.plans[0].stall_us > _WAITS * self.plans[0].step_us else -1
+            part = self._best_part + step
+            while 0 <= part <= self._last and not self._try(part, tried):
+                part += step
+            if not (0 <= part <= self._last) or self._best_part != part:
+                break
+
+    def _choice(self, part: int) -> Choice:
+        return self._path.choice(part / _FINER)
+
+    def _try(self, part: int, tried: set[tuple[int, ...]]) -> bool:
+        """Plan a choice, unless it is one of those that were `tried` already."""
+        choice = self._choice(part)
+        key = (*choice.dropped.tolist(), -1, *choice.held.tolist())
+        if key in tried:
+            return False
+        tried.add(key)
+        best_us = self.plans[0].step_us if self.plans else inf
+        self._plan(choice)
+        self.plans.sort(key=lambda plan: plan.step_us)
+        if self.plans and self.plans[0].step_us < best_us:
+            self._best_part = part
+        return True
 
     def _estimate_us(self, choice: Choice) -> float:
         """The step on a link that is never idle, if rebuilds took no memory; infinite where that is not within the budgets."""
@@ -124,12 +150,12 @@ class HybridSearch:
         """Plan what is left to move under `choice`, and keep the plan if it is within the budgets."""
         limits = self._limits
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
-        for _ in range(_REPAIRS):
+        for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= limits.budget:
                 break
-            spared = self._too_large(rewritten, problem)
+            spared = self._too_large(rewritten, problem, gently=repair < _REPAIRS // 2)
             if not spared:
                 return
             dropped -= spared
@@ -165,16 +191,22 @@ class HybridSearch:
             )
         )
 
-    def _too_large(self, rewritten: RewrittenTrace, problem: Problem) -> set[int]:
-        """Dropped storages that are rebuilt, or about to be, or there again, where the budget has no room for it, whatever is
-        swapped."""
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, *, gently: bool) -> set[int]:
+        """Dropped storages without whose rebuilds there is more room, where the budget has too little, whatever is swapped: all
+        that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well, else
+        what is made there, if anything is."""
         c, recipes = problem.candidates, self._recipes
         level = problem.level - sum_over_time(len(problem.level), c.size, c.first, c.use)
-        last_use = recipes.candidates.last_use[recipes.row]
-        spared = set()
+        use = recipes.candidates.use[recipes.row].tolist()
+        last_use = recipes.candidates.last_use[recipes.row].tolist()
+        made_at = rewritten.made_at
+        spared = set[int]()
         for hook in np.unique(rewritten.origin[level > self._limits.budget]).tolist():
-            upcoming = min((at for at in rewritten.made_at.values() if at >= hook), default=-1)
-            for j, made_at in rewritten.made_at.items():
-                if made_at == upcoming or made_at <= hook <= last_use[j]:
-                    spared.add(j)
+            made = [j for j, at in made_at.items() if at == hook]
+            used = [j for j in made if use[j] == hook]
+            if not gently or not made:
+                upcoming = min((at for at in made_at.values() if at >= hook), default=-1)
+                spared.update(j for j, at in made_at.items() if at == upcoming or at <= hook <= last_use[j])
+            else:
+                spared.update(used if len(used) < len(made) else made)
         return spared

@@ -1,21 +1,23 @@
-"""The bound of a step's time where what is saved may be swapped or made again: a linear program, from below and without a solver.
+"""The bound of a step's time where what is saved may be swapped or made again: a linear program's, from below, with no solver.
 
 at one moment t, over = bytes that are too much then:    G of them are made again later, at a time of R; the others cross
     step >= min over G of    max(before t, (over - G) / d2h) + max(after t + R(G), (over - G) / h2d) + tail
 
-R(G) is the least time of operators that run again so that G bytes are gone at t, what is held for that taken off. Relaxed: shares
-of storages, of operators and of holds; an operator runs once however many are made by it; what is saved is there. For a price p
+R(G) is the least time of operators that run again so that G bytes are gone at t, what is held for that taken off. Relaxed:
+shares of storages, of operators and of holds; an operator runs once however many are made by it; what is saved is there. For a
+price p
 
     R(G) >= p * G + sum over the storages idle at t of min(0, make(j) - p * size(j))
     make(j) = share of its operators' time + sum over what they read and nobody saved of its share of get(x)
     get(x)  = 0 where it is there at t; else the less of p * size(x) and make(x)
 
-because what several need, an operator or what it reads, costs at least the sum of their shares, whatever these are: the dual of
-the linear program, with its variables at the shares. They are moved to those that are made again, a few times, and of each price the
-best counts.
+because what several need, an operator or what it reads, costs at least the sum of their shares, whatever these are: that is the
+dual of the linear program. The shares are moved to those that are made again, a few times, and of each price the best counts.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +27,10 @@ from chameleon_mm.units import allocated_size
 
 _PRICES, _FINER = 48, 24
 """Prices in all, and around the one that decides."""
+_LEAST_PRICE = 1e-15
+"""Price above 0, below all that a device could have, for there are times below what numbers can be halved to."""
+_ANY_PRICE = 1e-3
+"""Price, in us for a byte, where what can be made again takes no time."""
 _ROUNDS = 6
 """Times that shares are moved."""
 
@@ -54,7 +60,7 @@ class RebuildTime:
     def at(self, nbytes: Float64s) -> Float64s:
         """Lower bound of the time for each of `nbytes` that are gone."""
         price, sums = np.array(self.lines).T
-        return np.maximum((price[:, None] * nbytes + sums[:, None]).max(axis=0), 0.0)
+        return np.asarray(np.maximum((price[:, None] * nbytes + sums[:, None]).max(axis=0), 0.0))
 
     def kinks(self, most: float) -> Float64s:
         """Bytes, from 0 to `most`, between which `at` is linear."""
@@ -68,7 +74,7 @@ class RebuildTime:
             while len(hull) > 1 and _crossing(hull[-2], (p, s)) <= _crossing(hull[-2], hull[-1]):
                 hull.pop()
             hull.append((p, s))
-        inside = [_crossing(a, b) for a, b in zip(hull[:-1], hull[1:], strict=True)]
+        inside = [_crossing(a, b) for a, b in pairwise(hull)]
         return np.array([0.0, *(g for g in inside if 0 < g < most), most])
 
     def _needed_order(self) -> list[int]:
@@ -96,9 +102,8 @@ class RebuildTime:
     def _find_lines(self) -> None:
         which = [j for j in self._order if self._can_drop[j] and self._size[j]]
         ratio = [self._us[j] / self._size[j] for j in which if self._us[j] > 0]
+        ratio = [max(price, _LEAST_PRICE) for price in ratio] or [_ANY_PRICE]
         self.lines = [(0.0, 0.0)]
-        if not ratio:
-            return
         prices = np.geomspace(min(ratio) * 0.5, max(ratio) * 8, _PRICES)
         prices = np.append(prices, prices[-1] * 10.0 ** np.arange(1, 7))  # for more bytes than can be made again
         own = np.unique(ratio)  # where nothing is held these are the prices at which anything changes
@@ -107,8 +112,6 @@ class RebuildTime:
 
     def refine(self, nbytes: float) -> None:
         """Add prices around the one that decides at `nbytes`."""
-        if len(self.lines) < 2:
-            return
         lines = sorted(self.lines)
         i = max(range(len(lines)), key=lambda i: lines[i][0] * nbytes + lines[i][1])
         low, high = lines[max(i - 1, 0)][0], lines[min(i + 1, len(lines) - 1)][0]

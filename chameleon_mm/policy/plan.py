@@ -27,8 +27,8 @@ class ActionKind(enum.Enum):
     ENCODE = "encode"
     """The candidate crosses in a codec's shorter form."""
     RECOMPUTE = "recompute"
-    """The candidate is dropped at `reclaim_at`, and made again at `in_at`, which is `use_at`: its own first use, or an earlier one
-    of another dropped storage that is made from it."""
+    """The candidate is dropped at `reclaim_at`, and made again at `in_at`, which is `use_at`: its own first use, or an earlier
+    one of another dropped storage that is made from it."""
     HOLD = "hold"
     """The storage, which autograd did not save, is kept from `out_at` on, the first hook at which it is whole, for the rebuilds
     that read it: the first of them is at `use_at`. It may be swapped meanwhile: then it has an action for that as well."""

@@ -34,15 +34,15 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
             )
         if expected != action:
             raise ValueError(
-                f"plan, tensor {action.tensor}: expected a {action.kind.value} from hook {expected.out_at} to {expected.use_at}, "
-                f"got {action.out_at}, {action.reclaim_at}, {action.in_at} and {action.use_at}; {again}"
+                f"plan, tensor {action.tensor}: expected a {action.kind.value} from hook {expected.out_at} to "
+                f"{expected.use_at}, got {action.out_at}, {action.reclaim_at}, {action.in_at} and {action.use_at}; {again}"
             )
     return rewritten
 
 
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
-    """What `rewritten` drops, by the hook at which it is made again, and then what it holds, by the hook of the first rebuild that
-    reads it."""
+    """What `rewritten` drops, by the hook at which it is made again, and then what it holds, by the hook of the first rebuild
+    that reads it."""
     candidates, nbytes = recipes.candidates, recipes.trace.tensor_bytes
     first_read: dict[int, int] = {}
     for rebuild in rewritten.rebuilds.rebuilds:

@@ -58,8 +58,8 @@ def generate_plan(
     says of itself, time and stalls, is as `simulate` has it, without lags.
 
     recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
-    of storages that must not be dropped. Each storage is then kept, swapped or dropped and made again, and what it is made of may be
-    held: whatever takes the least time, and never more than what only swaps.
+    of storages that must not be made again. Each storage is then kept, swapped or dropped and made again, and what others are
+    made of may be held: whatever takes the least time, and never more than what only swaps.
 
     Deterministic. About n log n in what autograd saved, and linear in operators.
 
@@ -96,8 +96,8 @@ def candidate_plans(
 ) -> list[SwapPlan]:
     """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
-    A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes the
-    best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
+    A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes
+    the best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
@@ -195,8 +195,8 @@ def _host_too_small(
     recompute: Collection[str],
     refused: Collection[int],
 ) -> InfeasibleBudget:
-    """Find by halving the smallest device budget for which there is a plan within `host_budget`; more coarsely, what recomputation
-    makes of it."""
+    """Find by halving the smallest device budget for which there is a plan within `host_budget`; more coarsely, what
+    recomputation makes of it."""
     budget, host_budget = limits.budget, limits.host_budget or 0
     low, high = budget, problem.peak_bytes
     while high - low > max(MIB, high >> 10):

@@ -85,8 +85,8 @@ class _Walk:
             makers = recipes.makers[j]
             if not makers:
                 raise ValueError(
-                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run again, "
-                    f"got storage {j}, which is none of it; hold it"
+                    f"expected what storage {target} is rebuilt from to be saved, held, or made by operators that may run "
+                    f"again, got storage {j}, which is none of it; hold it"
                 )
             ops.update(makers)
             for x in recipes.inputs[j]:

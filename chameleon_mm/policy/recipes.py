@@ -57,7 +57,7 @@ class Recipes:
 
     @classmethod
     def of(cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = ()) -> Recipes:
-        """Recipes of `trace`. `refused`: storages that may not be dropped. O(ticks + storages)."""
+        """Recipes of `trace`. `refused`: storages that may not be made again. O(ticks + storages)."""
         return _Finder(trace, names).recipes(refused)
 
 
@@ -94,8 +94,8 @@ class _Finder:
         self._valid_until = self._inputs_stay_until()
 
     def _inputs_stay_until(self) -> Int64s:
-        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one at
-        once. What it reads and writes itself is not in it, unless it was there before the step."""
+        """(n,) tick of the next write to what each operator reads; of what was made in the step any later write counts as one
+        at once. What it reads and writes itself is not in it, unless it was there before the step."""
         trace, m = self._trace, len(self._trace.tensor_bytes)
         keys = np.sort(self._written * (trace.num_ticks + 1) + self._write_tick)
         tick = trace.op_tick[self._read_op].astype(np.int64)
@@ -126,7 +126,8 @@ class _Finder:
         order = [j for j in np.argsort(self._last_write, kind="stable").tolist() if makers[j]]
         use_tick = np.full(m, -1, np.int64)
         droppable = (row >= 0) & (self._last_write < first_save) & (stays >= 0)
-        droppable[[j for j in refused if 0 <= j < m]] = False
+        spared = {j for j in refused if 0 <= j < m}
+        droppable[list(spared)] = False
         use_tick[candidates.tensor] = trace.hook_tick[candidates.use]
         droppable &= stays > use_tick
         needed_until = np.where(droppable, use_tick, -1).tolist()
@@ -140,7 +141,7 @@ class _Finder:
         remake = [False] * m
         for j in order:
             had = all(saved_list[x] or hold_list[x] or remake[x] for x in inputs[j])
-            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j]
+            remake[j] = had and not saved_list[j] and stays_list[j] > needed_until[j] and j not in spared
             droppable_list[j] = droppable_list[j] and had
         droppable &= np.array(droppable_list, np.bool_)
         droppable[[j for j in range(m) if not makers[j]]] = False
@@ -166,7 +167,7 @@ class _Finder:
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]], Int64s]:
         """Makers and inputs of each storage, what each operator reads and makes, and (m,) ticks until which nothing that the
         makers of a storage read is written; -1: it cannot be made again."""
-        trace, m, n = self._trace, len(self._trace.tensor_bytes), len(self._trace.op_us)
+        m, n = len(self._trace.tensor_bytes), len(self._trace.op_us)
         over = np.bincount(self._write_op[~self._is_fresh], minlength=n)
         # An operator that writes to what was there before it makes nothing again but that.
         good = self._may_run[self._write_op] & np.where(self._is_fresh, over[self._write_op] == 0, over[self._write_op] == 1)

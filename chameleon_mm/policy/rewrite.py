@@ -1,7 +1,7 @@
 """A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
-rewritten.trace              a dropped storage dies at its first idle hook; what makes it again runs right after a hook of backward
+rewritten.trace              a dropped storage dies at its first idle hook; what makes it again runs after a hook of backward
 rewritten.hook_of[k]         number there of hook k of the step
 rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
 rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
@@ -138,7 +138,7 @@ class _Writer:
         return hooks
 
     def rewritten(self) -> RewrittenTrace:
-        old, recipes = self._old, self._recipes
+        old = self._old
         tensors = self._old_tensors()
         again, op_rows, hook_rows, made_at = self._insert(tensors)
         ops = np.array(op_rows, np.int64).reshape(-1, 2)

@@ -34,7 +34,8 @@ from chameleon_mm.trace.trace import Float64s, Int64s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """One step under a plan, simulated. `step_us` is the operators' time, `stall_us`, `head_copy_us` and `recompute_us` together."""
+    """One step under a plan, simulated. `step_us` is the time of the step's operators, `stall_us`, `head_copy_us` and
+    `recompute_us` together."""
 
     peak_bytes: int
     """Peak of device memory."""
@@ -129,8 +130,8 @@ class Simulator:
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
         """The moves of `actions`, and of which candidates they are. That the plan is of this trace is what `HookSchedule` asks
-        for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the actions
-        are for."""
+        for, too; here somebody must be able to carry it out as well. `rewritten`: what this trace is of the step that the
+        actions are for."""
         again = "make a plan for this trace"
         for action in actions:
             who = f"plan, tensor {action.tensor}"

@@ -24,10 +24,10 @@ def _aten(text: str, *, in_place: bool = False) -> frozenset[str]:
 
 VIEWS = _aten(
     """
-    _reshape_alias _unsafe_view alias as_strided chunk contiguous detach diagonal expand expand_as flatten lift lift_fresh movedim
-    narrow permute real imag resolve_conj resolve_neg select slice split split_with_sizes squeeze squeeze_ swapaxes t t_ tensor_split
-    transpose transpose_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex view_as_real _conj _neg_view
-    unsafe_split unsafe_split_with_sizes unsafe_chunk set_data detach_ _nested_view_from_buffer
+    _reshape_alias _unsafe_view alias as_strided chunk contiguous detach diagonal expand expand_as flatten lift lift_fresh
+    movedim narrow permute real imag resolve_conj resolve_neg select slice split split_with_sizes squeeze squeeze_ swapaxes
+    t t_ tensor_split transpose transpose_ unbind unflatten unfold unsqueeze unsqueeze_ view view_as view_as_complex
+    view_as_real _conj _neg_view unsafe_split unsafe_split_with_sizes unsafe_chunk set_data detach_ _nested_view_from_buffer
     """
 )
 """Operators whose result lies in a storage that is there already. A trace has that storage among what they return; they do not
@@ -37,12 +37,12 @@ ELEMENTWISE = (
     _aten(
         """
         abs acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
-        bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq erf erfc
-        erfinv exp exp2 expm1 fill float_power floor floor_divide fmod frac gcd ge gelu gt hardsigmoid hardswish hardtanh heaviside
-        hypot i0 ldexp le leaky_relu lerp lgamma log log10 log1p log2 logical_and logical_not logical_or logical_xor logit lt
-        masked_fill maximum minimum mish mul mvlgamma nan_to_num ne neg nextafter pow rad2deg reciprocal relu relu6 remainder
-        round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh sqrt square sub tan tanh threshold tril triu trunc where xlogy
-        zero
+        bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh deg2rad digamma div elu eq erf
+        erfc erfinv exp exp2 expm1 fill float_power floor floor_divide fmod frac gcd ge gelu gt hardsigmoid hardswish
+        hardtanh heaviside hypot i0 ldexp le leaky_relu lerp lgamma log log10 log1p log2 logical_and logical_not logical_or
+        logical_xor logit lt masked_fill maximum minimum mish mul mvlgamma nan_to_num ne neg nextafter pow rad2deg
+        reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh sqrt square sub tan tanh
+        threshold tril triu trunc where xlogy zero
         """,
         in_place=True,
     )
@@ -50,12 +50,12 @@ ELEMENTWISE = (
         """
         _log_softmax _safe_softmax _softmax _to_copy arange cat clone complex constant_pad_nd copy copy_ empty empty_like
         empty_permuted empty_strided eye fmax fmin full full_like glu hardshrink isfinite isinf isnan isneginf isposinf
-        linspace log_sigmoid_forward logaddexp logaddexp2 new_empty new_empty_strided new_full new_ones new_zeros ones ones_like
-        polar prelu _prelu_kernel reflection_pad1d reflection_pad2d repeat replication_pad1d replication_pad2d roll flip rot90
-        scalar_tensor signbit softplus softshrink special_entr special_erfcx special_expit stack tanhshrink zeros zeros_like
-        upsample_nearest1d upsample_nearest2d upsample_nearest3d index slice_scatter select_scatter pixel_shuffle pixel_unshuffle
-        channel_shuffle repeat_interleave gather index_select take_along_dim max_pool2d_with_indices max_pool3d_with_indices
-        avg_pool2d avg_pool3d
+        linspace log_sigmoid_forward logaddexp logaddexp2 new_empty new_empty_strided new_full new_ones new_zeros ones
+        ones_like polar prelu _prelu_kernel reflection_pad1d reflection_pad2d repeat replication_pad1d replication_pad2d
+        roll flip rot90 scalar_tensor signbit softplus softshrink special_entr special_erfcx special_expit stack tanhshrink
+        zeros zeros_like upsample_nearest1d upsample_nearest2d upsample_nearest3d index slice_scatter select_scatter
+        pixel_shuffle pixel_unshuffle channel_shuffle repeat_interleave gather index_select take_along_dim
+        max_pool2d_with_indices max_pool3d_with_indices avg_pool2d avg_pool3d
         """
     )
     | frozenset({"prims::convert_element_type", "prims::device_put", "prims::view_of"})
@@ -74,8 +74,8 @@ own that is the same each time."""
 
 RANDOM = _aten(
     """
-    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout normal normal_ rand rand_like
-    randint randint_like randn randn_like random_ randperm rrelu_with_noise rrelu_with_noise_ uniform uniform_
+    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial native_dropout normal normal_ rand
+    rand_like randint randint_like randn randn_like random_ randperm rrelu_with_noise rrelu_with_noise_ uniform uniform_
     """
 )
 """Operators that draw random numbers: the same ones, once the generator is where it was."""
@@ -85,8 +85,8 @@ EMBEDDING = _aten("embedding")
 
 PRODUCTS = _aten(
     """
-    _convolution addbmm addmm addmm_ addmv addr baddbmm bmm convolution cudnn_convolution dot linear matmul mkldnn_convolution mm
-    mv _addmm_activation _grouped_mm _scaled_mm conv1d conv2d conv3d
+    _convolution addbmm addmm addmm_ addmv addr baddbmm bmm convolution cudnn_convolution dot linear matmul
+    mkldnn_convolution mm mv _addmm_activation _grouped_mm _scaled_mm conv1d conv2d conv3d
     """
 )
 """Matrix products and convolutions: kernels that split their sums may add them in another order each time."""

@@ -169,6 +169,8 @@ class Recomputing:
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()
+            if t is not None and not _is_plain(t):
+                continue
             holder = None if value.claim is None else value.claim()
             claim = holder if isinstance(holder, Claim) else claim_of(flat_bytes(storage) if t is None else t, number)
             value.claim = weakref.ref(claim)
@@ -200,8 +202,10 @@ class Recomputing:
                 plan.refused[number] = refusal
             return refusal
         plan.proven.add(number)
-        value = self.watch.value_of(saved.device) if saved.device is not None else None
-        assert value is not None and value.call is not None and value.result is not None and saved.device is not None
+        if saved.device is None or saved.state is not State.ON_DEVICE:
+            return Refusal("it has moved", lasts=False)  # memory was short for the proof
+        value = self.watch.value_of(saved.device)
+        assert value is not None and value.call is not None and value.result is not None
         for source in recipe.sources:
             if source.claim is not None:
                 source.claim.saved.add_view()
@@ -220,7 +224,7 @@ class Recomputing:
         self._source_values = []
         self._waits_for_size = False
         if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
-            return Refusal("it has moved")
+            return Refusal("it has moved", lasts=False)
         value = self.watch.value_of(saved.device)
         if value is None:
             return Refusal("nobody watched how it was made")

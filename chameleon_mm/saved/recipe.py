@@ -273,7 +273,7 @@ def _reads_uninitialised(call: Call) -> Refusal | None:
 def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None:
     call = value.call
     if call is None:
-        return Refusal("an input that is gone")
+        return Refusal("it was there before" if is_result else "an input that is gone")
     if is_result and value.is_uninitialised:
         return Refusal("nobody was seen to fill it", call.operation.facts.name)
     if call.args is None:

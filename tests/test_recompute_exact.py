@@ -1,0 +1,558 @@
+"""Storages that are dropped and made again change no bit: random mixes over eight models, and odd programs with all of it dropped.
+
+    expected = train(case, steps)                                  # plain PyTorch
+    got      = train(case, steps, mixed(Mix(seed)))                # each storage kept, swapped or dropped by chance
+
+The reference is torch alone: no hooks, no dispatch mode, no simulated device. `Proofs.NEVER` shows what recipes are worth by
+themselves: nothing stands beside the original first.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import chameleon_mm as cm
+from chameleon_mm.saved.state import State
+from chameleon_mm.trace import replayable
+from tests._fakes import Unwatched
+from tests._mix_models import MODELS, Case, bits, train
+from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
+
+ALL = replayable.DEFAULT | replayable.PRODUCTS
+
+PER_CHUNK = 25
+CHUNKS = 5
+"""Mixes of each of eight models: 5 x 25 x 8 = 1,000."""
+
+
+# --- random mixes
+
+
+@cache
+def plainly(name: str, steps: int, micro_batches: int = 1) -> list[Any]:
+    seen, _ = train(MODELS[name], steps, micro_batches=micro_batches)
+    return seen
+
+
+def check_mix(name: str, seed: int, *, steps: int = 2, micro_batches: int = 1, **given: Any) -> cm.SwapSession:
+    mix = Mix(seed)
+    seen, session = train(
+        MODELS[name], steps, lambda model: mixed(mix, model=model, **given), micro_batches=micro_batches
+    )
+    assert seen == plainly(name, steps, micro_batches), f"mix {seed} ({mix.proofs}) of {name} has other bits"
+    assert session is not None
+    assert session.pool.stats().num_live == 0
+    return session
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
+    session = check_mix(name, seed)
+    assert totals_of(session).recomputed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_random_mixes_change_no_bit(name: str, chunk: int) -> None:
+    made = 0
+    for seed in range(1000 + chunk * PER_CHUNK, 1000 + (chunk + 1) * PER_CHUNK):
+        made += totals_of(check_mix(name, seed)).rebuilds
+    assert made > PER_CHUNK
+
+
+@pytest.mark.parametrize("name", ["tied weights", "recurrent"])
+def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
+    assert totals_of(check_mix(name, 4, micro_batches=3)).rebuilds > 0
+
+
+@pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
+def test_a_budget_that_evicts_what_was_made_again(name: str) -> None:
+    """Restored storages go again under pressure, and are made again for their next use. What comes back has the checksum of
+    what went."""
+    mix = Mix(0, drop=0.7, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
+    device = cm.SimDevice()
+
+    def session(model: nn.Module) -> cm.SwapSession:
+        return mixed(mix, device.allocated_bytes() + (64 << 10), device=device, verify=True, min_bytes=64)
+
+    seen, opened = train(MODELS[name], 5, session)
+    assert seen == plainly(name, 5)
+    assert opened is not None
+    totals = totals_of(opened)
+    assert totals.rebuilds > 0
+    assert totals.bytes_swapped_in > 0
+
+
+# --- odd programs, all of whose storages are dropped
+
+SIDE = 64
+LARGE = 160
+"""Side of a square whose bytes a recipe does not copy."""
+
+
+def outside(*shape: int, grad: bool = False) -> Tensor:
+    """Random numbers that no step has made, as a batch or a parameter."""
+    with _disable_current_modes():
+        return torch.randn(*(shape or (SIDE, SIDE)), requires_grad=grad)
+
+
+def leaf(*shape: int) -> Tensor:
+    return outside(*shape, grad=True)
+
+
+Program = Callable[[], list[Tensor]]
+Outcome = list[list[bytes]] | str
+
+
+def outcome(program: Program, steps: int, session: cm.SwapSession | None = None) -> Outcome:
+    """The bits of what each step gave, or the error."""
+    torch.manual_seed(5)
+    seen: list[list[bytes]] = []
+    try:
+        if session is None:
+            return [[bits(t) for t in program()] for _ in range(steps)]
+        with session:
+            for _ in range(steps):
+                with session.step():
+                    seen.append([bits(t) for t in program()])
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return seen
+
+
+def check(
+    program: Program, *, drops: bool = True, proofs: Proofs = Proofs.NEVER, steps: int = 3, held: float = 0.0
+) -> cm.SwapSession:
+    """Plain PyTorch and a session that drops all it can give the same. `drops`: whether it can drop anything."""
+    expected = outcome(program, steps)
+    session = mixed(Mix(1, drop=1.0, held=held, proofs=proofs, admitted=ALL))
+    assert outcome(program, steps, session) == expected
+    assert (totals_of(session).recomputed > 0) == drops, totals_of(session).not_recomputed_by_reason
+    return session
+
+
+def grads(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [t.grad for t in leaves if t.grad is not None]
+
+
+def retained() -> list[Tensor]:
+    x = leaf()
+    loss = F.dropout((x * 2).sin().exp(), 0.3).tanh().sum()
+    loss.backward(retain_graph=True)
+    first = x.grad
+    assert first is not None
+    kept = first.clone()
+    return [kept, *grads(loss, x)]
+
+
+def differentiated_twice() -> list[Tensor]:
+    x, w = leaf(), leaf()
+    loss = F.dropout((x @ w).sin() * x, 0.3).exp().mean()
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    return [g.detach(), *grads((g * g.sin()).sum(), x, w)]
+
+
+def several_in_flight() -> list[Tensor]:
+    x = leaf()
+    losses = [F.dropout((x * number).sin().exp(), 0.2).tanh().sum() for number in range(1, 5)]
+    seen = []
+    for number in (2, 0, 3, 1):
+        losses[number].backward()
+        assert x.grad is not None
+        seen.append(x.grad.clone())
+    return seen
+
+
+def dropped_graph() -> list[Tensor]:
+    x = leaf()
+    (x * 2).sin().exp().tanh().sum()
+    return grads((x * 3).sin().exp().tanh().sum(), x)
+
+
+def error_in_forward() -> list[Tensor]:
+    x = leaf()
+    try:
+        (x * 2).sin().exp() @ torch.ones(3)
+    except RuntimeError as error:
+        error.__traceback__ = None
+    return grads((x * 3).sin().exp().tanh().sum(), x)
+
+
+class RaisesOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: list[bool]) -> Tensor:
+        ctx.raises = raises
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.raises.pop():
+            raise ValueError("an error of the user's")
+        return gradients[0], None
+
+
+def error_in_backward() -> list[Tensor]:
+    x = leaf()
+    raises = [False, True]
+    loss = RaisesOnce.apply((x * 3).sin().exp().tanh(), raises).sin().exp().sum()  # type: ignore[no-untyped-call]  # torch's
+    with pytest.raises(ValueError, match="of the user's"):
+        loss.backward(retain_graph=True)
+    return grads(loss, x)
+
+
+def on_another_thread() -> list[Tensor]:
+    x = leaf()
+    loss = F.dropout((x * 3).sin().exp(), 0.2).tanh().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def scaled() -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.Dropout(0.1), nn.Linear(SIDE, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    seen = []
+    for number in range(3):
+        loss = model(outside() * 10.0 ** (25 * (number == 1))).square().sum()  # the second one overflows
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen += [loss.detach(), torch.tensor(scaler.get_scale())]
+    return seen + [p.detach().clone() for p in model.parameters()]
+
+
+def result_written() -> list[Tensor]:
+    x = leaf()
+    y = (x * 2).exp()
+    z = y.sin()
+    y.add_(1)
+    return grads(z.sum(), x)
+
+
+def batch_written(side: int) -> Program:
+    """A batch, or a bias, that nobody saves is written to after forward."""
+
+    def program() -> list[Tensor]:
+        x, batch = leaf(side, side), outside(side, side)
+        z = (x + batch).sin().exp().tanh()
+        batch.zero_()
+        return grads(z.sum(), x)
+
+    return program
+
+
+def batch_written_through_data() -> list[Tensor]:
+    x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
+    z = (x + batch).sin().exp().tanh()
+    batch.data.zero_()
+    return grads(z.sum(), x)
+
+
+def written_between() -> list[Tensor]:
+    """A write that moves no counter, between the operator and the save."""
+    x = leaf()
+    y = x * 2
+    y.data.mul_(3)
+    z = y.sin()
+    del y
+    return grads(z.sum(), x)
+
+
+def autocast_in_backward() -> list[Tensor]:
+    x, w = leaf(), leaf()
+    loss = ((x @ w).sin() @ w).exp().tanh().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        return grads(loss, x, w)
+
+
+class AddsToSines(TorchDispatchMode):
+    """A mode of the user's that computes something else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.ops.aten.sin.default else out
+
+
+def in_a_mode_of_the_users() -> list[Tensor]:
+    x = leaf()
+    with AddsToSines():
+        z = (x * 2).sin().exp().tanh()
+        return grads(z.sum(), x)
+
+
+def in_a_mode_of_functions() -> list[Tensor]:
+    """Such a mode sees the user's calls in its backward, not ours."""
+    x = leaf()
+    z = (x * 2).sin().exp().tanh()
+    with Doubles():
+        return grads(z.sum(), x)
+
+
+class Doubles(torch.overrides.TorchFunctionMode):
+    """A mode of the user's that computes something else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.mul.Tensor else out
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        inner = x.exp()
+        out = inner.sin() * x
+        ctx.save_for_backward(x, inner)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x, inner = ctx.saved_tensors
+        gradient: Tensor = gradients[0] * (inner.cos() * inner * x + inner.sin())
+        return gradient
+
+
+def function_of_ones_own() -> list[Tensor]:
+    x = leaf()
+    return grads(OwnFunction.apply((x * 0.5).tanh()).exp().sum(), x)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class WritesUnseen(torch.autograd.Function):
+    """Doubles its input through raw memory, of which no counter tells."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.detach().numpy()[:] *= 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def written_unseen() -> list[Tensor]:
+    x = leaf()
+    y = x * 2
+    z = WritesUnseen.apply(y).sin() + y.exp().sin()  # type: ignore[no-untyped-call]  # torch's own
+    del y
+    return grads(z.sum(), x)
+
+
+# --- what decides bits without being an argument
+
+
+def other_default_dtype() -> list[Tensor]:
+    x = leaf(SIDE)
+    places = torch.arange(SIDE)
+    z = (x * (places / 3).sin()).sin() + torch.ones(SIDE) * x.exp()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return grads(z.sum(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def other_precision() -> list[Tensor]:
+    a, b = leaf(SIDE, 8 * SIDE), outside(8 * SIDE, SIDE)
+    torch.set_float32_matmul_precision("medium")
+    z = (a @ b).sin().exp()
+    torch.set_float32_matmul_precision("highest")
+    return [*grads(z.sum(), a), torch.ones(1) * (torch.get_float32_matmul_precision() == "highest")]
+
+
+def deterministic_since() -> list[Tensor]:
+    x = leaf()
+    z = (torch.empty(SIDE, SIDE).fill_(2) * x).sin().exp()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return grads(z.sum(), x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def own_generator() -> list[Tensor]:
+    """By name, and by position, as this operator takes it."""
+    generator = torch.Generator()
+    generator.manual_seed(3)
+    x = leaf()
+    masked = x * torch.empty(SIDE, SIDE).bernoulli_(0.5, generator=generator)
+    noise = torch.zeros(SIDE, SIDE)
+    z = torch.ops.aten.rrelu_with_noise(masked * 2, noise, 0.1, 0.9, True, generator).sin()
+    del masked
+    seen = grads(z.sum(), x)
+    return [*seen, generator.get_state(), torch.get_rng_state()]
+
+
+# --- kinds of tensors
+
+
+def chunks_with_counters() -> list[Tensor]:
+    x = leaf()
+    a, b = (x * 2).unsafe_chunk(2, 1)
+    c, d = torch.cat((x, x), 1).unsafe_split(SIDE, 1)
+    z = a.sin() * b.mul_(2).exp() + c[:, : SIDE // 2].exp() * d.tanh_()[:, : SIDE // 2].sin()
+    del a, b, c, d
+    return grads(z.sum(), x)
+
+
+def views_of_results_in_place() -> list[Tensor]:
+    x = leaf()
+    y = x * 2
+    y[: SIDE // 2].neg_()
+    y.t()[3:5].mul_(0.5)
+    z = y.sin() * y.view(-1).flip(0).view(SIDE, SIDE).exp()
+    del y
+    return grads(z.sum(), x)
+
+
+def set_and_resized() -> list[Tensor]:
+    x = leaf()
+    m = torch.empty(1)
+    m.resize_(SIDE, SIDE)
+    m.copy_(torch.ones(SIDE, SIDE))
+    n = torch.empty(0)
+    n.set_(m)  # type: ignore[call-overload]  # a stub of torch's
+    z = ((x * m).sin() + (x * n).exp()).tanh()
+    del m, n
+    return grads(z.sum(), x)
+
+
+def negated() -> list[Tensor]:
+    x = leaf()
+    y = torch._neg_view(x * 2)
+    return grads((y * y.sin()).exp().sum(), x)
+
+
+def conjugated() -> list[Tensor]:
+    x = leaf(SIDE, SIDE, 2)
+    y = torch.view_as_complex(x * 2).conj()
+    return grads((y.imag * y.real.sin() + (y * y).abs()).sum(), x)
+
+
+def out_variants_and_lists() -> list[Tensor]:
+    x = leaf()
+    out = torch.empty(SIDE, SIDE)
+    base = outside()
+    torch.add(base, 1, out=out)
+    several = [base * 1, base * 2]
+    torch._foreach_mul_(several, 3.0)
+    torch._foreach_add_(several, several)
+    z = (x * out).sin() + (x * several[0]).sin() * several[1]
+    del out, several
+    return grads(z.sum(), x)
+
+
+def scalars() -> list[Tensor]:
+    x = leaf()
+    factor, count = torch.tensor(2.5), torch.arange(SIDE)
+    z = torch.where(x > 0, x * factor, 1.5).sin() + (count * 2.5).sin() * x + (count / 7) * x.exp()
+    factor.fill_(7)
+    return grads(z.sum(), x)
+
+
+def sparse_and_nested() -> list[Tensor]:
+    x, y = leaf(16), leaf(6, 8)
+    places = torch.arange(16)[None]
+    sparse = torch.sparse_coo_tensor(places, x * 2, (16,), check_invariants=True).to_dense().sin()
+    nested = torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([y * 2, (y * 3)[:4]]).sin(), 0.0).exp()
+    return grads(sparse.sum() + nested.sum(), x, y)
+
+
+def sparse_written() -> list[Tensor]:
+    """An operator in place on a sparse tensor writes to the storage of its values."""
+    x = leaf(SIDE * SIDE)
+    values, places = torch.ones(SIDE * SIDE) * 2, torch.arange(SIDE * SIDE)[None]
+    sparse = torch.sparse_coo_tensor(places, values, (SIDE * SIDE,), check_invariants=True, is_coalesced=True)
+    sparse.mul_(3)
+    z = (values * x).sin().exp()
+    del values, sparse
+    return grads(z.sum(), x)
+
+
+def of_no_elements() -> list[Tensor]:
+    x = leaf(0, 4)
+    return grads((x * 2).sin().exp().sum(), x)
+
+
+def long_chain() -> list[Tensor]:
+    x = leaf(8)
+    y: Tensor = x
+    for _ in range(100):
+        y = (y * 1.01).sin()
+    return grads(y.sum(), x)
+
+
+def made_without_gradients() -> list[Tensor]:
+    x = leaf()
+    with torch.no_grad():
+        m = (x * 2).sigmoid()
+    z = (x * m).sin() * m
+    del m
+    return grads(z.sum(), x)
+
+
+def vectorised() -> list[Tensor]:
+    x, w = leaf(8, SIDE), outside(SIDE)
+    y = torch.func.vmap(lambda row: (row * 2).sin() * w)(x * 1).exp()
+    _, tangent = torch.func.jvp(lambda a: (a * a).sin(), (y,), (y * 2,))
+    return grads((y + tangent).sum(), x)
+
+
+PROGRAMS: list[Program] = [
+    retained,
+    differentiated_twice,
+    several_in_flight,
+    dropped_graph,
+    error_in_forward,
+    error_in_backward,
+    on_another_thread,
+    scaled,
+    batch_written(SIDE // 2),
+    batch_written(LARGE),
+    batch_written_through_data,
+    autocast_in_backward,
+    in_a_mode_of_the_users,
+    in_a_mode_of_functions,
+    function_of_ones_own,
+    other_default_dtype,
+    other_precision,
+    deterministic_since,
+    own_generator,
+    chunks_with_counters,
+    views_of_results_in_place,
+    set_and_resized,
+    negated,
+    conjugated,
+    out_variants_and_lists,
+    scalars,
+    sparse_and_nested,
+    sparse_written,
+    long_chain,
+    made_without_gradients,
+    vectorised,
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("held", [0.0, 0.5], ids=["", "held"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__qualname__.partition(".")[0])
+def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: float) -> None:
+    check(program, held=held)

@@ -29,7 +29,7 @@ from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
-from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.executor.recomputing import RecomputePlan, Recomputing
 from chameleon_mm.policy import StorageAction
 from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.profiler.recorder import Recorder
@@ -108,6 +108,8 @@ class Mix(Director):
         self._of: dict[SavedStorage, str] = {}
         self._hooks = 0
         self.num_held = 0
+        self.recomputing: Recomputing | None = None
+        """Whose audits it reads at the end of each step."""
 
     @property
     def recompute(self) -> RecomputePlan:
@@ -141,7 +143,14 @@ class Mix(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
         self._of = {}
+        if self.recomputing is not None:
+            self.recomputing.read_audits(self._ban)
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
+
+    def _ban(self, operator: str) -> bool:
+        new = operator not in self.plan.banned
+        self.plan.banned.add(operator)
+        return new
 
     def _choose(self, number: int, drop: float) -> str:
         if self.proofs is Proofs.EACH:
@@ -176,4 +185,6 @@ def mixed(
     """A session whose steps `mix` directs."""
     session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, verify=verify, model=model)
     session._executor.director = mix
+    if isinstance(mix, Mix):
+        mix.recomputing = session._executor.recomputing
     return session

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -556,3 +557,303 @@ PROGRAMS: list[Program] = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__qualname__.partition(".")[0])
 def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: float) -> None:
     check(program, held=held)
+
+
+def sized_zero() -> list[Tensor]:
+    return of_no_elements()
+
+
+def its_result_is_written() -> list[Tensor]:
+    """Eager raises, and so do we, in its words."""
+    return result_written()
+
+
+@pytest.mark.parametrize("program", [sized_zero, its_result_is_written], ids=lambda program: program.__name__)
+def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None:
+    check(program, drops=program is not sized_zero)
+
+
+def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
+    """A custom Function writes through raw memory to what another operator made: only the proof can find it."""
+    session = check(written_unseen, proofs=Proofs.FIRST, drops=False)
+    assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
+
+
+def test_a_sampled_audit_finds_a_write_that_began_later(caplog: pytest.LogCaptureFixture) -> None:
+    """The same program writes from its third step on only: the recipe is proven by then."""
+    count = [0]
+
+    def program() -> list[Tensor]:
+        count[0] += 1
+        x = leaf()
+        y = x * 2
+        z = y.sin()
+        if count[0] > 2:
+            y.detach().numpy()[:] *= 2
+        return grads(z.exp().sum(), x)  # the audit comes at this save
+
+    mix = Mix(1, drop=0.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL)
+    with mixed(mix) as session:
+        for _ in range(4):
+            with session.step():
+                program()
+    assert mix.plan.banned == {"aten::mul"}
+    assert caplog.text.count("aten::mul is not run again any more") == 1
+
+
+# --- what a recipe must not rest on
+
+
+class Sharded(nn.Module):
+    """A layer whose parameter is freed after its forward and fetched again later, as FSDP does: no counter moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(LARGE, LARGE))
+        self.full = self.shift.detach().clone()
+
+    def free(self) -> None:
+        self.shift.data.untyped_storage().resize_(0)
+
+    def fetch(self, *, filled: bool = True) -> None:
+        self.shift.data.untyped_storage().resize_(self.full.untyped_storage().nbytes())
+        with torch.no_grad(), _disable_current_modes():  # a collective on a stream of its own
+            self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
+
+
+@pytest.mark.parametrize("filled", [True, False], ids=["fetched", "on its way"])
+@pytest.mark.parametrize("fetched", [True, False], ids=["in time", "late"])
+def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bool) -> None:
+    model = Sharded()
+
+    def program() -> list[Tensor]:
+        model.fetch()
+        x = leaf(LARGE, LARGE)
+        z = (x + model.shift).sin().exp().tanh()  # nobody saves the parameter
+        model.free()
+        if fetched:
+            model.fetch(filled=filled)
+        seen = grads(z.sum(), x)
+        model.free()
+        return seen
+
+    session = check(program, steps=4)
+    reasons = totals_of(session).not_recomputed_by_reason
+    assert reasons["a parameter that no step has seen keep its size"] == 4
+    assert totals_of(session).rebuilds > 0
+
+
+def test_a_parameter_that_is_resharded_later_is_an_error() -> None:
+    """Steps have seen it stay, and then it goes: no recipe may read what is there instead."""
+    model = Sharded()
+
+    def program(*, frees: bool) -> list[Tensor]:
+        x = leaf(LARGE, LARGE)
+        z = (x + model.shift).sin().exp().tanh()
+        if frees:
+            model.free()
+        return grads(z.sum(), x)
+
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    with session, pytest.raises(RuntimeError, match=r"expected an input of 102400 bytes.*recompute=False"):
+        for number in range(3):
+            with session.step():
+                program(frees=number == 2)
+
+
+def external() -> list[Tensor]:
+    """Memory that NumPy allocated, and that it writes to, once the step has used it."""
+    x = leaf(LARGE, LARGE)
+    array = outside(LARGE, LARGE).numpy().copy()
+    z = (x + torch.from_numpy(array)).sin().exp()
+    array[:] = 0
+    return grads(z.sum(), x)
+
+
+def filled_unseen() -> list[Tensor]:
+    """Memory that something fills of which no operator tells, a kernel of the user's say."""
+    x = leaf()
+    y = torch.empty(SIDE, SIDE)
+    y.numpy()[:] = 3
+    z = (x + y).sin().exp()
+    del y
+    return grads(z.sum(), x)
+
+
+@pytest.mark.parametrize(("program", "reason"), [(external, "an input that is gone"), (filled_unseen, "seen to fill")])
+def test_memory_that_others_fill_is_in_no_recipe(program: Program, reason: str) -> None:
+    reasons = totals_of(check(program)).not_recomputed_by_reason
+    assert any(reason in one for one in reasons), reasons
+
+
+def test_what_is_written_in_backward_is_an_error_and_no_other_value() -> None:
+    """Nobody watches a backward: a held batch that a hook writes to there is found by its counter."""
+
+    def program() -> list[Tensor]:
+        x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
+        z = (x + batch).sin()
+        other = x.sin()  # what was saved before is dropped here
+        z.register_hook(lambda g: (batch.zero_(), None)[1])
+        return grads(z.sum() + other.sum(), x)
+
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    got = outcome(program, 2, session)
+    assert isinstance(got, str)
+    assert "modified by an inplace operation" in got
+
+
+def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
+    """Without the tensor that it was made as, no counter tells of writes: held, its new bytes would be read."""
+
+    def program() -> list[Tensor]:
+        x = leaf()
+        y = outside() * 2
+        alias = y.detach()
+        del y
+        z = (x + alias).sin()
+        other = x.sin()
+        z.register_hook(lambda g: (alias.zero_(), None)[1])
+        return grads(z.sum() + other.sum(), x)
+
+    check(program, held=1.0)
+
+
+# --- graphs and memory
+
+
+def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
+    torch.manual_seed(5)
+    x = leaf()
+
+    def forward() -> Tensor:
+        return F.dropout((x * 2).sin().exp(), 0.3).tanh().sum()
+
+    expected = torch.autograd.grad(forward(), x)[0]
+    torch.manual_seed(5)
+    leaf()
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    with session:
+        with session.step():
+            loss = forward()
+        with session.step():
+            forward()
+            state = torch.get_rng_state()
+            (got,) = torch.autograd.grad(loss, x)
+            assert torch.equal(torch.get_rng_state(), state)
+        del loss
+    assert torch.equal(got, expected)
+    assert totals_of(session).rebuilds > 0
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_handles_may_go_in_any_order(last_first: bool) -> None:
+    """Sources' handles before those of what is made from them, and the other way round."""
+    session = mixed(Mix(1, drop=1.0, held=0.3, proofs=Proofs.NEVER, admitted=ALL))
+    executor = executor_of(session)
+    with session:
+        with session.step():
+            x = leaf()
+            y: Tensor = x
+            handles = []
+            for _ in range(6):
+                y = (y * 1.5).sin()
+                handles.append(executor.save(y))
+            expected = y.detach().clone()
+            del y
+            executor.save(leaf(2))
+            last = handles.pop()
+            if last_first:
+                handles.reverse()
+            while handles:
+                handles.pop()
+            assert torch.equal(executor.use(last), expected)
+            del last
+    assert session.pool.stats().num_live == 0
+    assert executor._registry.all() == []
+
+
+def live_objects() -> int:
+    """Tensors, and objects and functions of ours; not the simulator's list of copies."""
+    found = 0
+    for one in gc.get_objects():
+        module = one.__module__ if type(one) is FunctionType else type(one).__module__
+        found += isinstance(one, Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ != "CopySpan")
+    return found
+
+
+@pytest.mark.parametrize("name", ["dropout transformer", "in-place convolutions", "recurrent"])
+def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
+    case, device = MODELS[name], cm.SimDevice()
+    model = case.build()
+    session = mixed(Mix(2, drop=0.8, held=0.3, proofs=Proofs.FIRST, admitted=ALL), device=device, model=model)
+    objects, nbytes = [], []
+    with session:
+        for _ in range(30):
+            with session.step():
+                case.loss(model).backward()
+                model.zero_grad()
+            objects.append(live_objects())
+            nbytes.append(device.allocated_bytes())
+    assert totals_of(session).rebuilds > 30
+    assert max(nbytes[20:]) <= nbytes[10]
+    assert max(objects[20:]) <= objects[10]
+    assert executor_of(session)._registry.all() == []
+    assert session.pool.stats().num_live == 0
+
+
+# --- company
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_part_that_dynamo_compiled(backend: str) -> None:
+    def build() -> nn.Module:
+        torch._dynamo.reset()
+        middle = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU())
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), torch.compile(middle, backend=backend), nn.Linear(32, 16), nn.SiLU())
+
+    def loss(model: nn.Module) -> Tensor:
+        out: Tensor = model(torch.randn(8, 16))
+        return out.square().mean()
+
+    import torch._dynamo
+
+    case = Case(build, loss)
+    expected, _ = train(case, 3)
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    mix = Mix(1, drop=1.0, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
+    got, session = train(case, 3, lambda model: mixed(mix, device=Unwatched(), model=model))
+    assert got == expected
+    assert session is not None
+    assert totals_of(session).rebuilds > 0
+    assert torch._dynamo.utils.counters["frames"]["ok"] > before
+    torch._dynamo.reset()
+
+
+def test_two_threads_with_a_step_each_and_one_session() -> None:
+    """Operators of one thread run while hooks of the other do."""
+    errors: list[BaseException] = []
+    x = leaf()
+    expected = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)[0]
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.EACH, admitted=ALL), device=Unwatched())
+
+    def other() -> None:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(executor_of(session).save, executor_of(session).use):
+                for _ in range(20):
+                    (got,) = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)
+                    assert torch.equal(got, expected)
+        except BaseException as error:  # noqa: BLE001 - raised on the test's own thread
+            errors.append(error)
+
+    with session:
+        thread = threading.Thread(target=other)
+        with session.step():
+            thread.start()
+            for _ in range(20):
+                (got,) = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)
+                assert torch.equal(got, expected)
+            thread.join()
+    assert not errors, errors[0]
+    assert session.pool.stats().num_live == 0

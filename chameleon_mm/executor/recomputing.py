@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import ChameleonError
@@ -165,14 +165,14 @@ class Recomputing:
         if self.watch is None or not self.watch.born:
             return
         born, self.watch.born = self.watch.born, []
-        for number, value, storage in born:
+        for number, value, _ in born:
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()
-            if t is not None and not _is_plain(t):
+            if t is None or not _is_plain(t):  # no counter would tell of writes
                 continue
             holder = None if value.claim is None else value.claim()
-            claim = holder if isinstance(holder, Claim) else claim_of(flat_bytes(storage) if t is None else t, number)
+            claim = holder if isinstance(holder, Claim) else claim_of(t, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
 
@@ -277,7 +277,7 @@ class Recomputing:
         t = None if value.tensor is None else value.tensor()
         if t is None or t._version != value.version:
             return None
-        if value.nbytes > SNAPSHOT_BYTES and t.is_leaf and t.requires_grad and not self._parameters.keeps_its_size(value):
+        if isinstance(t, nn.Parameter) and value.nbytes > SNAPSHOT_BYTES and not self._parameters.keeps_its_size(value):
             self._waits_for_size = True
             return None
         return self._held_itself(value, t)

@@ -79,7 +79,8 @@ class Convolutions(nn.Module):
         x = F.relu(self.norm1(self.conv1(x)), inplace=True)
         x = F.max_pool2d(x, 2)
         x = self.norm2(self.conv2(x)).add_(x).relu_()
-        return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]  # a module's call is Any
+        out: Tensor = self.last(x.mean((2, 3)))
+        return out
 
 
 class Experts(nn.Module):
@@ -148,7 +149,7 @@ class Case(NamedTuple):
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
 
 
 def _squares(*shape: int) -> Callable[[nn.Module], Tensor]:

@@ -7,22 +7,17 @@
     run(model_of("moe"), steps=2, mix=Mix(7))              # the same bits
 
 A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It proves each recipe beside the
-original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes then counts as it is.
+original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes counts as it is.
 """
 
 from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, Stream

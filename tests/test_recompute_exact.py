@@ -1,4 +1,4 @@
-"""Storages that are dropped and made again change no bit: random mixes over eight models, and odd programs with all of it dropped.
+"""Storages that are dropped and made again change no bit: random mixes over eight models, and odd programs with all dropped.
 
     expected = train(case, steps)                                  # plain PyTorch
     got      = train(case, steps, mixed(Mix(seed)))                # each storage kept, swapped or dropped by chance
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import chameleon_mm as cm
-from chameleon_mm.saved.state import State
 from chameleon_mm.trace import replayable
 from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
@@ -49,9 +46,7 @@ def plainly(name: str, steps: int, micro_batches: int = 1) -> list[Any]:
 
 def check_mix(name: str, seed: int, *, steps: int = 2, micro_batches: int = 1, **given: Any) -> cm.SwapSession:
     mix = Mix(seed)
-    seen, session = train(
-        MODELS[name], steps, lambda model: mixed(mix, model=model, **given), micro_batches=micro_batches
-    )
+    seen, session = train(MODELS[name], steps, lambda model: mixed(mix, model=model, **given), micro_batches=micro_batches)
     assert seen == plainly(name, steps, micro_batches), f"mix {seed} ({mix.proofs}) of {name} has other bits"
     assert session is not None
     assert session.pool.stats().num_live == 0
@@ -295,7 +290,7 @@ class AddsToSines(TorchDispatchMode):
 
 def in_a_mode_of_the_users() -> list[Tensor]:
     x = leaf()
-    with AddsToSines():
+    with AddsToSines():  # type: ignore[no-untyped-call]  # torch annotates no argument of it
         z = (x * 2).sin().exp().tanh()
         return grads(z.sum(), x)
 
@@ -715,7 +710,7 @@ def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
         z.register_hook(lambda g: (alias.zero_(), None)[1])
         return grads(z.sum() + other.sum(), x)
 
-    check(program, held=1.0)
+    check(program, held=1.0, drops=False)
 
 
 # --- graphs and memory
@@ -750,24 +745,23 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
     """Sources' handles before those of what is made from them, and the other way round."""
     session = mixed(Mix(1, drop=1.0, held=0.3, proofs=Proofs.NEVER, admitted=ALL))
     executor = executor_of(session)
-    with session:
-        with session.step():
-            x = leaf()
-            y: Tensor = x
-            handles = []
-            for _ in range(6):
-                y = (y * 1.5).sin()
-                handles.append(executor.save(y))
-            expected = y.detach().clone()
-            del y
-            executor.save(leaf(2))
-            last = handles.pop()
-            if last_first:
-                handles.reverse()
-            while handles:
-                handles.pop()
-            assert torch.equal(executor.use(last), expected)
-            del last
+    with session, session.step():
+        x = leaf()
+        y: Tensor = x
+        handles = []
+        for _ in range(6):
+            y = (y * 1.5).sin()
+            handles.append(executor.save(y))
+        expected = y.detach().clone()
+        del y
+        executor.save(leaf(2))
+        last = handles.pop()
+        if last_first:
+            handles.reverse()
+        while handles:
+            handles.pop()
+        assert torch.equal(executor.use(last), expected)
+        del last
     assert session.pool.stats().num_live == 0
     assert executor._registry.all() == []
 
@@ -777,7 +771,7 @@ def live_objects() -> int:
     found = 0
     for one in gc.get_objects():
         module = one.__module__ if type(one) is FunctionType else type(one).__module__
-        found += isinstance(one, Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ != "CopySpan")
+        found += issubclass(type(one), Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ != "CopySpan")
     return found
 
 
@@ -788,15 +782,16 @@ def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
     session = mixed(Mix(2, drop=0.8, held=0.3, proofs=Proofs.FIRST, admitted=ALL), device=device, model=model)
     objects, nbytes = [], []
     with session:
-        for _ in range(30):
+        for number in range(30):
             with session.step():
                 case.loss(model).backward()
                 model.zero_grad()
-            objects.append(live_objects())
-            nbytes.append(device.allocated_bytes())
+            if number % 10 == 9:
+                objects.append(live_objects())
+                nbytes.append(device.allocated_bytes())
     assert totals_of(session).rebuilds > 30
-    assert max(nbytes[20:]) <= nbytes[10]
-    assert max(objects[20:]) <= objects[10]
+    assert max(nbytes) <= nbytes[0]
+    assert max(objects) < objects[0] + 10  # one that stays in each step would be 20
     assert executor_of(session)._registry.all() == []
     assert session.pool.stats().num_live == 0
 
@@ -811,7 +806,8 @@ def test_a_part_that_dynamo_compiled(backend: str) -> None:
     def build() -> nn.Module:
         torch._dynamo.reset()
         middle = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU())
-        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), torch.compile(middle, backend=backend), nn.Linear(32, 16), nn.SiLU())
+        compiled: Any = torch.compile(middle, backend=backend)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), compiled, nn.Linear(32, 16), nn.SiLU())
 
     def loss(model: nn.Module) -> Tensor:
         out: Tensor = model(torch.randn(8, 16))

@@ -6,8 +6,8 @@
     recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
     recomputing.audit(finished)                  # one recipe a step, run beside what it is to make, and compared
 
-A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original. What
-differs is refused from then on, and so is what any later audit finds.
+A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original.
+What differs is refused from then on, and so is what any later audit finds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from chameleon_mm.units import KIB
 _log = logging.getLogger(__name__)
 
 SNAPSHOT_BYTES = 64 * KIB
-"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not save,
-may be written to after forward."""
+"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not
+save, may be written to after forward."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -65,32 +65,41 @@ class RecomputePlan:
 class ParameterSizes:
     """Parameters whose storages are as large when a step ends as they were in its forward.
 
-    What shards a model frees its parameters between forward and backward and fetches them again on a stream of its own, which
-    no counter tells of: such a parameter is empty at the end, and no recipe may need it.
+    What shards a model frees its parameters after their forward and fetches them again on a stream of its own, which no counter
+    tells of: such a parameter is empty at a later hook, or at the end, and no recipe may need it.
     """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that this step's recipes would need, by id, with their sizes."""
+        """Storages that this step's recipes would need, and that no earlier step has settled, by id, with their sizes."""
         self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def keeps_its_size(self, value: Value) -> bool:
         """Whether a step that is over has seen the storage of `value`, a parameter's, keep its size."""
         storage = value.storage()
         if storage is None:
             return False
-        self._met[id(storage)] = value.storage, value.nbytes
         stays = self._stay.get(id(storage))
-        return stays is not None and stays() is storage
+        if stays is not None and stays() is storage:
+            return True
+        self._met[id(storage)] = value.storage, value.nbytes
+        return False
 
-    def end_step(self) -> None:
-        """Look at what the step has met."""
+    def look(self) -> None:
+        """Look at what this step has met and no other has: it must keep its size all the time."""
         for key, (ref, nbytes) in self._met.items():
             storage = ref()
-            if storage is not None and storage.nbytes() == nbytes:
+            if storage is not None and storage.nbytes() != nbytes:
+                self._change[key] = ref
+
+    def end_step(self) -> None:
+        """What has kept its size up to now is taken to do so in later steps."""
+        self.look()
+        for key, (ref, _) in self._met.items():
+            storage, changes = ref(), self._change.get(key)
+            if storage is not None and (changes is None or changes() is not storage):
                 self._stay[key] = ref
-            else:
-                self._stay.pop(key, None)
         self._met.clear()
 
 
@@ -155,6 +164,7 @@ class Recomputing:
 
     def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
         """Note what keeps the bytes of `t`, which autograd saves now."""
+        self._parameters.look()
         if self.watch is not None and isinstance(holder, (Claim, KeptTensor)) and _is_plain(t):
             value = self.watch.value_of(t.untyped_storage())
             if value is not None and (value.claim is None or value.claim() is None or isinstance(holder, Claim)):

@@ -169,8 +169,8 @@ class Recipe:
             made = at[place] = tensors[result.returned][result.position].untyped_storage()
             if made.nbytes() != self._nbytes[place]:
                 raise RuntimeError(
-                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as it "
-                    f"made in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
+                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as "
+                    f"in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
                 )
         for result, saved in operation.dropped:
             siblings.append((saved, tensors[result.returned][result.position].untyped_storage()))

@@ -141,7 +141,8 @@ class Vision(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, WIDTH)
         x = x + self.out(mixed) * self.scale
         left, right = x.split(WIDTH // 2, -1)
-        return (F.gelu(left) * right)[:, 0]
+        out: Tensor = (F.gelu(left) * right)[:, 0]
+        return out
 
 
 class Case(NamedTuple):

@@ -79,7 +79,8 @@ class Convolutions(nn.Module):
         x = F.relu(self.norm1(self.conv1(x)), inplace=True)
         x = F.max_pool2d(x, 2)
         x = self.norm2(self.conv2(x)).add_(x).relu_()
-        return self.last(x.mean((2, 3)))  # type: ignore[no-any-return]  # a module's call is Any
+        out: Tensor = self.last(x.mean((2, 3)))
+        return out
 
 
 class Experts(nn.Module):
@@ -140,7 +141,8 @@ class Vision(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, WIDTH)
         x = x + self.out(mixed) * self.scale
         left, right = x.split(WIDTH // 2, -1)
-        return (F.gelu(left) * right)[:, 0]
+        out: Tensor = (F.gelu(left) * right)[:, 0]
+        return out
 
 
 class Case(NamedTuple):
@@ -148,7 +150,7 @@ class Case(NamedTuple):
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
 
 
 def _squares(*shape: int) -> Callable[[nn.Module], Tensor]:

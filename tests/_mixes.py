@@ -7,29 +7,24 @@
     run(model_of("moe"), steps=2, mix=Mix(7))              # the same bits
 
 A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It proves each recipe beside the
-original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes then counts as it is.
+original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes counts as it is.
 """
 
 from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
-from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.executor.recomputing import RecomputePlan, Recomputing
 from chameleon_mm.policy import StorageAction
 from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.profiler.recorder import Recorder
@@ -108,6 +103,8 @@ class Mix(Director):
         self._of: dict[SavedStorage, str] = {}
         self._hooks = 0
         self.num_held = 0
+        self.recomputing: Recomputing | None = None
+        """Whose audits it reads at the end of each step."""
 
     @property
     def recompute(self) -> RecomputePlan:
@@ -141,7 +138,14 @@ class Mix(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
         self._of = {}
+        if self.recomputing is not None:
+            self.recomputing.read_audits(self._ban)
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
+
+    def _ban(self, operator: str) -> bool:
+        new = operator not in self.plan.banned
+        self.plan.banned.add(operator)
+        return new
 
     def _choose(self, number: int, drop: float) -> str:
         if self.proofs is Proofs.EACH:
@@ -176,4 +180,6 @@ def mixed(
     """A session whose steps `mix` directs."""
     session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, verify=verify, model=model)
     session._executor.director = mix
+    if isinstance(mix, Mix):
+        mix.recomputing = session._executor.recomputing
     return session

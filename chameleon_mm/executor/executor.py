@@ -14,7 +14,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.errors import ChameleonError
+from chameleon_mm.errors import ChameleonError, HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import HookLock
+from chameleon_mm.executor.memory_limit import swap_out_now
 from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.executor.recording import Recording
@@ -427,6 +428,7 @@ class Executor:
             saved = ref()
             if saved is None or saved.form.recipe is None or saved.state not in (State.ON_HOST, State.RESTORED):
                 continue
+            home = saved.alloc_stream
             try:
                 storage = self._ins.restore(saved, compute)
             except RuntimeError as error:
@@ -437,6 +439,9 @@ class Executor:
                 saved.restored_in(storage, compute)  # somebody else holds it
             saved.stay_on_device()
             self.budget.note_on_device(saved)
+            if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
+                with suppress(HostMemoryExhausted, TransferFailed):
+                    swap_out_now(saved)
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._registry.epoch:

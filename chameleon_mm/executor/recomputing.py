@@ -67,32 +67,41 @@ class RecomputePlan:
 class ParameterSizes:
     """Parameters whose storages are as large when a step ends as they were in its forward.
 
-    What shards a model frees its parameters between forward and backward and fetches them again on a stream of its own, which
-    no counter tells of: such a parameter is empty at the end, and no recipe may need it.
+    What shards a model frees its parameters after their forward and fetches them again on a stream of its own, which no counter
+    tells of: such a parameter is empty at a later hook, or at the end, and no recipe may need it.
     """
 
     def __init__(self) -> None:
         self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that this step's recipes would need, by id, with their sizes."""
+        """Storages that this step's recipes would need, and that no earlier step has settled, by id, with their sizes."""
         self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def keeps_its_size(self, value: Value) -> bool:
         """Whether a step that is over has seen the storage of `value`, a parameter's, keep its size."""
         storage = value.storage()
         if storage is None:
             return False
-        self._met[id(storage)] = value.storage, value.nbytes
         stays = self._stay.get(id(storage))
-        return stays is not None and stays() is storage
+        if stays is not None and stays() is storage:
+            return True
+        self._met[id(storage)] = value.storage, value.nbytes
+        return False
 
-    def end_step(self) -> None:
-        """Look at what the step has met."""
+    def look(self) -> None:
+        """Look at what this step has met and no other has: it must keep its size all the time."""
         for key, (ref, nbytes) in self._met.items():
             storage = ref()
-            if storage is not None and storage.nbytes() == nbytes:
+            if storage is not None and storage.nbytes() != nbytes:
+                self._change[key] = ref
+
+    def end_step(self) -> None:
+        """What has kept its size up to now is taken to do so in later steps."""
+        self.look()
+        for key, (ref, _) in self._met.items():
+            storage, changes = ref(), self._change.get(key)
+            if storage is not None and (changes is None or changes() is not storage):
                 self._stay[key] = ref
-            else:
-                self._stay.pop(key, None)
         self._met.clear()
 
 
@@ -145,6 +154,7 @@ class Recomputing:
 
     def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
         """Note what keeps the bytes of `t`, which autograd saves now."""
+        self._parameters.look()
         if self.watch is not None and isinstance(holder, (Claim, KeptTensor)) and _is_plain(t):
             value = self.watch.given(t)  # inputs are saved before their operator runs
             if value.claim is None or value.claim() is None or isinstance(holder, Claim):
@@ -155,12 +165,14 @@ class Recomputing:
         if self.watch is None or not self.watch.born:
             return
         born, self.watch.born = self.watch.born, []
-        for number, value, storage in born:
+        for number, value, _ in born:
             if not value.is_latest:
                 continue
             t = None if value.tensor is None else value.tensor()
+            if t is None or not _is_plain(t):  # no counter would tell of writes
+                continue
             holder = None if value.claim is None else value.claim()
-            claim = holder if isinstance(holder, Claim) else claim_of(flat_bytes(storage) if t is None else t, number)
+            claim = holder if isinstance(holder, Claim) else claim_of(t, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
 
@@ -191,8 +203,10 @@ class Recomputing:
                 plan.refused[number] = refusal
             return refusal
         plan.proven.add(number)
-        value = self.watch.value_of(saved.device) if saved.device is not None else None
-        assert value is not None and value.call is not None and value.result is not None and saved.device is not None
+        if saved.device is None or saved.state is not State.ON_DEVICE:
+            return Refusal("it has moved", lasts=False)  # memory was short for the proof
+        value = self.watch.value_of(saved.device)
+        assert value is not None and value.call is not None and value.result is not None
         for source in recipe.sources:
             if source.claim is not None:
                 source.claim.saved.add_view()
@@ -211,7 +225,7 @@ class Recomputing:
         self._source_values = []
         self._waits_for_size = False
         if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
-            return Refusal("it has moved")
+            return Refusal("it has moved", lasts=False)
         value = self.watch.value_of(saved.device)
         if value is None:
             return Refusal("nobody watched how it was made")
@@ -279,8 +293,7 @@ class Recomputing:
             return known[1]
         stream = self._streams.current()
         root = t if t._base is None else t._base
-        is_parameter = value.call is None and root.is_leaf and root.requires_grad
-        stays = not is_parameter or self._parameters.keeps_its_size(value)
+        stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.keeps_its_size(value)
         if value.nbytes > SNAPSHOT_BYTES and not stays:
             self._waits_for_size = True
             return None

@@ -1,4 +1,4 @@
-"""Settings of torch's that decide which bits an operator computes, although it is not given them: read now, applied again later.
+"""Settings of torch's that decide which bits an operator computes, though it is not given them: read now, applied again later.
 
     settings = settings_now(is_product=True)       # where an operator runs
     with applied(settings): ...                    # where it runs again: as they were, and put back afterwards

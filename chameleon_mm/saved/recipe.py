@@ -169,8 +169,8 @@ class Recipe:
             made = at[place] = tensors[result.returned][result.position].untyped_storage()
             if made.nbytes() != self._nbytes[place]:
                 raise RuntimeError(
-                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as it "
-                    f"made in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
+                    f"a saved tensor that is made again: expected {self._nbytes[place]} bytes from {operation.func.name()}, as "
+                    f"in forward, got {made.nbytes()}; make the session SwapSession(recompute=False) and report this"
                 )
         for result, saved in operation.dropped:
             siblings.append((saved, tensors[result.returned][result.position].untyped_storage()))
@@ -264,7 +264,7 @@ def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal
 def _reads_uninitialised(call: Call) -> Refusal | None:
     """Why `call` cannot run again: it reads memory that no operator was seen to fill, so something else has."""
     facts = call.operation.facts
-    fills = facts.overwrites or (bool(facts.mutated_names) and not facts.in_place)
+    fills = bool(facts.mutated_names) and (facts.overwrites or not facts.in_place)
     if not fills and any(argument.value.is_uninitialised for argument in call.arguments()):
         return Refusal("an input that nobody was seen to fill", facts.name)
     return None
@@ -273,7 +273,7 @@ def _reads_uninitialised(call: Call) -> Refusal | None:
 def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None:
     call = value.call
     if call is None:
-        return Refusal("an input that is gone")
+        return Refusal("it was there before" if is_result else "an input that is gone")
     if is_result and value.is_uninitialised:
         return Refusal("nobody was seen to fill it", call.operation.facts.name)
     if call.args is None:
@@ -282,15 +282,17 @@ def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None
 
 
 def _step(call: Call, places: dict[int, int], makes: list[tuple[Result, int]]) -> Step:
-    def slotted(nest: Any) -> Any:
-        if isinstance(nest, Argument):
-            return Slot(places[id(nest.value)], nest.geometry)
-        if isinstance(nest, (tuple, list)):
-            return type(nest)([slotted(one) for one in nest])
-        return nest
+    kwargs = {name: _slotted(one, places) for name, one in call.kwargs.items()}
+    return Step(call.operation, tuple(_slotted(one, places) for one in call.args), kwargs, makes, [])
 
-    kwargs = {name: slotted(one) for name, one in call.kwargs.items()}
-    return Step(call.operation, tuple(slotted(one) for one in call.args), kwargs, makes, [])
+
+def _slotted(nest: Any, places: dict[int, int]) -> Any:
+    """`nest` with slots in place of the arguments. No function within another: one that calls itself is a cycle."""
+    if isinstance(nest, Argument):
+        return Slot(places[id(nest.value)], nest.geometry)
+    if isinstance(nest, (tuple, list)):
+        return type(nest)([_slotted(one, places) for one in nest])
+    return nest
 
 
 def _note_last_reads(steps: Sequence[Step], result: int) -> None:

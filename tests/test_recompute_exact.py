@@ -1,0 +1,855 @@
+"""Storages that are dropped and made again change no bit: random mixes over eight models, and odd programs with all dropped.
+
+    expected = train(case, steps)                                  # plain PyTorch
+    got      = train(case, steps, mixed(Mix(seed)))                # each storage kept, swapped or dropped by chance
+
+The reference is torch alone: no hooks, no dispatch mode, no simulated device. `Proofs.NEVER` shows what recipes are worth by
+themselves: nothing stands beside the original first.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import chameleon_mm as cm
+from chameleon_mm.trace import replayable
+from tests._fakes import Unwatched
+from tests._mix_models import MODELS, Case, bits, train
+from tests._mixes import Mix, Proofs, executor_of, mixed, totals_of
+
+ALL = replayable.DEFAULT | replayable.PRODUCTS
+
+PER_CHUNK = 25
+CHUNKS = 5
+"""Mixes of each of eight models: 5 x 25 x 8 = 1,000."""
+
+
+# --- random mixes
+
+
+@cache
+def plainly(name: str, steps: int, micro_batches: int = 1) -> list[Any]:
+    seen, _ = train(MODELS[name], steps, micro_batches=micro_batches)
+    return seen
+
+
+def check_mix(name: str, seed: int, *, steps: int = 2, micro_batches: int = 1, **given: Any) -> cm.SwapSession:
+    mix = Mix(seed)
+    seen, session = train(MODELS[name], steps, lambda model: mixed(mix, model=model, **given), micro_batches=micro_batches)
+    assert seen == plainly(name, steps, micro_batches), f"mix {seed} ({mix.proofs}) of {name} has other bits"
+    assert session is not None
+    assert session.pool.stats().num_live == 0
+    return session
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
+    session = check_mix(name, seed)
+    assert totals_of(session).recomputed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_thousand_random_mixes_change_no_bit(name: str, chunk: int) -> None:
+    made = 0
+    for seed in range(1000 + chunk * PER_CHUNK, 1000 + (chunk + 1) * PER_CHUNK):
+        made += totals_of(check_mix(name, seed)).rebuilds
+    assert made > PER_CHUNK
+
+
+@pytest.mark.parametrize("name", ["tied weights", "recurrent"])
+def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
+    assert totals_of(check_mix(name, 4, micro_batches=3)).rebuilds > 0
+
+
+@pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
+def test_a_budget_that_evicts_what_was_made_again(name: str) -> None:
+    """Restored storages go again under pressure, and are made again for their next use. What comes back has the checksum of
+    what went."""
+    mix = Mix(0, drop=0.7, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
+    device = cm.SimDevice()
+
+    def session(model: nn.Module) -> cm.SwapSession:
+        return mixed(mix, device.allocated_bytes() + (64 << 10), device=device, verify=True, min_bytes=64)
+
+    seen, opened = train(MODELS[name], 5, session)
+    assert seen == plainly(name, 5)
+    assert opened is not None
+    totals = totals_of(opened)
+    assert totals.rebuilds > 0
+    assert totals.bytes_swapped_in > 0
+
+
+# --- odd programs, all of whose storages are dropped
+
+SIDE = 64
+LARGE = 160
+"""Side of a square whose bytes a recipe does not copy."""
+
+
+def outside(*shape: int, grad: bool = False) -> Tensor:
+    """Random numbers that no step has made, as a batch or a parameter."""
+    with _disable_current_modes():
+        return torch.randn(*(shape or (SIDE, SIDE)), requires_grad=grad)
+
+
+def leaf(*shape: int) -> Tensor:
+    return outside(*shape, grad=True)
+
+
+Program = Callable[[], list[Tensor]]
+Outcome = list[list[bytes]] | str
+
+
+def outcome(program: Program, steps: int, session: cm.SwapSession | None = None) -> Outcome:
+    """The bits of what each step gave, or the error."""
+    torch.manual_seed(5)
+    seen: list[list[bytes]] = []
+    try:
+        if session is None:
+            return [[bits(t) for t in program()] for _ in range(steps)]
+        with session:
+            for _ in range(steps):
+                with session.step():
+                    seen.append([bits(t) for t in program()])
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return seen
+
+
+def check(
+    program: Program, *, drops: bool = True, proofs: Proofs = Proofs.NEVER, steps: int = 3, held: float = 0.0
+) -> cm.SwapSession:
+    """Plain PyTorch and a session that drops all it can give the same. `drops`: whether it can drop anything."""
+    expected = outcome(program, steps)
+    session = mixed(Mix(1, drop=1.0, held=held, proofs=proofs, admitted=ALL))
+    assert outcome(program, steps, session) == expected
+    assert (totals_of(session).recomputed > 0) == drops, totals_of(session).not_recomputed_by_reason
+    return session
+
+
+def grads(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    loss.backward()
+    return [t.grad for t in leaves if t.grad is not None]
+
+
+def retained() -> list[Tensor]:
+    x = leaf()
+    loss = F.dropout((x * 2).sin().exp(), 0.3).tanh().sum()
+    loss.backward(retain_graph=True)
+    first = x.grad
+    assert first is not None
+    kept = first.clone()
+    return [kept, *grads(loss, x)]
+
+
+def differentiated_twice() -> list[Tensor]:
+    x, w = leaf(), leaf()
+    loss = F.dropout((x @ w).sin() * x, 0.3).exp().mean()
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    return [g.detach(), *grads((g * g.sin()).sum(), x, w)]
+
+
+def several_in_flight() -> list[Tensor]:
+    x = leaf()
+    losses = [F.dropout((x * number).sin().exp(), 0.2).tanh().sum() for number in range(1, 5)]
+    seen = []
+    for number in (2, 0, 3, 1):
+        losses[number].backward()
+        assert x.grad is not None
+        seen.append(x.grad.clone())
+    return seen
+
+
+def dropped_graph() -> list[Tensor]:
+    x = leaf()
+    (x * 2).sin().exp().tanh().sum()
+    return grads((x * 3).sin().exp().tanh().sum(), x)
+
+
+def error_in_forward() -> list[Tensor]:
+    x = leaf()
+    try:
+        (x * 2).sin().exp() @ torch.ones(3)
+    except RuntimeError as error:
+        error.__traceback__ = None
+    return grads((x * 3).sin().exp().tanh().sum(), x)
+
+
+class RaisesOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, raises: list[bool]) -> Tensor:
+        ctx.raises = raises
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.raises.pop():
+            raise ValueError("an error of the user's")
+        return gradients[0], None
+
+
+def error_in_backward() -> list[Tensor]:
+    x = leaf()
+    raises = [False, True]
+    loss = RaisesOnce.apply((x * 3).sin().exp().tanh(), raises).sin().exp().sum()  # type: ignore[no-untyped-call]  # torch's
+    with pytest.raises(ValueError, match="of the user's"):
+        loss.backward(retain_graph=True)
+    return grads(loss, x)
+
+
+def on_another_thread() -> list[Tensor]:
+    x = leaf()
+    loss = F.dropout((x * 3).sin().exp(), 0.2).tanh().sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def scaled() -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.Dropout(0.1), nn.Linear(SIDE, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    seen = []
+    for number in range(3):
+        loss = model(outside() * 10.0 ** (25 * (number == 1))).square().sum()  # the second one overflows
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen += [loss.detach(), torch.tensor(scaler.get_scale())]
+    return seen + [p.detach().clone() for p in model.parameters()]
+
+
+def result_written() -> list[Tensor]:
+    x = leaf()
+    y = (x * 2).exp()
+    z = y.sin()
+    y.add_(1)
+    return grads(z.sum(), x)
+
+
+def batch_written(side: int) -> Program:
+    """A batch, or a bias, that nobody saves is written to after forward."""
+
+    def program() -> list[Tensor]:
+        x, batch = leaf(side, side), outside(side, side)
+        z = (x + batch).sin().exp().tanh()
+        batch.zero_()
+        return grads(z.sum(), x)
+
+    return program
+
+
+def batch_written_through_data() -> list[Tensor]:
+    x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
+    z = (x + batch).sin().exp().tanh()
+    batch.data.zero_()
+    return grads(z.sum(), x)
+
+
+def written_between() -> list[Tensor]:
+    """A write that moves no counter, between the operator and the save."""
+    x = leaf()
+    y = x * 2
+    y.data.mul_(3)
+    z = y.sin()
+    del y
+    return grads(z.sum(), x)
+
+
+def autocast_in_backward() -> list[Tensor]:
+    x, w = leaf(), leaf()
+    loss = ((x @ w).sin() @ w).exp().tanh().sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        return grads(loss, x, w)
+
+
+class AddsToSines(TorchDispatchMode):
+    """A mode of the user's that computes something else."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out + 1 if func is torch.ops.aten.sin.default else out
+
+
+def in_a_mode_of_the_users() -> list[Tensor]:
+    x = leaf()
+    with AddsToSines():  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        z = (x * 2).sin().exp().tanh()
+        return grads(z.sum(), x)
+
+
+def in_a_mode_of_functions() -> list[Tensor]:
+    """Such a mode sees the user's calls in its backward, not ours."""
+    x = leaf()
+    z = (x * 2).sin().exp().tanh()
+    with Doubles():
+        return grads(z.sum(), x)
+
+
+class Doubles(torch.overrides.TorchFunctionMode):
+    """A mode of the user's that computes something else."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.mul.Tensor else out
+
+
+class OwnFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        inner = x.exp()
+        out = inner.sin() * x
+        ctx.save_for_backward(x, inner)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x, inner = ctx.saved_tensors
+        gradient: Tensor = gradients[0] * (inner.cos() * inner * x + inner.sin())
+        return gradient
+
+
+def function_of_ones_own() -> list[Tensor]:
+    x = leaf()
+    return grads(OwnFunction.apply((x * 0.5).tanh()).exp().sum(), x)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class WritesUnseen(torch.autograd.Function):
+    """Doubles its input through raw memory, of which no counter tells."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.detach().numpy()[:] *= 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def written_unseen() -> list[Tensor]:
+    x = leaf()
+    y = x * 2
+    z = WritesUnseen.apply(y).sin() + y.exp().sin()  # type: ignore[no-untyped-call]  # torch's own
+    del y
+    return grads(z.sum(), x)
+
+
+# --- what decides bits without being an argument
+
+
+def other_default_dtype() -> list[Tensor]:
+    x = leaf(SIDE)
+    places = torch.arange(SIDE)
+    z = (x * (places / 3).sin()).sin() + torch.ones(SIDE) * x.exp()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return grads(z.sum(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def other_precision() -> list[Tensor]:
+    a, b = leaf(SIDE, 8 * SIDE), outside(8 * SIDE, SIDE)
+    torch.set_float32_matmul_precision("medium")
+    z = (a @ b).sin().exp()
+    torch.set_float32_matmul_precision("highest")
+    return [*grads(z.sum(), a), torch.ones(1) * (torch.get_float32_matmul_precision() == "highest")]
+
+
+def deterministic_since() -> list[Tensor]:
+    x = leaf()
+    z = (torch.empty(SIDE, SIDE).fill_(2) * x).sin().exp()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return grads(z.sum(), x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def own_generator() -> list[Tensor]:
+    """By name, and by position, as this operator takes it."""
+    generator = torch.Generator()
+    generator.manual_seed(3)
+    x = leaf()
+    masked = x * torch.empty(SIDE, SIDE).bernoulli_(0.5, generator=generator)
+    noise = torch.zeros(SIDE, SIDE)
+    z = torch.ops.aten.rrelu_with_noise(masked * 2, noise, 0.1, 0.9, True, generator).sin()
+    del masked
+    seen = grads(z.sum(), x)
+    return [*seen, generator.get_state(), torch.get_rng_state()]
+
+
+# --- kinds of tensors
+
+
+def chunks_with_counters() -> list[Tensor]:
+    x = leaf()
+    a, b = (x * 2).unsafe_chunk(2, 1)
+    c, d = torch.cat((x, x), 1).unsafe_split(SIDE, 1)
+    z = a.sin() * b.mul_(2).exp() + c[:, : SIDE // 2].exp() * d.tanh_()[:, : SIDE // 2].sin()
+    del a, b, c, d
+    return grads(z.sum(), x)
+
+
+def views_of_results_in_place() -> list[Tensor]:
+    x = leaf()
+    y = x * 2
+    y[: SIDE // 2].neg_()
+    y.t()[3:5].mul_(0.5)
+    z = y.sin() * y.view(-1).flip(0).view(SIDE, SIDE).exp()
+    del y
+    return grads(z.sum(), x)
+
+
+def set_and_resized() -> list[Tensor]:
+    x = leaf()
+    m = torch.empty(1)
+    m.resize_(SIDE, SIDE)
+    m.copy_(torch.ones(SIDE, SIDE))
+    n = torch.empty(0)
+    n.set_(m)  # type: ignore[call-overload]  # a stub of torch's
+    z = ((x * m).sin() + (x * n).exp()).tanh()
+    del m, n
+    return grads(z.sum(), x)
+
+
+def negated() -> list[Tensor]:
+    x = leaf()
+    y = torch._neg_view(x * 2)
+    return grads((y * y.sin()).exp().sum(), x)
+
+
+def conjugated() -> list[Tensor]:
+    x = leaf(SIDE, SIDE, 2)
+    y = torch.view_as_complex(x * 2).conj()
+    return grads((y.imag * y.real.sin() + (y * y).abs()).sum(), x)
+
+
+def out_variants_and_lists() -> list[Tensor]:
+    x = leaf()
+    out = torch.empty(SIDE, SIDE)
+    base = outside()
+    torch.add(base, 1, out=out)
+    several = [base * 1, base * 2]
+    torch._foreach_mul_(several, 3.0)
+    torch._foreach_add_(several, several)
+    z = (x * out).sin() + (x * several[0]).sin() * several[1]
+    del out, several
+    return grads(z.sum(), x)
+
+
+def scalars() -> list[Tensor]:
+    x = leaf()
+    factor, count = torch.tensor(2.5), torch.arange(SIDE)
+    z = torch.where(x > 0, x * factor, 1.5).sin() + (count * 2.5).sin() * x + (count / 7) * x.exp()
+    factor.fill_(7)
+    return grads(z.sum(), x)
+
+
+def sparse_and_nested() -> list[Tensor]:
+    x, y = leaf(16), leaf(6, 8)
+    places = torch.arange(16)[None]
+    sparse = torch.sparse_coo_tensor(places, x * 2, (16,), check_invariants=True).to_dense().sin()
+    nested = torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([y * 2, (y * 3)[:4]]).sin(), 0.0).exp()
+    return grads(sparse.sum() + nested.sum(), x, y)
+
+
+def sparse_written() -> list[Tensor]:
+    """An operator in place on a sparse tensor writes to the storage of its values."""
+    x = leaf(SIDE * SIDE)
+    values, places = torch.ones(SIDE * SIDE) * 2, torch.arange(SIDE * SIDE)[None]
+    sparse = torch.sparse_coo_tensor(places, values, (SIDE * SIDE,), check_invariants=True, is_coalesced=True)
+    sparse.mul_(3)
+    z = (values * x).sin().exp()
+    del values, sparse
+    return grads(z.sum(), x)
+
+
+def of_no_elements() -> list[Tensor]:
+    x = leaf(0, 4)
+    return grads((x * 2).sin().exp().sum(), x)
+
+
+def long_chain() -> list[Tensor]:
+    x = leaf(8)
+    y: Tensor = x
+    for _ in range(100):
+        y = (y * 1.01).sin()
+    return grads(y.sum(), x)
+
+
+def made_without_gradients() -> list[Tensor]:
+    x = leaf()
+    with torch.no_grad():
+        m = (x * 2).sigmoid()
+    z = (x * m).sin() * m
+    del m
+    return grads(z.sum(), x)
+
+
+def vectorised() -> list[Tensor]:
+    x, w = leaf(8, SIDE), outside(SIDE)
+    y = torch.func.vmap(lambda row: (row * 2).sin() * w)(x * 1).exp()
+    tangent = torch.func.jvp(lambda a: (a * a).sin(), (y,), (y * 2,))[1]
+    return grads((y + tangent).sum(), x)
+
+
+PROGRAMS: list[Program] = [
+    retained,
+    differentiated_twice,
+    several_in_flight,
+    dropped_graph,
+    error_in_forward,
+    error_in_backward,
+    on_another_thread,
+    scaled,
+    batch_written(SIDE // 2),
+    batch_written(LARGE),
+    batch_written_through_data,
+    autocast_in_backward,
+    in_a_mode_of_the_users,
+    in_a_mode_of_functions,
+    function_of_ones_own,
+    other_default_dtype,
+    other_precision,
+    deterministic_since,
+    own_generator,
+    chunks_with_counters,
+    views_of_results_in_place,
+    set_and_resized,
+    negated,
+    conjugated,
+    out_variants_and_lists,
+    scalars,
+    sparse_and_nested,
+    sparse_written,
+    long_chain,
+    made_without_gradients,
+    vectorised,
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("held", [0.0, 0.5], ids=["", "held"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__qualname__.partition(".")[0])
+def test_an_odd_program_gives_what_plain_pytorch_gives(program: Program, held: float) -> None:
+    check(program, held=held)
+
+
+def sized_zero() -> list[Tensor]:
+    return of_no_elements()
+
+
+def its_result_is_written() -> list[Tensor]:
+    """Eager raises, and so do we, in its words."""
+    return result_written()
+
+
+@pytest.mark.parametrize("program", [sized_zero, its_result_is_written], ids=lambda program: program.__name__)
+def test_what_nothing_can_be_dropped_of_gives_the_same(program: Program) -> None:
+    check(program, drops=program is not sized_zero)
+
+
+def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
+    """A custom Function writes through raw memory to what another operator made: only the proof can find it."""
+    session = check(written_unseen, proofs=Proofs.FIRST, drops=False)
+    assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
+
+
+def test_a_sampled_audit_finds_a_write_that_began_later(caplog: pytest.LogCaptureFixture) -> None:
+    """The same program writes from its third step on only: the recipe is proven by then."""
+    count = [0]
+
+    def program() -> list[Tensor]:
+        count[0] += 1
+        x = leaf()
+        y = x * 2
+        z = y.sin()
+        if count[0] > 2:
+            y.detach().numpy()[:] *= 2
+        return grads(z.exp().sum(), x)  # the audit comes at this save
+
+    mix = Mix(1, drop=0.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL)
+    with mixed(mix) as session:
+        for _ in range(4):
+            with session.step():
+                program()
+    assert mix.plan.banned == {"aten::mul"}
+    assert caplog.text.count("aten::mul is not run again any more") == 1
+
+
+# --- what a recipe must not rest on
+
+
+class Sharded(nn.Module):
+    """A layer whose parameter is freed after its forward and fetched again later, as FSDP does: no counter moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(LARGE, LARGE))
+        self.full = self.shift.detach().clone()
+
+    def free(self) -> None:
+        self.shift.data.untyped_storage().resize_(0)
+
+    def fetch(self, *, filled: bool = True) -> None:
+        self.shift.data.untyped_storage().resize_(self.full.untyped_storage().nbytes())
+        with torch.no_grad(), _disable_current_modes():  # a collective on a stream of its own
+            self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
+
+
+@pytest.mark.parametrize("filled", [True, False], ids=["fetched", "on its way"])
+@pytest.mark.parametrize("fetched", [True, False], ids=["in time", "late"])
+def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bool) -> None:
+    model = Sharded()
+
+    def program() -> list[Tensor]:
+        model.fetch()
+        x = leaf(LARGE, LARGE)
+        z = (x + model.shift).sin().exp().tanh()  # nobody saves the parameter
+        model.free()
+        if fetched:
+            model.fetch(filled=filled)
+        seen = grads(z.sum(), x)
+        model.free()
+        return seen
+
+    session = check(program, steps=4)
+    reasons = totals_of(session).not_recomputed_by_reason
+    assert reasons["a parameter that no step has seen keep its size"] == 4
+    assert totals_of(session).rebuilds > 0
+
+
+def test_a_parameter_that_is_resharded_later_is_an_error() -> None:
+    """Steps have seen it stay, and then it goes: no recipe may read what is there instead."""
+    model = Sharded()
+
+    def program(*, frees: bool) -> list[Tensor]:
+        x = leaf(LARGE, LARGE)
+        z = (x + model.shift).sin().exp().tanh()
+        if frees:
+            model.free()
+        return grads(z.sum(), x)
+
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    with session, pytest.raises(RuntimeError, match=r"expected an input of 102400 bytes.*recompute=False"):
+        for number in range(3):
+            with session.step():
+                program(frees=number == 2)
+
+
+def external() -> list[Tensor]:
+    """Memory that NumPy allocated, and that it writes to, once the step has used it."""
+    x = leaf(LARGE, LARGE)
+    array = outside(LARGE, LARGE).numpy().copy()
+    z = (x + torch.from_numpy(array)).sin().exp()
+    array[:] = 0
+    return grads(z.sum(), x)
+
+
+def filled_unseen() -> list[Tensor]:
+    """Memory that something fills of which no operator tells, a kernel of the user's say."""
+    x = leaf()
+    y = torch.empty(SIDE, SIDE)
+    y.numpy()[:] = 3
+    z = (x + y).sin().exp()
+    del y
+    return grads(z.sum(), x)
+
+
+@pytest.mark.parametrize(("program", "reason"), [(external, "an input that is gone"), (filled_unseen, "seen to fill")])
+def test_memory_that_others_fill_is_in_no_recipe(program: Program, reason: str) -> None:
+    reasons = totals_of(check(program)).not_recomputed_by_reason
+    assert any(reason in one for one in reasons), reasons
+
+
+def test_what_is_written_in_backward_is_an_error_and_no_other_value() -> None:
+    """Nobody watches a backward: a held batch that a hook writes to there is found by its counter."""
+
+    def program() -> list[Tensor]:
+        x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
+        z = (x + batch).sin()
+        other = x.sin()  # what was saved before is dropped here
+        z.register_hook(lambda g: (batch.zero_(), None)[1])
+        return grads(z.sum() + other.sum(), x)
+
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    got = outcome(program, 2, session)
+    assert isinstance(got, str)
+    assert "modified by an inplace operation" in got
+
+
+def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
+    """Without the tensor that it was made as, no counter tells of writes: held, its new bytes would be read."""
+
+    def program() -> list[Tensor]:
+        x = leaf()
+        y = outside() * 2
+        alias = y.detach()
+        del y
+        z = (x + alias).sin()
+        other = x.sin()
+        z.register_hook(lambda g: (alias.zero_(), None)[1])
+        return grads(z.sum() + other.sum(), x)
+
+    check(program, held=1.0, drops=False)
+
+
+# --- graphs and memory
+
+
+def test_a_graph_of_an_earlier_step_is_used_in_a_later_one() -> None:
+    torch.manual_seed(5)
+    x = leaf()
+
+    def forward() -> Tensor:
+        return F.dropout((x * 2).sin().exp(), 0.3).tanh().sum()
+
+    expected = torch.autograd.grad(forward(), x)[0]
+    torch.manual_seed(5)
+    leaf()
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+    with session:
+        with session.step():
+            loss = forward()
+        with session.step():
+            forward()
+            state = torch.get_rng_state()
+            (got,) = torch.autograd.grad(loss, x)
+            assert torch.equal(torch.get_rng_state(), state)
+        del loss
+    assert torch.equal(got, expected)
+    assert totals_of(session).rebuilds > 0
+
+
+@pytest.mark.parametrize("last_first", [True, False])
+def test_handles_may_go_in_any_order(last_first: bool) -> None:
+    """Sources' handles before those of what is made from them, and the other way round."""
+    session = mixed(Mix(1, drop=1.0, held=0.3, proofs=Proofs.NEVER, admitted=ALL))
+    executor = executor_of(session)
+    with session, session.step():
+        x = leaf()
+        y: Tensor = x
+        handles = []
+        for _ in range(6):
+            y = (y * 1.5).sin()
+            handles.append(executor.save(y))
+        expected = y.detach().clone()
+        del y
+        executor.save(leaf(2))
+        last = handles.pop()
+        if last_first:
+            handles.reverse()
+        while handles:
+            handles.pop()
+        assert torch.equal(executor.use(last), expected)
+        del last
+    assert session.pool.stats().num_live == 0
+    assert executor._registry.all() == []
+
+
+def live_objects() -> int:
+    """Tensors, and objects and functions of ours; not the simulator's list of copies."""
+    found = 0
+    for one in gc.get_objects():
+        module = one.__module__ if type(one) is FunctionType else type(one).__module__
+        found += issubclass(type(one), Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ != "CopySpan")
+    return found
+
+
+@pytest.mark.parametrize("name", ["dropout transformer", "in-place convolutions", "recurrent"])
+def test_no_memory_grows_without_the_collector(name: str, no_gc: None) -> None:
+    case, device = MODELS[name], cm.SimDevice()
+    model = case.build()
+    session = mixed(Mix(2, drop=0.8, held=0.3, proofs=Proofs.FIRST, admitted=ALL), device=device, model=model)
+    objects, nbytes = [], []
+    with session:
+        for number in range(30):
+            with session.step():
+                case.loss(model).backward()
+                model.zero_grad()
+            if number % 10 == 9:
+                objects.append(live_objects())
+                nbytes.append(device.allocated_bytes())
+    assert totals_of(session).rebuilds > 30
+    assert max(nbytes) <= nbytes[0]
+    assert max(objects) < objects[0] + 10  # one that stays in each step would be 20
+    assert executor_of(session)._registry.all() == []
+    assert session.pool.stats().num_live == 0
+
+
+# --- company
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_part_that_dynamo_compiled(backend: str) -> None:
+    def build() -> nn.Module:
+        torch._dynamo.reset()
+        middle = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU())
+        compiled: Any = torch.compile(middle, backend=backend)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), compiled, nn.Linear(32, 16), nn.SiLU())
+
+    def loss(model: nn.Module) -> Tensor:
+        out: Tensor = model(torch.randn(8, 16))
+        return out.square().mean()
+
+    import torch._dynamo
+
+    case = Case(build, loss)
+    expected, _ = train(case, 3)
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    mix = Mix(1, drop=1.0, held=0.2, proofs=Proofs.FIRST, admitted=ALL)
+    got, session = train(case, 3, lambda model: mixed(mix, device=Unwatched(), model=model))
+    assert got == expected
+    assert session is not None
+    assert totals_of(session).rebuilds > 0
+    assert torch._dynamo.utils.counters["frames"]["ok"] > before
+    torch._dynamo.reset()
+
+
+def test_two_threads_with_a_step_each_and_one_session() -> None:
+    """Operators of one thread run while hooks of the other do."""
+    errors: list[BaseException] = []
+    x = leaf()
+    expected = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)[0]
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.EACH, admitted=ALL), device=Unwatched())
+
+    def other() -> None:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(executor_of(session).save, executor_of(session).use):
+                for _ in range(20):
+                    (got,) = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)
+                    assert torch.equal(got, expected)
+        except BaseException as error:  # noqa: BLE001 - raised on the test's own thread
+            errors.append(error)
+
+    with session:
+        thread = threading.Thread(target=other)
+        with session.step():
+            thread.start()
+            for _ in range(20):
+                (got,) = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)
+                assert torch.equal(got, expected)
+            thread.join()
+    assert not errors, errors[0]
+    assert session.pool.stats().num_live == 0

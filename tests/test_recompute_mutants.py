@@ -1,0 +1,215 @@
+"""Each rule that keeps recomputation exact is taken away once, and a test of it must go red.
+
+check(program)                 # as it is: plain PyTorch's bits
+without(rule); check(program)  # other bits, or an error that plain PyTorch does not have
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import SPECS
+from chameleon_mm.executor import Executor
+from chameleon_mm.executor.recomputing import ParameterSizes
+from chameleon_mm.saved.recipe import Source
+from tests import test_recompute_exact as exact
+from tests._mix_models import MODELS, train
+from tests._mixes import Mix, Proofs, mixed
+from tests.test_compute_streams import Side
+from tests.test_recompute_exact import ALL, LARGE, Program, grads, leaf, outcome, outside
+
+pytestmark = [
+    pytest.mark.usefixtures("no_gc"),
+    # A mutant also breaks what runs when its graph is dropped, where an error can only be reported.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def unproven(admitted: frozenset[str] = ALL) -> Mix:
+    """Everything is dropped, and nothing stands beside the original first."""
+    return Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=admitted)
+
+
+def is_exact(program: Program, steps: int = 3) -> bool:
+    return outcome(program, steps, mixed(unproven())) == outcome(program, steps)
+
+
+def model_is_exact(name: str, mix: Mix) -> bool:
+    return train(MODELS[name], 2, lambda model: mixed(mix, model=model))[0] == train(MODELS[name], 2)[0]
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def without_random_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.saved.recipe._random_state", lambda operation: nullcontext())
+
+
+def with_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_DisableAutocast", nullcontext)
+
+
+def without_rescue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Executor, "before_write", nothing)
+
+
+def without_rescue_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_rescue(monkeypatch)
+    monkeypatch.setattr(Source, "check", nothing)
+
+
+def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.saved.recipe.applied", lambda settings: nullcontext())
+
+
+def with_the_users_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "DisableTorchFunction", nullcontext)
+
+
+def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.profiler.call_watch.generator_of", lambda args, kwargs: torch.default_generator)
+
+
+def whatever_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the comparison of the counters with the writes that the watch saw."""
+    monkeypatch.setattr("chameleon_mm.saved.save_record.SaveRecord.was_written", lambda self, times: True)
+
+
+MUTANTS: list[tuple[Mutate, Program]] = [
+    (without_random_state, exact.several_in_flight),
+    (with_autocast, exact.autocast_in_backward),
+    (without_rescue, exact.batch_written(LARGE)),
+    (without_rescue_and_versions, exact.batch_written(LARGE)),
+    (without_settings, exact.other_default_dtype),
+    (without_settings, exact.other_precision),
+    (from_the_default_generator, exact.own_generator),
+]
+
+
+@pytest.mark.parametrize(("mutate", "program"), MUTANTS, ids=lambda one: one.__qualname__.partition(".")[0])
+def test_without_one_rule_a_program_has_other_bits(mutate: Mutate, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    if program is exact.other_precision and not precision_matters():
+        pytest.skip("this CPU multiplies alike at every precision")
+    assert is_exact(program)
+    mutate(monkeypatch)
+    assert not is_exact(program)
+
+
+def precision_matters() -> bool:
+    a, b = torch.randn(64, 512), torch.randn(512, 64)
+    highest = a @ b
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return not torch.equal(a @ b, highest)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_without_the_random_state_a_model_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_is_exact("dropout transformer", unproven())
+    without_random_state(monkeypatch)
+    assert not model_is_exact("dropout transformer", unproven())
+
+
+def written_in_backward() -> list[Tensor]:
+    x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
+    z = (x + batch).sin()
+    other = x.sin()  # what was saved before is dropped here
+    z.register_hook(lambda g: (batch.zero_(), None)[1])
+    return grads(z.sum() + other.sum(), x)
+
+
+def test_without_the_version_check_a_wrong_value_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_check = outcome(written_in_backward, 1, mixed(unproven()))
+    assert isinstance(with_check, str)
+    assert "modified by an inplace operation" in with_check
+    monkeypatch.setattr(Source, "check", nothing)
+    got = outcome(written_in_backward, 1, mixed(unproven()))
+    assert not isinstance(got, str)
+    assert got != outcome(written_in_backward, 1)
+
+
+def test_without_the_proof_a_hidden_write_gives_other_bits() -> None:
+    assert not is_exact(exact.written_unseen)
+    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.FIRST, admitted=ALL))
+    assert outcome(exact.written_unseen, 3, session) == outcome(exact.written_unseen, 3)
+
+
+def normalised() -> list[Tensor]:
+    x, mean, variance = leaf(8, 4, 6, 6), outside(4), outside(4).abs()
+    z = torch.batch_norm(x * 2, None, None, mean, variance, True, 0.1, 1e-5, False).sin().exp()
+    return [*grads(z.sum(), x), mean, variance]
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("admitted", [True, False])
+def test_statistics_that_would_move_twice(admitted: bool, hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm is not on the list, and what it writes is known though its schema says nothing: red without either."""
+    if not hidden:
+        monkeypatch.setattr("chameleon_mm.device.operators._HIDDEN_WRITES", frozenset())
+        monkeypatch.setattr(Source, "check", nothing)
+        monkeypatch.setattr("chameleon_mm.executor.recomputing.SNAPSHOT_BYTES", -1)
+    names = ALL | {"aten::native_batch_norm"} if admitted else ALL
+    expected = outcome(normalised, 2)
+    assert (outcome(normalised, 2, mixed(unproven(names))) == expected) == (hidden or not admitted)
+
+
+def test_a_parameter_on_its_way_gives_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... to recipes that do not wait for a step in which it keeps its size."""
+    model = exact.Sharded()
+
+    def program() -> list[Tensor]:
+        model.fetch()
+        x = leaf(LARGE, LARGE)
+        z = (x + model.shift).sin().exp().tanh()
+        model.free()
+        other = x.sin()
+        model.fetch(filled=False)
+        return grads(z.sum() + other.sum(), x)
+
+    assert is_exact(program)
+    monkeypatch.setattr(ParameterSizes, "keeps_its_size", lambda self, value: True)
+    assert not is_exact(program)
+
+
+# --- streams
+
+SLOW_LINK = dataclasses.replace(SPECS["h200"], h2d_gbps=0.5, d2h_gbps=0.5, duplex_gbps=0.8)
+
+
+def made_again_aside_and_used_here() -> None:
+    """A batch is overwritten on a second stream, so what is made from it is made again there; the first stream uses that. In
+    plain PyTorch the first one has nothing to wait for."""
+    device = cm.SimDevice(SLOW_LINK)
+    x = torch.randn(LARGE, LARGE, requires_grad=True)
+    batch = torch.randn(LARGE, LARGE)
+    expected = torch.autograd.grad((x + batch).sin().sum(), x)[0]
+    session = mixed(unproven(), device=device, min_bytes=0)
+    with session:
+        side = Side(device)
+        with session.step():
+            z = (x + batch).sin()
+            other = x.sin()  # what was saved before is dropped here
+            with side.current():
+                batch.zero_()
+            (got,) = torch.autograd.grad(z.sum(), x)
+            assert torch.equal(got, expected)
+            side.joined()
+            del z, other
+
+
+def test_what_is_made_again_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_again_aside_and_used_here()
+    monkeypatch.setattr("chameleon_mm.executor.executor.swap_out_now", nothing)
+    with pytest.raises((cm.SimRaceError, AssertionError)):
+        made_again_aside_and_used_here()

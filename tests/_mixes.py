@@ -66,7 +66,7 @@ class RandomPlaces(Mapping[BirthPlace, int]):
         return self._numbers.setdefault(place, HELD_FROM + len(self._numbers))
 
     def __iter__(self) -> Iterator[BirthPlace]:
-        return iter([(hook, "", 0) for hook in range(MOST_HOOKS)])
+        return iter([BirthPlace(hook, "", 0, 0) for hook in range(MOST_HOOKS)])
 
     def __len__(self) -> int:
         return MOST_HOOKS
@@ -95,7 +95,6 @@ class Mix(Director):
         self.plan = RecomputePlan(
             admitted=admitted or drawn[1],
             held=RandomPlaces(draw.randrange(1 << 30), share) if share else {},
-            last_drop=1 << 30,
             proven=_Everything() if self.proofs is Proofs.NEVER else set(),
         )
         self._choices: dict[int, str] = {}
@@ -139,13 +138,8 @@ class Mix(Director):
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
         self._of = {}
         if self.recomputing is not None:
-            self.recomputing.read_audits(self._ban)
+            self.plan.banned.update(self.recomputing.read_audits())
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
-
-    def _ban(self, operator: str) -> bool:
-        new = operator not in self.plan.banned
-        self.plan.banned.add(operator)
-        return new
 
     def _choose(self, number: int, drop: float) -> str:
         if self.proofs is Proofs.EACH:

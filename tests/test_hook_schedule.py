@@ -24,7 +24,8 @@ def action(tensor: int, out_at: int, reclaim_at: int, in_at: int, use_at: int = 
 
 def tensors(due: DueActions | None) -> tuple[list[int], list[int], list[int]]:
     assert due is not None
-    reclaims, outs, ins = ([action.tensor for action in actions] for actions in due)
+    reclaims, outs, ins, drops = ([action.tensor for action in actions] for actions in due)
+    assert drops == []
     return reclaims, outs, ins
 
 

@@ -180,7 +180,7 @@ def test_used_twice_under_pressure_it_is_unpacked_twice(slow: cm.SimDevice) -> N
         swapping.executor.end_step(completed=False)
         swapping.assert_exact(handles[:1], expected[:1])
         assert places(handles)[1:] == [State.RESTORED] * 9
-        swapping.executor.budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=())
         assert places(handles) == [State.ON_HOST] * 10
         swapping.assert_exact(handles, expected)
         swapping.assert_exact(handles, expected)  # and again, as for retain_graph
@@ -293,7 +293,7 @@ def test_verify_names_the_member(slow: cm.SimDevice, monkeypatch: pytest.MonkeyP
         large = swapping.keep_the_link_busy()
         handles, expected = swapping.save_small(10)
         swapping.assert_exact(handles, expected)
-        swapping.executor.budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=())
         monkeypatch.setattr(SimStream, "unpack", flipped)
         with pytest.raises(cm.SwapMismatch, match=r"\(2048,\) torch.float32"):
             swapping.assert_exact(handles, expected)
@@ -364,7 +364,7 @@ def live(swapping: Swapping, alive: list[tuple[SwappedView, Tensor]], what: str,
     elif what == "op":
         swapping.next_op()
     elif what == "squeeze":
-        swapping.executor.budget.reclaim_all(exclude=None)
+        swapping.executor.budget.reclaim_all(exclude=())
     elif what == "wait":
         swapping.device.synchronize()
     elif alive and what == "use":

@@ -1,12 +1,12 @@
-"""Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for the step that it was made in.
+"""Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for its own step alone.
 
     audits.begin_step()
     audits.next_is_due()             # at each storage whose operator is over: whether a recipe of it is to be tried
     audits.compare(recipe, saved, restore)
     audits.read()                    # names of operators that gave other bits; each once, with a warning
 
-Which storage it is changes from step to step, evenly over all of them. What is found is read at the beginning of the next step, when
-the device has it: no step waits for it.
+Which storage it is changes from step to step, evenly over all of them. What is found is read at the beginning of the next step,
+when the device has it: no step waits for it.
 """
 
 from __future__ import annotations

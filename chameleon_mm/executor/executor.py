@@ -14,7 +14,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,34 +23,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.errors import ChameleonError, HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import HookLock
-from chameleon_mm.executor.memory_limit import swap_out_now
-from chameleon_mm.executor.rebuilds import Rebuilds
-from chameleon_mm.executor.recomputing import Recomputing
+from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
-from chameleon_mm.executor.small_tensors import SmallTensors
-from chameleon_mm.executor.swap_ins import SwapIns
-from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import DefaultRule, Limits, SaveFacts, UseOrder
+from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
-from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.claims import Claim, Claims, Found, StorageRegistry
+from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
-from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView
-from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.packed_group import Staging
+from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.saved.verify import Checksums, scratch_bytes
+from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.transfer import Thresholds, Transfer
+from chameleon_mm.transfer import Thresholds
 
 if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
@@ -75,40 +64,23 @@ class Executor:
         codecs: Sequence[Codec] = (),
         verify: bool = False,
     ) -> None:
-        self.device = device
-        self.metrics = Metrics()
         self._rule = rule
         self._protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
-        self._streams = ComputeStreams(device)
-        self._streams.current()
-        self._transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
-        self.checksums = checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
-        self._context = context = SwapContext(pool, self._transfer, self.metrics, self._streams, checksums)
-        self._order = UseOrder()
-        self._registry = registry = StorageRegistry()
-        self._claims = Claims()
-        me = weakref.ref(self)
-        self._small = (
-            None if limits.free_share is None else SmallTensors(context, registry, self._claims, partial(_claim_of, me))
+        claim_of = partial(_claim_of, weakref.ref(self))
+        self._parts = parts = assemble(
+            device, pool, claim_of, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
         )
-        # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
-        outs: weakref.ref[SwapOuts]
-        self.budget = Budget(
-            device,
-            limits,
-            self._order,
-            self.metrics,
-            storages=registry.all,
-            swap_outs=lambda: outs(),  # noqa: PLW0108 - it is there only later
-            small=self._small,
+        self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
+        self.checksums = parts.context.checksums
+        self.recomputing = parts.recomputing
+        self._streams, self._order, self._registry, self._claims = (
+            parts.context.streams,
+            parts.order,
+            parts.registry,
+            parts.claims,
         )
-        staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
-        self._outs = SwapOuts(context, registry, self.budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
-        outs = weakref.ref(self._outs)
-        rebuilds = Rebuilds(device, context, self.budget)
-        self._ins = SwapIns(context, registry, self.budget, staging, self._order, rebuilds)
-        self.recomputing = Recomputing(device, self._streams, self.metrics, rebuilds)
+        self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
         self._recording = Recording()
         self.director = Director()
         self._hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
@@ -163,7 +135,7 @@ class Executor:
         watch = self._recording.watch
         if watch is not None:
             self.recomputing.audit(finished, self._ins.restore)
-            self.recomputing.hold_born(self._hold)
+            self.recomputing.hold_born(self._new_claim, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
             self._ins.prefetch_planned(prefetches, self._streams.current())
@@ -197,15 +169,9 @@ class Executor:
     def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
         saved = handle.claim.saved
         if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"a saved tensor of {saved.nbytes} bytes: expected a use in the process that saved it ({self._pid}), got one "
-                f"in a forked child ({os.getpid()}), where its device cannot be used; run backward in the parent"
-            )
+            raise used_in_child(saved.nbytes, self._pid)
         if self.device.capturing():
-            raise RuntimeError(
-                f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of "
-                f"{saved.nbytes} bytes that was saved before and may be moved between replays; capture both together"
-            )
+            raise used_in_capture(saved.nbytes)
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             return self._hook_lock.run(self._use_locked, handle, saved, is_hook)
@@ -299,7 +265,7 @@ class Executor:
             self.budget.reclaim_pending()
             self._outs.forget_small()
             self.recomputing.end()
-            self._context.pool.take_back()
+            self._parts.context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
             kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)
@@ -397,7 +363,7 @@ class Executor:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
-        saved = make(t, saved_bytes, compute, self._context, epoch=self._registry.epoch, index=self._registry.next_index)
+        saved = make(t, saved_bytes, compute, self._parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
         if found.before is not None:
             saved.supersedes(found.before.saved)
         self._registry.add(saved)
@@ -409,39 +375,10 @@ class Executor:
         self._claims.add(claim)
         return claim
 
-    def _hold(self, t: Tensor, number: int) -> Claim:
-        """Claim the storage of `t`, which autograd does not save, for what is made again from it."""
-        claim = self._new_claim(t, SavedBytes(t), self._streams.current(), Found(None, None))
-        claim.saved.hold_for_recipes()
-        self.director.note_held(claim.saved, number)
-        return claim
-
     def before_write(self, value: Value) -> None:
         """Make again what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
         with self._recording.paused():
-            self._hook_lock.run(self._rescue, value)
-
-    def _rescue(self, value: Value) -> None:
-        compute = self._streams.current()
-        dependents, value.dependents = value.dependents, []
-        for ref in dependents:
-            saved = ref()
-            if saved is None or saved.form.recipe is None or saved.state not in (State.ON_HOST, State.RESTORED):
-                continue
-            home = saved.alloc_stream
-            try:
-                storage = self._ins.restore(saved, compute)
-            except RuntimeError as error:
-                if isinstance(error, (ChameleonError, torch.OutOfMemoryError)):
-                    raise
-                continue  # it raises the same at its use, if there is one
-            if saved.state is State.ON_HOST:
-                saved.restored_in(storage, compute)  # somebody else holds it
-            saved.stay_on_device()
-            self.budget.note_on_device(saved)
-            if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
-                with suppress(HostMemoryExhausted, TransferFailed):
-                    swap_out_now(saved)
+            self._hook_lock.run(self._parts.rescue.run, value)
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._registry.epoch:

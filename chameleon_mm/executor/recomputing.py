@@ -21,21 +21,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from chameleon_mm.device import Device
+from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.audits import Audits
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import BirthPlace, Call, Value
 from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.claims import Claim
+from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.recipe import Recipe, Refusal, Source, build
 from chameleon_mm.saved.recomputed_form import RecomputedForm
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.saved.version import SavedBytes, VersionProbe
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import KIB
 
@@ -59,9 +59,13 @@ class RecomputePlan:
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
     has_proved: bool = False
-    """Whether the step that follows it, or the last one, ran recipes beside their originals: it took longer than others will."""
+    """Whether the step that follows it, or did, ran recipes beside their originals: it took longer than others will."""
     banned: set[str] = field(default_factory=set)
     """Names of operators that an audit has found to differ when they run again."""
+
+
+NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
+"""Makes a claim on the storage of a tensor."""
 
 
 class ParameterSizes:
@@ -160,8 +164,8 @@ class Recomputing:
             if value.claim is None or value.claim() is None or isinstance(holder, Claim):
                 value.claim = weakref.ref(holder)
 
-    def hold_born(self, claim_of: Callable[[Tensor, int], Claim]) -> None:
-        """Hold the storages to be held that were made since the last hook. `claim_of(t, number)` claims one."""
+    def hold_born(self, new_claim: NewClaim, note_held: Callable[[SavedStorage, int], None]) -> None:
+        """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
         if self.watch is None or not self.watch.born:
             return
         born, self.watch.born = self.watch.born, []
@@ -171,8 +175,11 @@ class Recomputing:
             t = None if value.tensor is None else value.tensor()
             if t is None or not _is_plain(t):  # no counter would tell of writes
                 continue
-            holder = None if value.claim is None else value.claim()
-            claim = holder if isinstance(holder, Claim) else claim_of(t, number)
+            claim = None if value.claim is None else value.claim()
+            if not isinstance(claim, Claim):
+                claim = new_claim(t, SavedBytes(t), self._streams.current(), Found(None, None))
+                claim.saved.hold_for_recipes()
+                note_held(claim.saved, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
 

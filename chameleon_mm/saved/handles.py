@@ -10,6 +10,7 @@ data was replaced by nothing keeps sharing the version counter of `t` and of all
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,22 @@ class WrapperHandle:
 
 Handle = KeptTensor | SwappedView | WrapperHandle
 """Everything that autograd may hold for one saved tensor."""
+
+
+def used_in_child(nbytes: int, pid: int) -> RuntimeError:
+    """The error for a use in a forked child of the process `pid`, which saved the tensor of so many bytes."""
+    return RuntimeError(
+        f"a saved tensor of {nbytes} bytes: expected a use in the process that saved it ({pid}), got one in a forked child "
+        f"({os.getpid()}), where its device cannot be used; run backward in the parent"
+    )
+
+
+def used_in_capture(nbytes: int) -> RuntimeError:
+    """The error for a use in the capture of a graph that the save is no part of."""
+    return RuntimeError(
+        f"a CUDA graph that captures a backward: expected its forward in the capture too, got a tensor of {nbytes} bytes that "
+        f"was saved before and may be moved between replays; capture both together"
+    )
 
 
 def flat_bytes(storage: torch.UntypedStorage) -> Tensor:

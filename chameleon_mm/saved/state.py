@@ -24,8 +24,8 @@ class State(enum.Enum):
     SWAPPING_OUT = "leaving"
     """On the device, with a copy out queued or running. Ends when compute is ordered after that copy and the HBM is dropped."""
     ON_HOST = "on_host"
-    """On the host, or nowhere: a recipe stands for it. Begins when its HBM is dropped; ends when a copy back is queued, or it is
-    unpacked from its group, wherever that is, or made again."""
+    """On the host, or nowhere: a recipe stands for it. Begins when its HBM is dropped; ends when a copy back is queued, it is
+    unpacked from its group, wherever that is, or it is made again."""
     SWAPPING_IN = "arriving"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
     RESTORED = "restored"
@@ -42,8 +42,8 @@ NEXT = {
     State.RESTORED: (State.RESTORED, State.ON_HOST, State.ON_DEVICE, State.RETIRED),
     State.RETIRED: (),
 }
-"""States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order, and what is
-dropped to be made again; from RESTORED to ON_DEVICE what was made again, as what it is made from is about to change."""
+"""States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order, and what
+is dropped to be made again; from RESTORED to ON_DEVICE what was made again, as what it is made from is about to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,9 @@
 
     replayable_on(device)       # base names of operators that may run again there: the products among them were tried
 
-Each product runs several times on the same numbers in other memory, with something else in between, for sizes of several kernels.
-The result is kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated device, whose
-operators are the CPU's, for the process alone.
+Each product runs several times on the same numbers, its results in other memory, for sizes of several kernels. What was found is
+kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated device, whose operators are
+the CPU's, for the process alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _known: dict[tuple[str, str], frozenset[str]] = {}
 
 
 def replayable_on(device: Device, cache: CalibrationCache | None = None) -> frozenset[str]:
-    """Base names of the operators that may run again on `device`. Tries the products the first time, in a few milliseconds, with
-    less than 16 MiB of device memory; without that memory no product is admitted."""
+    """Base names of the operators that may run again on `device`. Tries the products the first time, in less than a second and
+    16 MiB of device memory; without that memory no product is admitted."""
     key = device.name, device.driver
     if key not in _known:
         cache = CalibrationCache() if cache is None else cache

@@ -1,0 +1,83 @@
+"""Parts of an executor, made and put together: what swaps out and in, what makes again, and the budget over them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from chameleon_mm.device import Device
+from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.recomputing import Recomputing
+from chameleon_mm.executor.rescue import Rescue
+from chameleon_mm.executor.small_tensors import SmallTensors
+from chameleon_mm.executor.swap_ins import SwapIns
+from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy import DefaultRule, Limits, UseOrder
+from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.claims import Claim, Claims, StorageRegistry
+from chameleon_mm.saved.metrics import Metrics
+from chameleon_mm.saved.packed_group import Staging
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import SwapContext
+from chameleon_mm.saved.verify import Checksums, scratch_bytes
+from chameleon_mm.transfer import Thresholds, Transfer
+
+if TYPE_CHECKING:
+    from chameleon_mm.kernels.codec import Codec
+
+
+class Parts(NamedTuple):
+    """Parts of one executor."""
+
+    context: SwapContext
+    order: UseOrder
+    registry: StorageRegistry
+    claims: Claims
+    small: SmallTensors | None
+    budget: Budget
+    outs: SwapOuts
+    ins: SwapIns
+    recomputing: Recomputing
+    rescue: Rescue
+
+
+def assemble(
+    device: Device,
+    pool: PinnedPool,
+    claim_of: Callable[[SavedStorage], Claim],
+    *,
+    rule: DefaultRule,
+    limits: Limits,
+    thresholds: Thresholds,
+    codecs: Sequence[Codec],
+    verify: bool,
+) -> Parts:
+    """Parts of an executor for `device`. `claim_of` makes a first claim on a storage, and keeps no executor alive itself."""
+    streams = ComputeStreams(device)
+    streams.current()
+    transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
+    checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
+    metrics, order, registry, claims = Metrics(), UseOrder(), StorageRegistry(), Claims()
+    context = SwapContext(pool, transfer, metrics, streams, checksums)
+    small = None if limits.free_share is None else SmallTensors(context, registry, claims, claim_of)
+    # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
+    weak_outs: weakref.ref[SwapOuts]
+    budget = Budget(
+        device,
+        limits,
+        order,
+        metrics,
+        storages=registry.all,
+        swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is there only later
+        small=small,
+    )
+    staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
+    outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
+    weak_outs = weakref.ref(outs)
+    rebuilds = Rebuilds(device, context, budget)
+    ins = SwapIns(context, registry, budget, staging, order, rebuilds)
+    recomputing = Recomputing(device, streams, metrics, rebuilds)
+    return Parts(context, order, registry, claims, small, budget, outs, ins, recomputing, Rescue(ins, budget, streams))

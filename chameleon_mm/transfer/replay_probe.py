@@ -2,8 +2,8 @@
 
     replayable_on(device)       # base names of operators that may run again there: the products among them were tried
 
-Each product runs several times on the same numbers, its results in other memory, for sizes of several kernels. What was found is
-kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated one, whose operators are
+Each product runs several times on the same numbers, its results in other memory, for sizes of several kernels. What was found
+is kept for each device, driver and version of torch, in a file beside the calibrations; of a simulated one, whose operators are
 the CPU's, for the process alone.
 """
 

@@ -162,7 +162,7 @@ def _squares(*shape: int) -> Callable[[nn.Module], Tensor]:
 
 
 def _half(model: nn.Module) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         out = model(torch.randn(2, 5, WIDTH))
     return out.float().square().mean()  # type: ignore[no-any-return]  # a module's call is Any
 
@@ -185,7 +185,7 @@ MODELS: dict[str, Case] = {
 
 
 def bits(t: Tensor) -> bytes:
-    return t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def train(
@@ -194,8 +194,16 @@ def train(
     session: Callable[[nn.Module], cm.SwapSession] | None = None,
     *,
     micro_batches: int = 1,
+    device: str = "cpu",
 ) -> tuple[list[Any], cm.SwapSession | None]:
-    """Everything that can be seen of a few steps from outside, and the session, if it ran in one."""
+    """Everything that can be seen of a few steps from outside, and the session, if it ran in one. `device`: torch's."""
+    with torch.device(device) if device != "cpu" else nullcontext():
+        return _train(case, steps, session, micro_batches)
+
+
+def _train(
+    case: Case, steps: int, session: Callable[[nn.Module], cm.SwapSession] | None, micro_batches: int
+) -> tuple[list[Any], cm.SwapSession | None]:
     torch.manual_seed(3)
     model = case.build()
     optimizer: Any = case.optimizer(model.parameters(), lr=0.05)
@@ -213,6 +221,8 @@ def train(
                 optimizer.step()
                 optimizer.zero_grad()
                 seen.append(bits(torch.get_rng_state()))
+                if torch.get_default_device().type == "cuda":
+                    seen.append(bits(torch.cuda.get_rng_state()))
             seen.extend(bits(t) for t in (*model.parameters(), *model.buffers()))
             seen.extend(bits(t) for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
     return seen, opened

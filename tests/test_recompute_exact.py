@@ -60,6 +60,20 @@ def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
     assert totals_of(session).recomputed > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
+    """Against plain PyTorch on CUDA tensors: on the stand-in they are computed by the CPU's kernels."""
+    expected, _ = train(MODELS[name], 2, device="cuda")
+    mix = Mix(seed)
+    seen, session = train(MODELS[name], 2, lambda model: mixed(mix, model=model, device="cuda"), device="cuda")
+    assert seen == expected, f"mix {seed} ({mix.proofs}) of {name} has other bits"
+    assert session is not None
+    assert totals_of(session).recomputed > 0
+    assert session.pool.stats().num_live == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.parametrize("name", MODELS)

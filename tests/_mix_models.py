@@ -185,7 +185,8 @@ MODELS: dict[str, Case] = {
 
 
 def bits(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: what NumPy has looked at may be written to by others, for all that recipes know.
+    return t.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def train(

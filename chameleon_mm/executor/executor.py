@@ -148,7 +148,7 @@ class Executor:
             if self._small is not None and facts.nbytes:
                 self._small.add(handle, facts.nbytes)
         handle.saved_at = (self._registry.epoch, hook)
-        if watch is not None:
+        if not self._recording.is_over:
             self.recomputing.note_saved(t, claim or handle)
         return handle
 

@@ -44,6 +44,7 @@ class Rebuilds:
             if recipe is None or one.state is not State.ON_HOST or one.usable_elsewhere(compute) is not None:
                 continue  # another one's replay has made it
             remade = self.replay(recipe, compute, restore, exclude=one)
+            self._count_uses(recipe)
             if remade.storage.nbytes() != one.nbytes:
                 raise RuntimeError(
                     f"a saved tensor that is made again: expected {one.nbytes} bytes, as its first making had, got "
@@ -71,19 +72,28 @@ class Rebuilds:
         original = saved.device
         assert original is not None
         beside_bytes = saved.nbytes // 4  # what the comparison takes for itself: a byte for each word, and half of that at most
+        sources = [source.claim.saved for source in recipe.sources if source.claim is not None]
+        were_away = [source for source in sources if source.state is State.ON_HOST]
         remade = self.replay(recipe, compute, restore, exclude=saved, beside_bytes=beside_bytes).storage
         if saved.alloc_stream is not compute:
             compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
         with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
-            if remade.nbytes() != original.nbytes():
-                return torch.ones(1, dtype=torch.bool, device=original.device)
-            return _differ(remade, original)
+            if remade.nbytes() == original.nbytes():
+                differs = _differ(remade, original)
+            else:
+                differs = torch.ones(1, dtype=torch.bool, device=original.device)
+        for source in were_away:
+            if source.state is State.RESTORED:
+                with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                    source.drop_restored()  # no use of it has come yet
+        return differs
 
     def fits_beside(self, recipe: Recipe, saved: SavedStorage) -> bool:
         """Whether there is room for comparing what `recipe` makes with `saved`, and nothing has to go for it."""
         sources = (source.claim.saved for source in recipe.sources if source.claim is not None)
-        restored_bytes = sum(source.nbytes for source in sources if source.state is State.ON_HOST)
-        return self._budget.fits_now(recipe.peak_bytes + restored_bytes + saved.nbytes // 4)
+        if any(source.state is State.ON_HOST for source in sources):
+            return False
+        return self._budget.fits_now(recipe.peak_bytes + saved.nbytes // 4)
 
     def replay(
         self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage, beside_bytes: int = 0
@@ -92,7 +102,7 @@ class Rebuilds:
         self._budget.allocated_bytes()  # the model may have allocated since memory was checked
         storages = []
         for source in recipe.sources:
-            storage = source.storage if source.claim is None else restore(source.claim.saved, compute)
+            storage = source.storage if source.claim is None else _there(source.claim.saved, compute, restore)
             assert storage is not None
             source.check(storage)
             storages.append(storage)
@@ -113,7 +123,6 @@ class Rebuilds:
                 remade = recipe.replay(storages)
         for stream in written_on:
             self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
-        self._count_uses(recipe)
         return remade
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -152,6 +161,13 @@ class _DeviceAlone:
             self._compute.__exit__(*error)  # type: ignore[arg-type]  # the three of an exit
         finally:
             self._modes.__exit__(*error)  # type: ignore[arg-type]  # as above
+
+
+def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
+    """The bytes of `saved` on the device. A copy out that is on its way goes on: it is read, and nothing else."""
+    if saved.state is State.SWAPPING_OUT and saved.device is not None:
+        return saved.device
+    return restore(saved, compute)
 
 
 def _sources_first(saved: SavedStorage) -> list[SavedStorage]:

@@ -82,14 +82,20 @@ class ParameterSizes:
         self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def keeps_its_size(self, value: Value) -> bool:
-        """Whether a step that is over has seen the storage of `value`, a parameter's, keep its size."""
+        """Whether an earlier step has seen the storage of `value`, a parameter's, keep its size."""
         storage = value.storage()
         if storage is None:
             return False
+        return self.note(storage)
+
+    def note(self, storage: torch.UntypedStorage) -> bool:
+        """Note a parameter's storage in a step that is watched or recorded. Returns whether an earlier one has seen it keep its
+        size."""
         stays = self._stay.get(id(storage))
         if stays is not None and stays() is storage:
             return True
-        self._met[id(storage)] = value.storage, value.nbytes
+        if id(storage) not in self._met:
+            self._met[id(storage)] = weakref.ref(storage), storage.nbytes()
         return False
 
     def look(self) -> None:
@@ -159,7 +165,12 @@ class Recomputing:
     def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
         """Note what keeps the bytes of `t`, which autograd saves now."""
         self._parameters.look()
-        if self.watch is not None and isinstance(holder, (Claim, KeptTensor)) and _is_plain(t):
+        if not isinstance(holder, (Claim, KeptTensor)) or not _is_plain(t):
+            return
+        if self.watch is None:
+            if isinstance(t if t._base is None else t._base, Parameter):
+                self._parameters.note(t.untyped_storage())
+        else:
             value = self.watch.given(t)  # inputs are saved before their operator runs
             if value.claim is None or value.claim() is None or isinstance(holder, Claim):
                 value.claim = weakref.ref(holder)
@@ -336,9 +347,12 @@ class Recomputing:
         """Compare what a recipe of one of `finished` makes with it, once a step."""
         for saved in finished:
             if self._audits.next_is_due() and self._plan is not None:
+                known = set(self._snapshots)
                 recipe = self._recipe(saved)
                 if isinstance(recipe, Recipe):
                     self._audits.compare(recipe, saved, restore)
+                for key in self._snapshots.keys() - known:  # a plan has no room for them
+                    del self._snapshots[key]
 
 
 def _is_plain(t: Tensor) -> bool:

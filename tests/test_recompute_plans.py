@@ -1,0 +1,250 @@
+"""Sessions whose plans recompute: plain PyTorch's bits, within the budget in every step, about the time that was predicted.
+
+The model is a small decoder of the Llama family on a simulated GPU whose host takes no time, as `simulate` supposes. References are
+plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.adaptive.planned_step import PlannedStep
+from chameleon_mm.policy import LinkCost
+from chameleon_mm.saved.metrics import StepTime
+from tests._mix_models import bits
+from tests._random_models import far_ahead
+
+WIDTH, HIDDEN, SEQ, BATCH, LAYERS = 64, 224, 128, 8, 4
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = RMSNorm(), RMSNorm()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.before(x)).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.1)
+        y = self.between(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+@dataclass
+class Run:
+    """A few steps of training."""
+
+    seen: list[bytes] = field(default_factory=list)
+    """Losses, gradients, parameters, random state."""
+    peaks: list[int] = field(default_factory=list)
+    """Peak of device memory of each step, in bytes."""
+    kept_bytes: int = 0
+    """Bytes that are there between two steps."""
+    session: cm.SwapSession | None = None
+
+
+def train(
+    steps: int,
+    budget: int | None = None,
+    *,
+    device: cm.SimDevice | None = None,
+    block: Callable[[], nn.Module] = Block,
+    **given: Any,
+) -> Run:
+    """Train in plain PyTorch, or on `device`, within `budget` where there is one."""
+    run = Run()
+    with device.compute() if device else nullcontext():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(block() for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if budget is not None:
+            run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
+        with run.session or nullcontext():
+            for _ in range(steps):
+                if device:
+                    device.reset_peaks()
+                with run.session.step() if run.session else nullcontext():
+                    loss = model(torch.randn(BATCH, SEQ, WIDTH)).square().mean()
+                    loss.backward()
+                    run.seen += [bits(p.grad) for p in model.parameters() if p.grad is not None]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                run.seen += [bits(loss), bits(torch.get_rng_state()), *(bits(p) for p in model.parameters())]
+                del loss
+                if device:
+                    device.synchronize()  # so that a session knows at once how long its step took
+                    run.peaks.append(device.peak_allocated_bytes())
+        run.kept_bytes = device.allocated_bytes() if device else 0
+    return run
+
+
+@cache
+def plainly(steps: int) -> Run:
+    return train(steps)
+
+
+@cache
+def unswapped() -> Run:
+    return train(3, device=far_ahead())
+
+
+def budget_for(share: float) -> int:
+    """Bytes for a step with that share of the activations."""
+    run = unswapped()
+    return run.kept_bytes + int(share * (run.peaks[-1] - run.kept_bytes))
+
+
+def totals(run: Run) -> Any:
+    assert run.session is not None
+    return run.session._executor.metrics.totals
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
+def test_a_plan_that_recomputes_gives_plain_bits_within_the_budget(share: float) -> None:
+    budget = budget_for(share)
+    run = train(8, budget, device=far_ahead())
+    assert run.session is not None
+    assert run.seen == plainly(8).seen
+    assert totals(run).recomputed > 0
+    assert totals(run).rebuilds > 0
+    assert max(run.peaks) <= budget
+    report = run.session.report()
+    assert report.steps_by_phase == {"recorded": 1, "planned": 7}
+    assert report.planned_peak_bytes is not None
+    assert run.peaks[-1] == pytest.approx(report.planned_peak_bytes, rel=0.01)
+    assert run.peaks[-1] >= 0.98 * budget
+
+
+@pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
+def test_the_step_takes_the_time_that_was_predicted(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[float, float]] = []
+    add_time = PlannedStep.add_time
+
+    def note(planned: PlannedStep, trial: Any, time: StepTime) -> None:
+        measured.append((time.step_us, trial.schedule.plan.step_us))
+        add_time(planned, trial, time)
+
+    monkeypatch.setattr(PlannedStep, "add_time", note)
+    train(8, budget_for(share), device=far_ahead())
+    assert len(measured) > 2
+    for step_us, predicted_us in measured:
+        assert step_us == pytest.approx(predicted_us, rel=0.03)
+
+
+def test_recomputing_is_faster_than_swapping_alone() -> None:
+    budget = budget_for(0.4)
+    mixed, swapping = (train(8, budget, device=far_ahead(), recompute=on) for on in (True, False))
+    assert mixed.seen == swapping.seen == plainly(8).seen
+    assert totals(swapping).recomputed == totals(swapping).proofs == 0
+    steps_us = []
+    for run in (mixed, swapping):
+        assert run.session is not None
+        report = run.session.report()
+        assert report.planned_step_us is not None
+        steps_us.append(report.planned_step_us)
+    assert run.session is not None
+    adaptation = run.session._adaptation
+    assert adaptation is not None
+    assert adaptation.latest is not None
+    unswapped_us = adaptation.latest.trace.duration_us
+    assert steps_us[0] - unswapped_us < 0.5 * (steps_us[1] - unswapped_us)
+
+
+def test_each_place_is_proven_once_and_one_storage_a_step_is_audited() -> None:
+    run = train(8, budget_for(0.4), device=far_ahead())
+    assert run.session is not None
+    adaptation = run.session._adaptation
+    assert adaptation is not None
+    assert adaptation.latest is not None
+    proven = len(adaptation.latest.proven)
+    assert proven > 0
+    assert proven <= totals(run).proofs <= proven + 7
+
+
+class _WritesBehind(torch.autograd.Function):
+    """Doubles what an earlier operator made and saved, through memory that nobody tells of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.numpy()[:] *= 2
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Doubled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.between(x)
+        gate = F.silu(self.gate(y))
+        product = gate * self.up(y)
+        with torch.no_grad():
+            for made in (gate, product):
+                _WritesBehind.apply(made.detach())
+        return super().forward(x + self.down(product).tanh())
+
+
+def test_what_a_proof_finds_to_differ_is_swapped_and_told() -> None:
+    device = far_ahead()
+    plain = train(3, device=device, block=Doubled)
+    budget = plain.kept_bytes + int(0.4 * (plain.peaks[-1] - plain.kept_bytes))
+    run = train(7, budget, device=far_ahead(), block=Doubled)
+    assert run.session is not None
+    assert run.seen == train(7, block=Doubled).seen
+    report = run.session.report()
+    assert report.recomputed > 0
+    assert report.not_recomputed_by_reason.get("other bits than the original", 0) > 0
+    assert "other bits than the original" in str(report)
+
+
+def test_another_link_is_planned_for() -> None:
+    """A rate that is measured to be 10 % lower than the plan was made for has plans made anew, once."""
+    run = train(4, budget_for(0.4), device=far_ahead())
+    assert run.session is not None
+    adaptation = run.session._adaptation
+    assert adaptation is not None
+    planned = adaptation.latest
+    assert planned is not None
+    link = planned._link
+    assert link is not None
+
+    def at(share: float) -> LinkCost:
+        return LinkCost(
+            d2h_gbps=link.d2h_gbps * share, h2d_gbps=link.h2d_gbps * share, duplex_gbps=link.duplex_gbps * share
+        )
+
+    if not planned.is_decided:
+        pytest.skip("its plans are on trial still")
+    assert not planned.is_for_another_link(at(0.95))
+    assert planned.is_for_another_link(at(0.85))
+    assert planned.is_for_another_link(at(1.15))
+
+
+@pytest.mark.parametrize("given", [1, "yes", None])
+def test_recompute_is_true_or_false(given: Any) -> None:
+    with pytest.raises(TypeError, match="recompute: expected True or False"):
+        cm.SwapSession("1GiB", device="sim", recompute=given)

@@ -210,6 +210,6 @@ def made_again_aside_and_used_here() -> None:
 
 def test_what_is_made_again_on_another_stream_does_not_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     made_again_aside_and_used_here()
-    monkeypatch.setattr("chameleon_mm.executor.executor.swap_out_now", nothing)
+    monkeypatch.setattr("chameleon_mm.executor.rescue.swap_out_now", nothing)
     with pytest.raises((cm.SimRaceError, AssertionError)):
         made_again_aside_and_used_here()

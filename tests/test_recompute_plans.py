@@ -1,12 +1,11 @@
 """Sessions whose plans recompute: plain PyTorch's bits, within the budget in every step, about the time that was predicted.
 
-The model is a small decoder of the Llama family on a simulated GPU whose host takes no time, as `simulate` supposes. References are
-plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
+The model is a small decoder of the Llama family on a simulated GPU whose host takes no time, as `simulate` supposes. References
+are plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,8 +18,11 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.adaptive.planned_step import PlannedStep
+from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.saved.metrics import StepTime
+from chameleon_mm.saved.recipe import Recipe, Refusal
+from chameleon_mm.saved.saved_storage import SavedStorage
 from tests._mix_models import bits
 from tests._random_models import far_ahead
 
@@ -33,8 +35,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        wide: Tensor = x.float()
+        normed: Tensor = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+        return normed
 
 
 class Block(nn.Module):
@@ -50,7 +53,8 @@ class Block(nn.Module):
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.dropout(self.out(heads.transpose(1, 2).flatten(2)), 0.1)
         y = self.between(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        out: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return out
 
 
 @dataclass
@@ -71,14 +75,13 @@ def train(
     budget: int | None = None,
     *,
     device: cm.SimDevice | None = None,
-    block: Callable[[], nn.Module] = Block,
     **given: Any,
 ) -> Run:
     """Train in plain PyTorch, or on `device`, within `budget` where there is one."""
     run = Run()
     with device.compute() if device else nullcontext():
         torch.manual_seed(0)
-        model = nn.Sequential(*(block() for _ in range(LAYERS)))
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if budget is not None:
             run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
@@ -184,41 +187,31 @@ def test_each_place_is_proven_once_and_one_storage_a_step_is_audited() -> None:
     assert proven <= totals(run).proofs <= proven + 7
 
 
-class _WritesBehind(torch.autograd.Function):
-    """Doubles what an earlier operator made and saved, through memory that nobody tells of."""
+def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    disproof = Recomputing._disproof
+    refused: list[SavedStorage] = []
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x.numpy()[:] *= 2
-        return x.clone()
+    def once(recomputing: Recomputing, recipe: Recipe, saved: SavedStorage, restore: Any) -> Refusal | None:
+        if refused:
+            return disproof(recomputing, recipe, saved, restore)
+        refused.append(saved)
+        return Refusal("other bits than the original")
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Doubled(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.between(x)
-        gate = F.silu(self.gate(y))
-        product = gate * self.up(y)
-        with torch.no_grad():
-            for made in (gate, product):
-                _WritesBehind.apply(made.detach())
-        return super().forward(x + self.down(product).tanh())
-
-
-def test_what_a_proof_finds_to_differ_is_swapped_and_told() -> None:
-    device = far_ahead()
-    plain = train(3, device=device, block=Doubled)
-    budget = plain.kept_bytes + int(0.4 * (plain.peaks[-1] - plain.kept_bytes))
-    run = train(7, budget, device=far_ahead(), block=Doubled)
+    monkeypatch.setattr(Recomputing, "_disproof", once)
+    run = train(8, budget_for(0.4), device=far_ahead())
     assert run.session is not None
-    assert run.seen == train(7, block=Doubled).seen
+    assert run.seen == plainly(8).seen
     report = run.session.report()
-    assert report.recomputed > 0
-    assert report.not_recomputed_by_reason.get("other bits than the original", 0) > 0
-    assert "other bits than the original" in str(report)
+    assert report.not_recomputed_by_reason == {"other bits than the original": 1}
+    assert "1 other bits than the original" in str(report)
+    adaptation = run.session._adaptation
+    assert adaptation is not None
+    assert adaptation.latest is not None
+    assert adaptation.latest.current is not None
+    (number,) = adaptation.latest.refused
+    assert refused[0].planned is not None
+    assert number == refused[0].planned.tensor
+    assert number not in {action.tensor for action in adaptation.latest.current.schedule.plan.recomputed}
 
 
 def test_another_link_is_planned_for() -> None:
@@ -233,9 +226,7 @@ def test_another_link_is_planned_for() -> None:
     assert link is not None
 
     def at(share: float) -> LinkCost:
-        return LinkCost(
-            d2h_gbps=link.d2h_gbps * share, h2d_gbps=link.h2d_gbps * share, duplex_gbps=link.duplex_gbps * share
-        )
+        return LinkCost(d2h_gbps=link.d2h_gbps * share, h2d_gbps=link.h2d_gbps * share, duplex_gbps=link.duplex_gbps * share)
 
     if not planned.is_decided:
         pytest.skip("its plans are on trial still")

@@ -127,6 +127,8 @@ class Rebuilds:
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
         saved.restored_in(storage, compute)
+        if self._context.streams.is_only(compute):
+            saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
         self._budget.note_on_device(saved)
 
     def _count_uses(self, recipe: Recipe) -> None:

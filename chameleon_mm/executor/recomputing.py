@@ -145,6 +145,7 @@ class Recomputing:
         if plan is not None:
             plan.has_proved = False
             self.watch = CallWatch(self._device, before_write, plan.held)
+            self.watch.after_forward = self._held.clear  # recipes hold what they need
             self._audits.begin_step()
         return self.watch
 

@@ -62,8 +62,11 @@ class Recording:
             self.leave_restored()
         if self._entered and self.recorder is not None and self.recorder.must_leave:
             self._leave(self.recorder)
-        if self.watch is not None and threading.get_ident() == self._thread:
-            self._enter_or_leave(self.watch)
+        if self.watch is not None:
+            if threading.get_ident() == self._thread:
+                self._enter_or_leave(self.watch)
+            if in_backward() and self.watch.after_forward is not None:
+                self.watch.after_forward()
 
     def _enter_or_leave(self, watch: CallWatch) -> None:
         wanted = not (watch.must_leave or in_backward())

@@ -48,7 +48,8 @@ class Rescue:
             return  # it raises the same at its use, if there is one
         if saved.state is State.ON_HOST:
             saved.restored_in(storage, compute)  # somebody else holds it
-        saved.stay_on_device()
+        if saved.state is State.RESTORED:
+            saved.stay_on_device()
         self._budget.note_on_device(saved)
         if home is not compute:  # another stream's memory now, while its users are ordered after its home alone
             with suppress(HostMemoryExhausted, TransferFailed):

@@ -94,6 +94,8 @@ class CallWatch(TorchDispatchMode):
         self._number = 0
         self.born: list[tuple[int, Value, torch.UntypedStorage]] = []
         """Storages to hold that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
+        self.after_forward: Callable[[], None] | None = None
+        """Called by hooks of a backward: what was noted for its forward alone may go."""
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
 

@@ -93,6 +93,10 @@ class ComputeStreams:
             self._seen.append(stream)
         return stream
 
+    def is_only(self, stream: Stream) -> bool:
+        """Whether no other stream has been seen."""
+        return len(self._seen) == 1 and self._seen[0] is stream
+
     def join_all(self, alloc_stream: Stream) -> None:
         """Order all streams after what each has been given so far. Costs nothing while `alloc_stream` is the only one."""
         if len(self._seen) == 1 and self._seen[0] is alloc_stream:

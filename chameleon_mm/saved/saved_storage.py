@@ -144,7 +144,7 @@ class SavedStorage(SaveRecord):
         self._to(State.RESTORED)
 
     def stay_on_device(self) -> None:
-        """Note that it is on the device alone: what its form needs to put its bytes there once more is about to change."""
+        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
         self.form.drop()
         self.form = WHOLE
         self._to(State.ON_DEVICE)

@@ -107,7 +107,7 @@ def test_any_way_through_a_step_gives_each_once_and_none_early(rng: Random) -> N
         due = cursor.advance_to(hook)
         if due is None:
             continue
-        for name, actions in zip(("reclaim_at", "out_at", "in_at"), due, strict=True):
+        for name, actions in zip(("reclaim_at", "out_at", "in_at", "reclaim_at"), due, strict=True):
             assert all(getattr(action, name) <= hook for action in actions)
             given_out += [(name, action) for action in actions]
     expected = [("reclaim_at", a) for a in plan.actions]

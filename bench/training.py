@@ -28,6 +28,7 @@ from chameleon_mm.bench._light_share import light_share
 from chameleon_mm.bench._llama import Shape
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
 from chameleon_mm.bench._planned import (
+    NO_PLAN,
     Outcome,
     add_bound,
     add_classes,
@@ -143,7 +144,7 @@ class Comparison:
         baseline, warmup = self.baseline, warmup_steps(peer, self._device)
         self._peers.notes.append(f"{peer.name}: {peer.note}; {warmup} steps of warm-up")
         params = {"peer": peer.key, **self._work.params, "share": peer.share, "warmup_steps": warmup}
-        self._peers.add(peer.name, params, _cells(outcome, baseline, self._device))
+        self._peers.add(peer.name, params, _cells(_with_a_plan(peer, outcome), baseline, self._device))
         if baseline is None:
             self._bounds.append(
                 Bound(name=f"{peer.name} ran: the others are ratios to it", limit=1, found=0.0, at_most=False, counted=True)
@@ -164,7 +165,8 @@ class Comparison:
         changed: float | Waived = outcome if isinstance(outcome, Waived) else _changed_losses(outcome, baseline)
         self._bounds.append(Bound(name=f"{peer.name}: losses changed", limit=0, found=changed, counted=True))
         if peer.share is not None and peer.planned:
-            peak = outcome if isinstance(outcome, Waived) else outcome.peak_allocated_bytes / baseline.budget_for(peer.share)
+            kept = _with_a_plan(peer, outcome)
+            peak = kept if isinstance(kept, Waived) else kept.peak_allocated_bytes / baseline.budget_for(peer.share)
             self._bounds.append(
                 Bound(name=f"{peer.name}: peak of the whole run / budget", limit=1, found=peak, on_stand_in=True)
             )
@@ -194,6 +196,13 @@ class Comparison:
             return run_peer(peer, self._work, device, steps=self._args.steps, seed=self._args.seed, hbm_budget=budget)
         except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
             return Waived(str(error).splitlines()[0])
+
+
+def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
+    """`outcome`, unless it is of a session that was to plan and found nothing within its budget: it has not kept that then."""
+    if peer.planned and isinstance(outcome, PeerRun) and outcome.followed is None:
+        return NO_PLAN
+    return outcome
 
 
 def _columns(device: Device) -> tuple[Column, ...]:

@@ -20,8 +20,8 @@ SIZES = Sizes(layers=2, width=32, heads=2, seq=32, batch=2, dtype="float32")
 OTHERS = {"gpt2": gpt2(SIZES), "vit": vit(SIZES), "resnet": resnet(dataclasses.replace(SIZES, width=8, heads=1))}
 FAMILIES = {"llama": llama(Shape(layers=2, width=32, heads=2, ffn=48, seq=16, batch=2, dtype="float32")), **OTHERS}
 LARGER = {
-    "gpt2": gpt2(Sizes(layers=4, width=64, heads=2, seq=256, batch=16, dtype="float32")),
-    "vit": vit(Sizes(layers=4, width=64, heads=2, seq=64, batch=16, dtype="float32")),
+    "gpt2": gpt2(Sizes(layers=3, width=64, heads=2, seq=256, batch=16, dtype="float32")),
+    "vit": vit(Sizes(layers=3, width=64, heads=2, seq=64, batch=16, dtype="float32")),
     "resnet": resnet(Sizes(layers=1, width=16, seq=32, batch=32, dtype="float32")),
 }
 """Most of what they save is worth moving."""
@@ -92,6 +92,6 @@ def test_a_session_trains_it_within_half_with_recomputation_and_without(name: st
         peer = by_key[session_key(1 / 2, way)]
         run = run_peer(peer, work, SimDevice(), steps=1, seed=0, hbm_budget=plain.budget_for(1 / 2))
         assert torch.equal(run.losses, plain.losses), way
-        assert run.peak_allocated_bytes <= plain.budget_for(1 / 2)
+        assert run.steady_peak_bytes <= plain.budget_for(1 / 2)
         assert run.followed is not None
         assert (run.followed.recomputed_bytes > 0) == (way == PLANNED)

@@ -19,7 +19,7 @@ from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.pinned.host_memory import available_host_bytes
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
-"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more), and so many blocks that an
+"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more); so many blocks that an
 eighth of them is more than what must be there at once."""
 FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
 """Llama: a block as in Llama 3 8B, without grouped heads; `fill_layers` says how many."""

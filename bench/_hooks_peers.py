@@ -1,7 +1,7 @@
 """Steps of one chain of operators under hooks, and what those cost the host for each saved tensor.
 
 peer = peers(device, saves)["stays, save_on_cpu"]
-sample = peer()          # fresh hooks; warm-up; then the median step: us per save, us per use, share that moved
+sample = peer()          # fresh hooks; warm-up; then the median step: us per save, us per use, share that left the device
 
 forward:  saves operators, each of which saves its input     CPU time of all threads / saves = us per save
 backward: as many uses                                       the same                        = us per use
@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from chameleon_mm.bench._measure import undisturbed
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.policy import LinkCost
 from chameleon_mm.save_on_cpu import save_on_cpu
 from chameleon_mm.session import SwapSession
 from chameleon_mm.transfer import Thresholds
@@ -36,7 +37,10 @@ ALONE = Thresholds(stay_below_bytes=0, pack_below_bytes=0, batch_below_bytes=0)
 """Each tensor has a copy of its own, as those of 1 MiB and more have."""
 
 PLANNED_SHARE = 0.1
-"""Share of the chain's bytes that a session that plans may hold: nearly all tensors move by its plan."""
+"""Share of the chain's bytes that a session that plans may hold: nearly all tensors leave the device by its plan."""
+
+FAR = LinkCost(d2h_gbps=1e-6, h2d_gbps=1e-6, duplex_gbps=2e-6)
+"""A link across which nothing is worth moving, so that plans drop what has to leave."""
 
 UNPLANNED_STEPS = 2
 """Steps under `save_on_cpu` before those that are timed: the first pins memory, the second follows the first's order."""
@@ -45,14 +49,17 @@ TIMED_STEPS = 5
 
 IDENTITY = "hooks that do nothing"
 
+DROPPED = "dropped, made again"
+"""The way in which tensors leave by a plan without moving: their operators run again in backward."""
+
 
 class Sample(NamedTuple):
     """Figures of a peer in one round."""
 
     save_us: float
     use_us: float
-    moved: float
-    """Share of the saved tensors that went to the host."""
+    left: float
+    """Share of the saved tensors that left the device: to the host, or dropped."""
 
 
 Step = Callable[[AbstractContextManager[Any]], tuple[float, float]]
@@ -75,6 +82,7 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
         "moves by the rule, packed": partial(on_cpu, min_bytes=1, thresholds=Thresholds()),
         "moves by plan, alone": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE),
         "moves by plan, packed": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=Thresholds()),
+        DROPPED: partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE, link=FAR),
     }
 
 
@@ -93,30 +101,42 @@ def _step(leaf: Tensor, saves: int, hooks: AbstractContextManager[Any]) -> tuple
 
 
 def _identity(device: Device, step: Step) -> Sample:
-    with device.compute(), _quiet(device):
-        return _sample([step(saved_tensors_hooks(_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], moved=0.0)
+    with device.compute(), quiet(device):
+        return _sample([step(saved_tensors_hooks(_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], left=0.0)
 
 
 def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, thresholds: Thresholds) -> Sample:
     hooks = save_on_cpu(device=device, min_bytes=min_bytes, thresholds=thresholds)
     with hooks.pool, device.compute():
-        with _quiet(device):
+        with quiet(device):
             taken = [step(hooks) for _ in range(UNPLANNED_STEPS)]
             before = hooks._executor.metrics.totals.bytes_swapped_out  # what it moved is in no report: there is no session
             taken += [step(hooks) for _ in range(TIMED_STEPS)]
         return _sample(
-            taken, moved=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
+            taken, left=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
         )
 
 
-def _planned(device: Device, saves: int, step: Step, *, budget: float | None, min_bytes: int, thresholds: Thresholds) -> Sample:
+def _planned(
+    device: Device,
+    saves: int,
+    step: Step,
+    *,
+    budget: float | None,
+    min_bytes: int,
+    thresholds: Thresholds,
+    link: LinkCost | None = None,
+) -> Sample:
+    """`link`: what plans take the link for, of a session that recomputes; None: a session that only swaps."""
     chain_bytes = saves * TENSOR_BYTES
     # Beside the chain's share: its gradient as it passes, what backward brings back, the sum's few bytes.
     hbm = None if budget is None else device.allocated_bytes() + int(budget * chain_bytes) + 16 * TENSOR_BYTES
-    session = SwapSession(hbm, device=device, min_bytes=min_bytes, thresholds=thresholds)
+    session = SwapSession(hbm, device=device, min_bytes=min_bytes, thresholds=thresholds, recompute=link is not None)
+    if link is not None and session._adaptation is not None:
+        session._adaptation._link_cost = lambda: link  # no argument: nobody but this benchmark has to force a choice
     taken: list[tuple[float, float]] = []
     with session.pool, session:
-        with _quiet(device):
+        with quiet(device):
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
                 with session.step():
                     step(nullcontext())
@@ -130,17 +150,17 @@ def _planned(device: Device, saves: int, step: Step, *, budget: float | None, mi
             raise RuntimeError(
                 f"bench hooks: expected {TIMED_STEPS} steps that follow a plan, got {followed}; take more --saves"
             )
-        moved = (after.bytes_swapped_out - before.bytes_swapped_out) / (TIMED_STEPS * chain_bytes)
-    return _sample(taken, moved=moved)
+        swapped, dropped = (getattr(after, name) - getattr(before, name) for name in ("bytes_swapped_out", "bytes_recomputed"))
+    return _sample(taken, left=(swapped + dropped) / (TIMED_STEPS * chain_bytes))
 
 
-def _sample(taken: list[tuple[float, float]], *, moved: float) -> Sample:
+def _sample(taken: list[tuple[float, float]], *, left: float) -> Sample:
     last = taken[-TIMED_STEPS:]
-    return Sample(median(save for save, _ in last), median(use for _, use in last), moved)
+    return Sample(median(save for save, _ in last), median(use for _, use in last), left)
 
 
 @contextmanager
-def _quiet(device: Device) -> Iterator[None]:
+def quiet(device: Device) -> Iterator[None]:
     """Undisturbed, from a device that has nothing to do until it has nothing to do again."""
     device.synchronize()
     gc.collect()

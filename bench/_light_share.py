@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from chameleon_mm.bench._llama import Shape, Stack
+from chameleon_mm.bench._llama import Shape, Stack, noise
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave
 from chameleon_mm.bench._profiler_peers import HOOKS, LIGHT
 from chameleon_mm.bench._report import Bound, median_of
-from chameleon_mm.bench._training_run import noise
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.step_record import StepRecord
@@ -78,7 +77,7 @@ def samples(device: Device, shape: Shape, *, repeats: int, seed: int) -> dict[st
     torch.manual_seed(seed)
     model = Stack(shape, device=device.torch_device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    x, target = (noise(shape, device) for _ in range(2))
+    x, target = (noise(shape, device.torch_device) for _ in range(2))
 
     def step() -> None:
         model.loss(x, target).backward()

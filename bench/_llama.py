@@ -140,3 +140,8 @@ class Stack(nn.Module):
 
     def loss(self, x: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(self(x).float(), target.float())
+
+
+def noise(shape: Shape, device: torch.device) -> Tensor:
+    """Inputs, or what they are to become: [batch, seq, width]."""
+    return torch.randn(shape.batch, shape.seq, shape.width, dtype=DTYPES[shape.dtype], device=device)

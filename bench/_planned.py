@@ -1,21 +1,21 @@
 """What a session's plan had foreseen, beside what was measured, and beside what no plan can beat.
 
-add_planned(planned_table(device), ...)    step, peak, stall:  predicted | measured | error
-add_bound(bound_table(device), ...)        budget | T* | share of it that the planned, the unplanned, the checkpointed run reach
+add_planned(planned_table(device), ...)    step, peak, stall, recomputation:  predicted | measured | error
+add_classes(classes_table(device), ...)    bytes kept, swapped, recomputed, held, and what went out and was dropped after all
+add_bound(bound_table(device), ...)        budget | T* | share of it that the session reaches | the checkpointed run
 
 T* is `policy.ideal` of the step that the session recorded, its operators' times scaled to add up to the step without swapping:
-what recording cost the host is in none of them then.
+what recording cost the host is in none of them then. Where the session recomputes, so does T*.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from statistics import median
 
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived
-from chameleon_mm.bench._training_run import Followed, PeerRun
+from chameleon_mm.bench._training_run import PeerRun
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import Ideal, ideal
@@ -25,42 +25,52 @@ Outcome = PeerRun | Waived
 
 NO_PLAN = Waived("no plan was within the budget, and every step went by the default rule")
 
+QUANTITIES = ("step ms", "peak GiB", "stall ms", "recomputing ms")
+
 
 def planned_table(device: Device) -> Results:
-    """Predicted against measured: three rows for each budget."""
+    """Predicted against measured: four rows for each session."""
     sim = device.simulated
     return Results(
         "training",
         device,
         (
             Column(key="predicted", title="predicted", formula="by the plan that was followed", simulated=sim),
-            Column(key="measured", title="measured", formula="median of the timed steps; stall: the mean", simulated=sim),
+            Column(
+                key="measured",
+                title="measured",
+                formula="median of the timed steps; stall: the mean; recomputing: step - stall - step of no swap",
+                simulated=sim,
+            ),
             Column(
                 key="error",
                 title="error %",
-                formula="100 * (measured - predicted) / predicted; of stall: / measured step",
+                formula="100 * (measured - predicted) / predicted; of stall and recomputing: / measured step",
                 simulated=sim,
             ),
         ),
     )
 
 
-def add_planned(table: Results, name: str, key: str, outcome: Outcome) -> None:
-    """The three rows of one planned session."""
+def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline: PeerRun) -> None:
+    """The four rows of one planned session."""
     sim = any(column.simulated for column in table.columns)
     add = partial(_add_comparison, table, simulated=sim)
     if isinstance(outcome, Waived) or outcome.followed is None:
         why = outcome if isinstance(outcome, Waived) else NO_PLAN
-        for quantity in ("step ms", "peak GiB", "stall ms"):
+        for quantity in QUANTITIES:
             table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, dict.fromkeys(_keys(table), why))
         return
     found = outcome.followed
-    step_us = median(outcome.step_us)
+    step_us, plan = median(outcome.step_us), found.plan
     stall: float | Waived = Waived("no step was timed inside") if found.stall_us is None else found.stall_us / 1e3
-    add(name, key, "step ms", found.plan.step_us / 1e3, step_us / 1e3, "ms")
-    add(name, key, "peak GiB", found.plan.peak_bytes / GIB, outcome.steady_peak_bytes / GIB, "GiB")
-    add(name, key, "stall ms", found.plan.stall_us / 1e3, stall, "ms", of=step_us / 1e3)
-    table.notes.append(_about(name, found))
+    again = stall if isinstance(stall, Waived) else (step_us - median(baseline.step_us)) / 1e3 - stall
+    predicted = plan.step_us / 1e3, plan.peak_bytes / GIB, plan.stall_us / 1e3, plan.recompute_us / 1e3
+    measured = step_us / 1e3, outcome.steady_peak_bytes / GIB, stall, again
+    for quantity, foreseen, came, of in zip(QUANTITIES, predicted, measured, (None, None, step_us, step_us), strict=True):
+        add(name, key, quantity, foreseen, came, quantity.split()[-1], of=None if of is None else of / 1e3)
+    if not found.steady:
+        table.notes.append(f"{name}: NOT steady: a plan was still on trial, or a step went by none")
 
 
 def _add_comparison(
@@ -86,16 +96,49 @@ def _add_comparison(
     table.add(f"{name}: {quantity}", {"peer": key, "quantity": quantity}, cells)
 
 
-def _about(name: str, found: Followed) -> str:
-    moved, size = found.plan.moved_bytes / GIB, len(found.plan.actions)
-    steady = "" if found.steady else "; NOT steady: a plan was still on trial, or a step went by none"
-    return f"{name}: {size} storages, {moved:.3g} GiB, move each way{steady}"
+def classes_table(device: Device) -> Results:
+    """What a plan makes of the bytes that may leave the device: one row for each planned session."""
+    sim = device.simulated
+    planned = {
+        "kept": "stays",
+        "swapped": "crosses the link, each way; held storages that do are in it",
+        "recomputed": "is dropped and made again",
+        "held": "is kept beyond its life, for others to be made again from it",
+    }
+    done = {"out": "bytes that went to the host", "dropped": "bytes that were dropped, to be made again"}
+    return Results(
+        "training",
+        device,
+        (
+            *(
+                Column(key=key, title=key, formula=f"by the plan: GiB of what {what}", simulated=sim)
+                for key, what in planned.items()
+            ),
+            *(
+                Column(key=key, title=key, formula=f"counted: {what}, GiB per timed step", on_stand_in=True)
+                for key, what in done.items()
+            ),
+        ),
+    )
+
+
+def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
+    """The row of one planned session."""
+    if isinstance(outcome, Waived) or outcome.followed is None:
+        why = outcome if isinstance(outcome, Waived) else NO_PLAN
+        table.add(name, {"peer": key}, dict.fromkeys(_keys(table), why))
+        return
+    found = outcome.followed
+    nbytes = {**found.classes, "swapped": found.plan.moved_bytes, "out": found.swapped_bytes, "dropped": found.recomputed_bytes}
+    cells: dict[str, Cell] = {
+        column.key: Figure.of([nbytes[column.key] / GIB], "GiB", simulated=column.simulated) for column in table.columns
+    }
+    table.add(name, {"peer": key}, cells)
 
 
 def bound_table(device: Device) -> Results:
-    """How near the runs come to T*: one row for each budget."""
+    """How near the runs come to T*: one row for each session."""
     sim = device.simulated
-    share = "T* / median step"
     return Results(
         "training",
         device,
@@ -103,32 +146,37 @@ def bound_table(device: Device) -> Results:
             Column(
                 key="budget", title="budget GiB", formula="kept between steps + that share of what a step adds", simulated=sim
             ),
-            Column(key="ideal", title="T* ms", formula="the least of any plan that swaps alone: policy.ideal", simulated=sim),
-            Column(key="planned", title="planned of T*", formula=f"{share} of the planned session", simulated=sim),
-            Column(key="unplanned", title="unplanned", formula=f"{share} of the session with plans=False", simulated=sim),
+            Column(
+                key="ideal",
+                title="T* ms",
+                formula="the least of any plan: policy.ideal; of those that only swap, where the session only swaps",
+                simulated=sim,
+            ),
+            Column(key="reached", title="of T*", formula="T* / median step of the session", simulated=sim),
             Column(
                 key="checkpointing",
                 title="checkpointing",
-                formula=f"{share} of the checkpointed run, whose peak is in the first table",
+                formula="T* / median step of the checkpointed run, whose peak is in the first table",
                 simulated=sim,
             ),
         ),
     )
 
 
-def add_bound(table: Results, name: str, share: float, runs: Mapping[str, Outcome], baseline: PeerRun) -> None:
-    """One row. `runs`: "planned", "unplanned" and "checkpointing"."""
-    sim = any(column.simulated for column in table.columns)
-    figure = partial(Figure.of, simulated=sim)
+def add_bound(
+    table: Results, name: str, share: float, run: Outcome, planned: Outcome, checkpointed: Outcome, baseline: PeerRun
+) -> None:
+    """The row of the session `run`, whose T* is of the step that `planned` recorded: itself, if it plans."""
+    figure = partial(Figure.of, simulated=any(column.simulated for column in table.columns))
     budget = baseline.budget_for(share)
     cells: dict[str, Cell] = {"budget": figure([budget / GIB], "GiB")}
-    least = ideal_step(runs["planned"], baseline, budget)
+    least = ideal_step(planned, baseline, budget)
     if isinstance(least, Waived):
-        cells |= dict.fromkeys(("ideal", *runs), least)
+        cells |= dict.fromkeys(("ideal", "reached", "checkpointing"), least)
     else:
         cells["ideal"] = figure([least.step_us / 1e3], "ms")
-        for which, run in runs.items():
-            cells[which] = run if isinstance(run, Waived) else figure([least.reached_by(median(run.step_us))], "")
+        for which, outcome in (("reached", run), ("checkpointing", checkpointed)):
+            cells[which] = outcome if isinstance(outcome, Waived) else figure([least.reached_by(median(outcome.step_us))], "")
     table.add(name, {"share": share}, cells)
 
 
@@ -138,10 +186,11 @@ def ideal_step(planned: Outcome, baseline: PeerRun, budget: int) -> Ideal | Waiv
         return planned
     if planned.followed is None:
         return NO_PLAN
-    trace, link = planned.followed.trace, planned.followed.link
-    factor = median(baseline.step_us) / trace.duration_us
+    found = planned.followed
+    factor = median(baseline.step_us) / found.trace.duration_us
+    trace = dataclasses.replace(found.trace, op_us=found.trace.op_us * factor)
     try:
-        return ideal(dataclasses.replace(trace, op_us=trace.op_us * factor), budget, link)
+        return ideal(trace, budget, found.link, recompute=found.replayable)
     except InfeasibleBudget as refusal:
         return Waived(str(refusal).splitlines()[0])
 

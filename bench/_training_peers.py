@@ -38,10 +38,20 @@ class Around:
     """Whose steps they are, where there is one: it knows what it planned."""
 
 
-SHARES = (1 / 2, 1 / 4)
-"""Of the activation memory of the run without swapping: the budgets that are tried."""
+SHARES = {1 / 2: "half", 1 / 4: "quarter", 1 / 8: "eighth"}
+"""Budgets that are tried, as shares of the activation memory of the run without swapping, with their names."""
 
-_SHARE_NAMES = {1 / 2: "half", 1 / 4: "quarter"}
+UNPLANNED_SHARE = 1 / 4
+"""The budget that is tried without plans, too."""
+
+PLANNED, SWAP_ONLY, UNPLANNED = "planned", "swap only", "unplanned"
+"""Ways to keep a budget: plans that swap and recompute, plans that only swap, and the default rule: everything moves."""
+
+_RULES = {
+    PLANNED: "it records one step, plans, and follows the better of its plans, which swap and recompute",
+    SWAP_ONLY: "recompute=False: the same, but its plans only swap",
+    UNPLANNED: "plans=False: everything moves",
+}
 
 OverRun = Callable[[Device, nn.Module, int], AbstractContextManager[Around]]
 
@@ -62,8 +72,13 @@ class Peer:
     """Whether it is chameleon_mm: its losses must equal those without swapping, or the benchmark fails."""
     share: float | None = None
     """Of the activation memory of the run without swapping: what it may use. None: it keeps no budget."""
-    planned: bool = False
-    """Whether it profiles, plans and tries plans before its steps are what they will be."""
+    way: str | None = None
+    """How it keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
+
+    @property
+    def planned(self) -> bool:
+        """Whether it profiles, plans and tries plans before its steps are what they will be."""
+        return self.way in (PLANNED, SWAP_ONLY)
 
 
 def peers(device: Device) -> tuple[Peer, ...]:
@@ -96,7 +111,8 @@ def peers(device: Device) -> tuple[Peer, ...]:
             over_run=_nothing,
             checkpointed=True,
         ),
-        *(_session_peer(share, plans=plans) for share in SHARES for plans in (True, False)),
+        *(_session_peer(share, way) for share in SHARES for way in (PLANNED, SWAP_ONLY)),
+        _session_peer(UNPLANNED_SHARE, UNPLANNED),
         Peer(
             key="chameleon_save_on_cpu",
             name="our save_on_cpu",
@@ -108,22 +124,23 @@ def peers(device: Device) -> tuple[Peer, ...]:
     )
 
 
-def session_key(share: float, *, plans: bool) -> str:
-    """The key of the session that may use `share` of the activation memory."""
-    return f"swap_session_{_SHARE_NAMES[share]}" + ("" if plans else "_unplanned")
+def session_key(share: float, way: str) -> str:
+    """The key of the session that may use `share` of the activation memory, kept to in that way."""
+    key = f"swap_session_{SHARES[share]}"
+    return key if way == PLANNED else f"{key}_{way.replace(' ', '_')}"
 
 
-def _session_peer(share: float, *, plans: bool) -> Peer:
-    name = _SHARE_NAMES[share]
-    rule = "it records one step, plans, and follows the better of its plans" if plans else "plans=False: everything moves"
+def _session_peer(share: float, way: str) -> Peer:
+    name = SHARES[share]
+    article = "an" if name.startswith("e") else "a"
     return Peer(
-        key=session_key(share, plans=plans),
-        name=f"{name}, {'planned' if plans else 'unplanned'}",
-        note=f"chameleon_mm.SwapSession; its budget leaves a {name} of the unswapped activation memory; {rule}",
-        over_run=partial(_session, plans=plans),
+        key=session_key(share, way),
+        name=f"{name}, {way}",
+        note=f"chameleon_mm.SwapSession; its budget leaves {article} {name} of the unswapped activation memory; {_RULES[way]}",
+        over_run=partial(_session, way=way),
         ours=True,
         share=share,
-        planned=plans,
+        way=way,
     )
 
 
@@ -133,8 +150,8 @@ def _nothing(device: Device, model: nn.Module, hbm_budget: int) -> Iterator[Arou
 
 
 @contextmanager
-def _session(device: Device, model: nn.Module, hbm_budget: int, *, plans: bool) -> Iterator[Around]:
-    session = SwapSession(hbm_budget=hbm_budget, device=device, model=model, plans=plans)
+def _session(device: Device, model: nn.Module, hbm_budget: int, *, way: str) -> Iterator[Around]:
+    session = SwapSession(hbm_budget, device=device, model=model, plans=way != UNPLANNED, recompute=way == PLANNED)
     with session.pool, session:  # the pool ends with the run: what it pinned is host memory that the next peer needs
         yield Around(step=session.step, session=session)
 

@@ -9,6 +9,7 @@ The wait lets a session read at once how long a plan on trial took, so that its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,8 +21,8 @@ from chameleon_mm.adaptive import link_cost_for
 from chameleon_mm.adaptive.adaptation import Adaptation
 from chameleon_mm.adaptive.link_rates import rates_of
 from chameleon_mm.adaptive.planned_step import MOST_PLANS, SAMPLES
-from chameleon_mm.bench._llama import DTYPES, Shape, Stack
 from chameleon_mm.bench._measure import free_unused
+from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
@@ -36,8 +37,9 @@ PLANNED_WARMUP_STEPS = TIMED_EVERY
 """Of one that plans, and of whom it is compared with: a recorded step and every trial there may be, and then the first step
 that counts is one that sessions time, so that its stall is known."""
 
-SIMULATED_WARMUP_STEPS = 6
-"""On a simulator, where plans are foreseen to a few percent and a third one is rare: a recorded step and two trials of two."""
+SIMULATED_WARMUP_STEPS = 9
+"""On a simulator, where plans are foreseen to a few percent and a third one is rare: a recorded step, and two trials of two,
+each behind at most two steps in which recipes are proved."""
 
 assert 1 + MOST_PLANS * SAMPLES <= PLANNED_WARMUP_STEPS
 
@@ -55,6 +57,14 @@ class Followed:
     """Of which it was made."""
     link: LinkCost
     """As the session's copies showed it by the end."""
+    replayable: frozenset[str]
+    """Base names of the operators that might run again; empty where the session only swaps."""
+    classes: Mapping[str, int]
+    """Bytes that the plan keeps, swaps, recomputes and holds."""
+    swapped_bytes: float
+    """Bytes that went to the host, per step."""
+    recomputed_bytes: float
+    """Bytes that were dropped and made again, per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +102,22 @@ def warmup_steps(peer: Peer, device: Device) -> int:
     return SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS
 
 
-def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
+def run_peer(peer: Peer, work: Workload, device: Device, *, steps: int, seed: int, hbm_budget: int) -> PeerRun:
     """Train a fresh model inside `peer`: its warm-up, then `steps` steps. Raises what the peer and the device raise."""
     free_unused()  # a cycle of torch's keeps the last peer's optimizer and with it the model; cached blocks count as reserved
     device.reset_peaks()
     with reproducible(), device.compute():
         torch.manual_seed(seed)
-        model = Stack(shape, device=device.torch_device, checkpointed=peer.checkpointed)
+        model, loss_of = work.make(device.torch_device, peer.checkpointed)
         # fused: one kernel on every device. torch's default on a CPU is a dozen small ones per parameter, which no GPU runs.
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses: list[Tensor] = []
 
         def train(step: AbstractContextManager[object], forward: AbstractContextManager[object]) -> None:
             with step:
-                x, target = (noise(shape, device) for _ in range(2))
+                batch = work.batch(device.torch_device)
                 with forward:
-                    loss = model.loss(x, target)
+                    loss = loss_of(*batch)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -139,11 +149,6 @@ def run_peer(peer: Peer, shape: Shape, device: Device, *, steps: int, seed: int,
     )
 
 
-def noise(shape: Shape, device: Device) -> Tensor:
-    """Inputs, or what they are to become: [batch, seq, width]."""
-    return torch.randn(shape.batch, shape.seq, shape.width, dtype=DTYPES[shape.dtype], device=device.torch_device)
-
-
 class _Watch:
     """What a session does from now until `end`, in steps alone. The device is idle at both."""
 
@@ -164,12 +169,16 @@ class _Watch:
         planned, plan = self._adaptation.latest, self._adaptation.latest_plan
         if planned is None or plan is None:
             return None
-        timed = after.timed_steps - before.timed_steps
-        followed = after.plan_cache_hits - before.plan_cache_hits == after.steps - before.steps
+        timed, steps = after.timed_steps - before.timed_steps, after.steps - before.steps
+        followed = after.plan_cache_hits - before.plan_cache_hits == steps
         return Followed(
             plan=plan,
             stall_us=((after.stall_us or 0.0) - (before.stall_us or 0.0)) / timed if timed else None,
             steady=followed and planned.is_decided and plan is self._plan,
             trace=planned.trace,
             link=rates_of(after.spans, link_cost_for(self._session.device)),
+            replayable=planned.replayable,
+            classes=planned.bytes_by_class(),
+            swapped_bytes=(after.bytes_swapped_out - before.bytes_swapped_out) / steps,
+            recomputed_bytes=(after.bytes_recomputed - before.bytes_recomputed) / steps,
         )

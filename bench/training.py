@@ -1,71 +1,63 @@
 """`chameleon-mm bench training`: what each way of holding activations costs one model, in one process.
 
     light profiler: a step under hooks alone | under the light profiler                  # first: it takes seconds
-    for peer in (no swap, checkpointing, SwapSession at two budgets with plans and without, our save_on_cpu, torch's):
+    for peer in (no swap, checkpointing, SwapSession at three budgets with and without recomputation, and once without plans,
+                 our save_on_cpu, torch's):
         run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
     peers:   step time, ratio to no swap, peaks, share of losses that have the bits of the run without swapping
-    planned: step, peak and stall as the plan has them | as measured | error
+    planned: step, peak, stall and recomputation as the plan has them | as measured | error
+    classes: bytes that the plan keeps, swaps, recomputes, holds
     bound:   T* | the share of it that each reaches
 
-On a simulator the tensors are computed on the CPU, tiny, and times and peaks are simulated: they show how the peers order,
-not what a GPU does.
+The model is a Llama, a GPT-2, a ViT or a ResNet in small (`--model`). On a simulator the tensors are computed on the CPU, tiny,
+and times and peaks are simulated: they show how the peers order, not what a GPU does.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._light_share import light_share
-from chameleon_mm.bench._llama import DTYPES, Shape
+from chameleon_mm.bench._llama import Shape
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
-from chameleon_mm.bench._planned import Outcome, add_bound, add_planned, bound_table, planned_table
+from chameleon_mm.bench._planned import (
+    NO_PLAN,
+    Outcome,
+    add_bound,
+    add_classes,
+    add_planned,
+    bound_table,
+    classes_table,
+    planned_table,
+)
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._training_peers import Peer, peers, session_key
+from chameleon_mm.bench._training_models import Workload
+from chameleon_mm.bench._training_peers import SWAP_ONLY, Peer, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
+from chameleon_mm.bench._training_sizes import add_size_arguments, choose_shape, choose_workload
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
 from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
-from chameleon_mm.pinned.host_memory import available_host_bytes
 from chameleon_mm.units import GIB
 
 LIGHT_REPEATS = 25
 """Steps under either way of watching: a share of half a percent is less than what one step differs from the next by."""
 
-TINY: dict[str, Any] = {"layers": 8, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
-"""Small enough for a CPU, large enough that every activation is worth moving (1 MiB and more)."""
-FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
-"""A block as in Llama 3 8B, without grouped heads; `fill_layers` says how many."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the benchmark's options on `parser`."""
     add_output_arguments(parser)
-    parser.add_argument(
-        "--size",
-        choices=("tiny", "fill"),
-        help="tiny: seconds on a CPU; fill: as many layers as the device and host memory allow (GPU only). "
-        "Default: fill on a GPU, tiny on a simulator. The options below override single sizes",
-    )
-    for name, what in (
-        ("layers", "blocks"), ("width", "residual stream"), ("heads", "attention heads"), ("ffn", "width inside SwiGLU"),
-        ("seq", "tokens per row"), ("batch", "rows per step"),
-    ):  # fmt: skip
-        parser.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{what} (tiny: {TINY[name]}, fill: {FILL.get(name, 'fitted')})"
-        )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help=f"tiny: {TINY['dtype']}, fill: {FILL['dtype']}")
+    add_size_arguments(parser)
     parser.add_argument("--steps", type=int, default=4, metavar="N", help="timed steps per peer, after its warm-up (default 4)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (default 0)")
 
@@ -78,10 +70,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.steps < 1:
         raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     device = resolve_device(args.device)
-    shape = choose_shape(args, device)
-    comparison = Comparison(device, shape, args)
-    with console.status("light profiler ..."):
-        comparison.watch()
+    comparison = Comparison(device, choose_workload(args, device), args)
+    if args.model == "llama":
+        with console.status("light profiler ..."):
+            comparison.watch(choose_shape(args, device))
     for peer in peers(device):
         with console.status(f"{peer.name} ..."):
             comparison.run(peer)
@@ -91,30 +83,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
     report = comparison.report()
     report.deliver(args, console)
     return int(report.failed)
-
-
-def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
-    """The sizes that `args` and the kind of device give. Raises `ValueError` for `fill` on a simulator."""
-    size = args.size or ("tiny" if computes_on_cpu(device) else "fill")
-    if size == "fill" and computes_on_cpu(device):
-        raise ValueError(f"--size fill: expected a GPU, got a {device.name}, whose work the CPU does; use --size tiny")
-    sizes = dict(TINY if size == "tiny" else FILL)
-    sizes |= {name: given for name in TINY if (given := getattr(args, name)) is not None}
-    if "layers" not in sizes:
-        sizes["layers"] = fill_layers(Shape(layers=1, **sizes), device.capacity, available_host_bytes())
-    return Shape(**sizes)
-
-
-def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
-    """How many such blocks fill a device without failing any peer, at least 2.
-
-    Device: layers * (state + saved) <= capacity / 2; the rest is for what backward and the optimizer need at their peak.
-    Host: layers * saved <= host_bytes / 4, for torch's save_on_cpu rounds every block up to a power of two, copies some
-    storages twice, and never gives back what it pinned, after ours has given back as much.
-    """
-    by_device = capacity // 2 // (block.layer_state_bytes + block.layer_saved_bytes)
-    by_host = host_bytes // 4 // block.layer_saved_bytes
-    return max(2, min(by_device, by_host))
 
 
 def fresh_device(name: str | None) -> Device:
@@ -140,32 +108,30 @@ def fresh_device(name: str | None) -> Device:
 
 
 class Comparison:
-    """One shape on one device, by every peer that was run so far."""
+    """One model on one device, by every peer that was run so far."""
 
-    def __init__(self, device: Device, shape: Shape, args: argparse.Namespace) -> None:
+    def __init__(self, device: Device, work: Workload, args: argparse.Namespace) -> None:
         self.baseline: PeerRun | None = None
         """The run without swapping; None: not yet, or it did not fit."""
         self._device = device
-        self._shape = shape
+        self._work = work
         self._args = args
         self._peers = Results("training", device, _columns(device))
-        self._peers.notes.append(
-            f"{shape.layers} blocks, width {shape.width}, {shape.heads} heads, ffn {shape.ffn}, {shape.batch} rows of "
-            f"{shape.seq} tokens, {shape.dtype}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer"
-        )
+        self._peers.notes.append(f"{work.about}, AdamW; seed {args.seed}; torch's deterministic kernels for every peer")
         if device.simulated:
             self._peers.notes.append("the simulated GPU's host takes no time: it would take more than kernels this small do")
         self._planned = planned_table(device)
+        self._classes = classes_table(device)
         self._bound = bound_table(device)
         self._light: Results | None = None
         self._bounds: list[Bound] = []
         self._outcomes: dict[str, Outcome] = {}
 
-    def watch(self) -> None:
-        """What the light profiler takes of a step."""
+    def watch(self, shape: Shape) -> None:
+        """What the light profiler takes of a step of the Llama."""
         # The CUDA stand-in tells no times: enough that the way is gone.
         repeats = 2 if computes_on_cpu(self._device) else LIGHT_REPEATS
-        self._light, bound = light_share(self._device, self._shape, repeats=repeats, seed=self._args.seed)
+        self._light, bound = light_share(self._device, shape, repeats=repeats, seed=self._args.seed)
         self._bounds.append(bound)
 
     def run(self, peer: Peer) -> None:
@@ -177,8 +143,8 @@ class Comparison:
             self.baseline = outcome
         baseline, warmup = self.baseline, warmup_steps(peer, self._device)
         self._peers.notes.append(f"{peer.name}: {peer.note}; {warmup} steps of warm-up")
-        params = {"peer": peer.key, **asdict(self._shape), "share": peer.share, "warmup_steps": warmup}
-        self._peers.add(peer.name, params, _cells(outcome, baseline, self._device))
+        params = {"peer": peer.key, **self._work.params, "share": peer.share, "warmup_steps": warmup}
+        self._peers.add(peer.name, params, _cells(_with_a_plan(peer, outcome), baseline, self._device))
         if baseline is None:
             self._bounds.append(
                 Bound(name=f"{peer.name} ran: the others are ratios to it", limit=1, found=0.0, at_most=False, counted=True)
@@ -187,27 +153,32 @@ class Comparison:
         if peer.ours:
             self._promise(peer, outcome, baseline)
         if peer.planned:
-            add_planned(self._planned, peer.name, peer.key, outcome)
-        if peer.share is not None and not peer.planned:  # the later one of its budget
-            runs = {
-                "planned": self._outcomes[session_key(peer.share, plans=True)],
-                "unplanned": outcome,
-                "checkpointing": self._outcomes["checkpoint"],
-            }
-            add_bound(self._bound, f"{peer.share:g} of the activations", peer.share, runs, baseline)
+            add_planned(self._planned, peer.name, peer.key, outcome, baseline)
+            add_classes(self._classes, peer.name, peer.key, outcome)
+        if peer.share is not None:
+            # What keeps a budget without a plan has recorded no step: T* is of the one that swaps within the same.
+            planned = outcome if peer.planned else self._outcomes[session_key(peer.share, SWAP_ONLY)]
+            checkpointed = self._outcomes["checkpoint"]
+            add_bound(self._bound, peer.name, peer.share, outcome, planned, checkpointed, baseline)
 
     def _promise(self, peer: Peer, outcome: Outcome, baseline: PeerRun) -> None:
         changed: float | Waived = outcome if isinstance(outcome, Waived) else _changed_losses(outcome, baseline)
         self._bounds.append(Bound(name=f"{peer.name}: losses changed", limit=0, found=changed, counted=True))
         if peer.share is not None and peer.planned:
-            peak = outcome if isinstance(outcome, Waived) else outcome.peak_allocated_bytes / baseline.budget_for(peer.share)
+            kept = _with_a_plan(peer, outcome)
+            peak = kept if isinstance(kept, Waived) else kept.peak_allocated_bytes / baseline.budget_for(peer.share)
             self._bounds.append(
                 Bound(name=f"{peer.name}: peak of the whole run / budget", limit=1, found=peak, on_stand_in=True)
             )
 
     def report(self) -> Report:
         """All that there is so far."""
-        tables = {"peers": self._peers, "planned against measured": self._planned, "bound": self._bound}
+        tables = {
+            "peers": self._peers,
+            "planned against measured": self._planned,
+            "classes": self._classes,
+            "bound": self._bound,
+        }
         if self._light is not None:
             tables["light profiler"] = self._light
         shown: Mapping[str, Results] = {name: table for name, table in tables.items() if table.rows}
@@ -222,9 +193,16 @@ class Comparison:
         device = fresh_device(self._args.device)
         budget = device.capacity if self.baseline is None or peer.share is None else self.baseline.budget_for(peer.share)
         try:
-            return run_peer(peer, self._shape, device, steps=self._args.steps, seed=self._args.seed, hbm_budget=budget)
+            return run_peer(peer, self._work, device, steps=self._args.steps, seed=self._args.seed, hbm_budget=budget)
         except (torch.OutOfMemoryError, HostMemoryExhausted, InfeasibleBudget) as error:
             return Waived(str(error).splitlines()[0])
+
+
+def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
+    """`outcome`, unless it is of a session that was to plan and found nothing within its budget: it has not kept that then."""
+    if peer.planned and isinstance(outcome, PeerRun) and outcome.followed is None:
+        return NO_PLAN
+    return outcome
 
 
 def _columns(device: Device) -> tuple[Column, ...]:

@@ -1,0 +1,121 @@
+"""Sizes of the training benchmark's models: what is tiny, what fills a GPU, and the options that change single ones.
+
+    workload = choose_workload(args, device)          # raises ValueError for sizes that cannot be built, and unused options
+    shape = choose_shape(args, device)                # the Llama's alone
+
+On a simulator the CPU does the work: sizes are tiny there, large enough that most activations are worth moving.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from chameleon_mm.bench._llama import DTYPES, Shape
+from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, vit
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.stand_in import computes_on_cpu
+from chameleon_mm.pinned.host_memory import available_host_bytes
+
+TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}
+"""Llama: small enough for a CPU, large enough that every activation is worth moving (1 MiB and more); so many blocks that an
+eighth of them is more than what must be there at once."""
+FILL: dict[str, Any] = {"width": 4096, "heads": 32, "ffn": 14336, "seq": 4096, "batch": 4, "dtype": "bfloat16"}
+"""Llama: a block as in Llama 3 8B, without grouped heads; `fill_layers` says how many."""
+
+Sized = Mapping[str, Mapping[str, Any]]
+
+OTHERS: Mapping[str, tuple[Callable[[Sizes], Workload], Sized]] = {
+    "gpt2": (
+        gpt2,
+        {
+            "tiny": {"layers": 8, "width": 128, "heads": 4, "seq": 256, "batch": 8, "dtype": "float32"},
+            "fill": {"layers": 36, "width": 1280, "heads": 20, "seq": 1024, "batch": 8, "dtype": "bfloat16"},
+        },
+    ),
+    "vit": (
+        vit,
+        {
+            "tiny": {"layers": 6, "width": 128, "heads": 4, "seq": 64, "batch": 8, "dtype": "float32"},
+            "fill": {"layers": 24, "width": 1024, "heads": 16, "seq": 224, "batch": 64, "dtype": "bfloat16"},
+        },
+    ),
+    "resnet": (
+        resnet,
+        {
+            "tiny": {"layers": 2, "width": 32, "seq": 32, "batch": 16, "dtype": "float32"},
+            "fill": {"layers": 4, "width": 64, "seq": 112, "batch": 64, "dtype": "bfloat16"},
+        },
+    ),
+}
+"""How each family but the Llama is built, and its sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
+
+MODELS = ("llama", *OTHERS)
+
+
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of model and sizes on `parser`."""
+    parser.add_argument("--model", choices=MODELS, default="llama", help="what is trained (default llama)")
+    parser.add_argument(
+        "--size",
+        choices=("tiny", "fill"),
+        help="tiny: seconds on a CPU; fill: of the llama as many layers as the device and host memory allow, of the others "
+        "about as published (GPU only). Default: fill on a GPU, tiny on a simulator. The options below override single sizes",
+    )
+    for name, what in (
+        ("layers", "blocks; of a resnet: of each stage"), ("width", "residual stream; of a resnet: inside the first blocks"),
+        ("heads", "attention heads"), ("ffn", "width inside SwiGLU, of the llama alone"),
+        ("seq", "tokens per row; of images: pixels of a side"), ("batch", "rows or images per step"),
+    ):  # fmt: skip
+        parser.add_argument(
+            f"--{name}", type=int, metavar="N", help=f"{what} (llama: tiny {TINY[name]}, fill {FILL.get(name, 'fitted')})"
+        )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help=f"tiny: {TINY['dtype']}, fill: {FILL['dtype']}")
+
+
+def choose_workload(args: argparse.Namespace, device: Device) -> Workload:
+    """The model and the sizes that `args` and the kind of device give. Raises `ValueError` for what cannot be built."""
+    if args.model == "llama":
+        return llama(choose_shape(args, device))
+    make, sized = OTHERS[args.model]
+    sizes = dict(sized[_size(args, device)])
+    for name, given in _given(args).items():
+        if name not in sizes:
+            raise ValueError(
+                f"--{name}: expected none with --model {args.model}, got {given}; its sizes are {', '.join(sizes)}"
+            )
+        sizes[name] = given
+    return make(Sizes(**sizes))
+
+
+def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
+    """The Llama's sizes. Raises `ValueError` for `fill` on a simulator."""
+    sizes = dict(TINY if _size(args, device) == "tiny" else FILL) | _given(args)
+    if "layers" not in sizes:
+        sizes["layers"] = fill_layers(Shape(layers=1, **sizes), device.capacity, available_host_bytes())
+    return Shape(**sizes)
+
+
+def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
+    """How many such blocks fill a device without failing any peer, at least 2.
+
+    Device: layers * (state + saved) <= capacity / 2; the rest is for what backward and the optimizer need at their peak.
+    Host: layers * saved <= host_bytes / 4, for torch's save_on_cpu rounds every block up to a power of two, copies some
+    storages twice, and never gives back what it pinned, after ours has given back as much.
+    """
+    by_device = capacity // 2 // (block.layer_state_bytes + block.layer_saved_bytes)
+    by_host = host_bytes // 4 // block.layer_saved_bytes
+    return max(2, min(by_device, by_host))
+
+
+def _size(args: argparse.Namespace, device: Device) -> str:
+    size = str(args.size or ("tiny" if computes_on_cpu(device) else "fill"))
+    if size == "fill" and computes_on_cpu(device):
+        raise ValueError(f"--size fill: expected a GPU, got a {device.name}, whose work the CPU does; use --size tiny")
+    return size
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes that were given by themselves."""
+    return {name: given for name in TINY if (given := getattr(args, name)) is not None}

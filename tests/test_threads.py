@@ -258,7 +258,7 @@ def test_a_dropped_block_is_safe_from_the_stream_that_owns_it(saved_on: str) -> 
 
 def test_a_block_read_twice_is_handed_on_after_the_later_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Swapped in, dropped under pressure, its second copy back still queued when the handle dies: the first may be running."""
-    monkeypatch.setattr("chameleon_mm.executor.executor.Transfer", lambda device, **how: Transfer(device, outstanding=1, **how))
+    monkeypatch.setattr("chameleon_mm.executor.parts.Transfer", lambda device, **how: Transfer(device, outstanding=1, **how))
     device = cm.SimDevice(SLOW_LINK)
     pool = cm.PinnedPool(BYTES, device=device)  # one block: the next owner gets the same bytes
     swapper = executor(device, pool)

@@ -269,6 +269,8 @@ def test_every_peer_has_its_row(record: dict[str, Any]) -> None:
     assert (record["simulated"], record["theme"]) == (True, "training")
     cells = {row["peer"]: row["cells"] for row in record["tables"]["peers"]["rows"]}
     assert list(cells) == [peer.key for peer in peers(SimDevice())]
+    for peer in PLANNING[4:]:  # an eighth of so few blocks is less than what one needs at once
+        assert {cell["waived"] for cell in cells.pop(peer).values()} == {_planned.NO_PLAN.reason}
     for peer, row in cells.items():
         assert row["equal_losses"]["median"] == 1.0, peer
         assert row["equal_losses"]["simulated"] is False

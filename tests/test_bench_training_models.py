@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from chameleon_mm.bench import _training_run
 from chameleon_mm.bench._llama import Shape
 from chameleon_mm.bench._training_models import Bottleneck, Checkpointed, Sizes, Workload, gpt2, llama, resnet, vit
 from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, peers, session_key
@@ -85,7 +86,10 @@ def test_a_resnets_stages_halve_the_side_and_double_the_width() -> None:
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_a_session_trains_it_within_half_with_recomputation_and_without(name: str, sim: SimDevice) -> None:
+def test_a_session_trains_it_within_half_with_recomputation_and_without(
+    name: str, sim: SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_training_run, "SIMULATED_WARMUP_STEPS", 3)  # a recorded step, and two of proofs
     work, by_key = LARGER[name], {peer.key: peer for peer in peers(sim)}
     plain = run_peer(by_key["no_swap"], work, sim, steps=1, seed=0, hbm_budget=sim.capacity)
     for way in (PLANNED, SWAP_ONLY):

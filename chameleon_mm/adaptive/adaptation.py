@@ -220,7 +220,7 @@ class Adaptation:
                 and not step.exceeded_plan
                 and step.followed is not None
                 and step.followed in entry.plan.trials
-                and not (step.followed.recompute is not None and step.followed.recompute.has_proved)
+                and not (step.followed.recompute is not None and step.followed.recompute.ran_beside)
             ):
                 timing.end(compute)
                 self._measuring.append((entry.plan, step.followed, timing))

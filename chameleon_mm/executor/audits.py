@@ -49,29 +49,31 @@ class Audits:
         """Whether any bit differed, on the device, and the operators that ran."""
         self._warned: set[str] = set()
 
-    def begin_step(self) -> None:
-        """Begin a step, which compares one storage."""
+    def begin_step(self, *, is_measured: bool) -> None:
+        """Begin a step, which compares one storage. Where steps are measured, as a plan is on trial, only every second one
+        does: those times count in which nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
         self._from = int(self._steps * _GOLDEN % 1 * self._seen_last)
-        self._due = True
+        self._due = not is_measured or self._steps % 2 == 0
 
     def next_is_due(self) -> bool:
         """Whether the next storage whose operator is over is to be compared, if it has a recipe."""
         self._seen += 1
         return self._due and self._seen > self._from
 
-    def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> None:
-        """Compare what `recipe` makes with `saved`, if there is room for it."""
+    def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
+        """Compare what `recipe` makes with `saved`, if there is room for it. Returns whether it ran."""
         if self._steps % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
-            return
+            return False
         self._due = False
         try:
             differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
         except torch.OutOfMemoryError:
-            return  # another step has room for it
+            return True  # another step has room for it
         self._totals.proofs += 1
         self._compared.append((differs, recipe.operators))
+        return True
 
     def read(self) -> list[str]:
         """Operators that have given other bits and were not told of before; waits for the device."""

@@ -58,8 +58,8 @@ class RecomputePlan:
     """Numbers of the storages that a recipe at their place has made bit for bit."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
-    has_proved: bool = False
-    """Whether the step that follows it, or did, ran recipes beside their originals: it took longer than others will."""
+    ran_beside: bool = False
+    """Whether the step that follows it, or did, ran a recipe beside its original: it took longer than others will."""
     banned: set[str] = field(default_factory=set)
     """Names of operators that an audit has found to differ when they run again."""
 
@@ -121,6 +121,7 @@ class Recomputing:
     def __init__(self, device: Device, streams: ComputeStreams, metrics: Metrics, rebuilds: Rebuilds) -> None:
         self._device = device
         self._streams = streams
+        self._metrics = metrics
         self._totals = metrics.totals
         self._rebuilds = rebuilds
         self._plan: RecomputePlan | None = None
@@ -143,10 +144,10 @@ class Recomputing:
         self.end()
         self._plan = plan
         if plan is not None:
-            plan.has_proved = False
+            plan.ran_beside = False
             self.watch = CallWatch(self._device, before_write, plan.held)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
-            self._audits.begin_step()
+            self._audits.begin_step(is_measured=self._metrics.timing is not None)
         return self.watch
 
     def end(self) -> None:
@@ -214,7 +215,7 @@ class Recomputing:
         refusal = recipe if isinstance(recipe, Refusal) else None
         sources = self._source_values
         if not isinstance(recipe, Refusal) and number not in plan.proven:
-            plan.has_proved = True
+            plan.ran_beside = True
             refusal = self._disproof(recipe, saved, restore)
         if refusal is not None or isinstance(recipe, Refusal):
             assert refusal is not None
@@ -350,8 +351,8 @@ class Recomputing:
             if self._audits.next_is_due() and self._plan is not None:
                 known = set(self._snapshots)
                 recipe = self._recipe(saved)
-                if isinstance(recipe, Recipe):
-                    self._audits.compare(recipe, saved, restore)
+                if isinstance(recipe, Recipe) and self._audits.compare(recipe, saved, restore):
+                    self._plan.ran_beside = True
                 for key in self._snapshots.keys() - known:  # a plan has no room for them
                     del self._snapshots[key]
 

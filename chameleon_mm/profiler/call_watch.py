@@ -48,6 +48,7 @@ from chameleon_mm.profiler.dispatch_state import (
     may_have_other_formula,
     remove,
 )
+from chameleon_mm.units import allocated_size
 
 _PLAIN_DISPATCH = Tensor.__torch_dispatch__
 """`__torch_dispatch__` of classes that leave operators as they are."""
@@ -231,6 +232,7 @@ class CallWatch(TorchDispatchMode):
             for position, t in enumerate(tensors_of(out)):
                 if has_storage(t) and self.value_of(t.untyped_storage()) is None:
                     made.append(self._made(call, Result(True, position), t, None))
+                    call.operation.made_bytes += allocated_size(t.untyped_storage().nbytes())
         if self._ran:
             self._hold_planned(call, made)
 

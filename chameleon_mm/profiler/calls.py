@@ -117,7 +117,7 @@ class Argument(NamedTuple):
 class Operation:
     """One operator that ran, without what it was given."""
 
-    __slots__ = ("dropped", "facts", "func", "grad_enabled", "number", "random_state", "settings")
+    __slots__ = ("dropped", "facts", "func", "grad_enabled", "made_bytes", "number", "random_state", "settings")
 
     def __init__(self, number: int, func: Any, facts: OpFacts) -> None:
         self.number = number
@@ -126,6 +126,8 @@ class Operation:
         self.grad_enabled = torch.is_grad_enabled()
         """Whether gradients were on: they are off inside a custom function's forward."""
         self.settings = settings_now(is_product=_is_product(func))
+        self.made_bytes = 0
+        """Device memory of the storages that it made."""
         self.random_state: tuple[torch.Generator, Tensor] | None = None
         """The generator that it drew from, and that one's state before."""
         self.dropped: list[tuple[Result, weakref.ref[Any]]] = []

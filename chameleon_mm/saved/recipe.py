@@ -308,11 +308,12 @@ def _note_last_reads(steps: Sequence[Step], result: int) -> None:
 
 
 def _peak_bytes(steps: Sequence[Step], values: Sequence[Value]) -> int:
-    """Bytes of the storages that are there at most at once, of those that the steps make."""
+    """Bytes of the storages that are there at most at once, of those that the steps make, needed or not."""
     places_left: dict[int, int] = {}
     """Places of each storage that are not read any more, by the storage's reference."""
     now = most = 0
     for step in steps:
+        most = max(most, now + step.operation.made_bytes)
         for _, place in step.makes:
             storage = id(values[place].storage)
             now += 0 if storage in places_left else allocated_size(values[place].nbytes)

@@ -152,7 +152,7 @@ def test_the_step_takes_the_time_that_was_predicted(share: float, monkeypatch: p
 
     monkeypatch.setattr(PlannedStep, "add_time", note)
     train(8, budget_for(share), device=far_ahead())
-    assert len(measured) > 2
+    assert len(measured) >= 2
     for step_us, predicted_us in measured:
         assert step_us == pytest.approx(predicted_us, rel=0.03)
 

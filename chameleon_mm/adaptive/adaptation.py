@@ -185,6 +185,8 @@ class Adaptation:
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
+        if planned is not None and planned.current is not None and planned.current.recompute is not None:
+            planned.current.recompute.is_on_trial = not planned.is_decided
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         self._metrics.timed = self._metrics.timed or (planned is not None and not planned.is_decided)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None

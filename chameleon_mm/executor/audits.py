@@ -49,13 +49,13 @@ class Audits:
         """Whether any bit differed, on the device, and the operators that ran."""
         self._warned: set[str] = set()
 
-    def begin_step(self, *, is_measured: bool) -> None:
-        """Begin a step, which compares one storage. Where steps are measured, as a plan is on trial, only every second one
-        does: those times count in which nothing was compared."""
+    def begin_step(self, *, is_on_trial: bool, is_measured: bool) -> None:
+        """Begin a step, which compares one storage; of a plan that is on trial none does, and of steps whose time is measured
+        every second one: those times count in which nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
         self._from = int(self._steps * _GOLDEN % 1 * self._seen_last)
-        self._due = not is_measured or self._steps % 2 == 0
+        self._due = not is_on_trial and (not is_measured or self._steps % 2 == 0)
 
     def next_is_due(self) -> bool:
         """Whether the next storage whose operator is over is to be compared, if it has a recipe."""

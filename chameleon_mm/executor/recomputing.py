@@ -58,6 +58,8 @@ class RecomputePlan:
     """Numbers of the storages that a recipe at their place has made bit for bit."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
+    is_on_trial: bool = False
+    """Whether the step that begins is to tell how long steps under the plan take."""
     ran_beside: bool = False
     """Whether the step that follows it, or did, ran a recipe beside its original: it took longer than others will."""
     banned: set[str] = field(default_factory=set)
@@ -147,7 +149,7 @@ class Recomputing:
             plan.ran_beside = False
             self.watch = CallWatch(self._device, before_write, plan.held)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
-            self._audits.begin_step(is_measured=self._metrics.timing is not None)
+            self._audits.begin_step(is_on_trial=plan.is_on_trial, is_measured=self._metrics.timing is not None)
         return self.watch
 
     def end(self) -> None:

@@ -71,7 +71,7 @@ class Rebuilds:
         """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too."""
         original = saved.device
         assert original is not None
-        beside_bytes = saved.nbytes // 4  # what the comparison takes for itself: a byte for each word, and half of that at most
+        beside_bytes = _beside_bytes(recipe, saved)
         sources = [source.claim.saved for source in recipe.sources if source.claim is not None]
         were_away = [source for source in sources if source.state is State.ON_HOST]
         remade = self.replay(recipe, compute, restore, exclude=saved, beside_bytes=beside_bytes).storage
@@ -93,7 +93,7 @@ class Rebuilds:
         sources = (source.claim.saved for source in recipe.sources if source.claim is not None)
         if any(source.state is State.ON_HOST for source in sources):
             return False
-        return self._budget.fits_now(recipe.peak_bytes + saved.nbytes // 4)
+        return self._budget.fits_now(recipe.peak_bytes + _beside_bytes(recipe, saved))
 
     def replay(
         self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage, beside_bytes: int = 0
@@ -163,6 +163,12 @@ class _DeviceAlone:
             self._compute.__exit__(*error)  # type: ignore[arg-type]  # the three of an exit
         finally:
             self._modes.__exit__(*error)  # type: ignore[arg-type]  # as above
+
+
+def _beside_bytes(recipe: Recipe, saved: SavedStorage) -> int:
+    """Room that a comparison leaves beside what `recipe` makes: for the comparison itself, a byte for each word, and for what
+    operators hold inside themselves, which nobody knows."""
+    return saved.nbytes // 4 + recipe.peak_bytes
 
 
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:

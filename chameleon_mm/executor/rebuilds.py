@@ -21,6 +21,10 @@ from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.recipe import Recipe, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.units import KIB
+
+_INSIDE_BYTES = 64 * KIB
+"""Room for what an operator holds inside itself while it runs again, at most."""
 
 Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 """Brings a storage back, ready for a stream."""
@@ -168,7 +172,7 @@ class _DeviceAlone:
 def _beside_bytes(recipe: Recipe, saved: SavedStorage) -> int:
     """Room that a comparison leaves beside what `recipe` makes: for the comparison itself, a byte for each word, and for what
     operators hold inside themselves, which nobody knows."""
-    return saved.nbytes // 4 + recipe.peak_bytes
+    return saved.nbytes // 4 + min(recipe.peak_bytes, _INSIDE_BYTES)
 
 
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:

@@ -1,4 +1,4 @@
-"""What is dropped and held, written into a trace: who is made again, when, from what, and how much memory that takes."""
+"""Traces rewritten for what is dropped and held: what is made again, when, from what, and how much memory that takes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from chameleon_mm.policy import Action, ActionKind, Candidates, memory_curve, si
 from chameleon_mm.policy.planned_rewrite import choice_actions
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.policy.rewrite import RewrittenTrace
+from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import KIB
 from tests._hybrid_traces import (
@@ -72,7 +73,7 @@ def rebuilt(trace: Trace, dropped: list[int], held: list[int] | None = None) -> 
 
 
 def ran(rewritten: RewrittenTrace) -> list[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Of each rebuild: hook, operators, what it makes, from what."""
+    """Hook, operators, made storages and sources of each rebuild."""
     return [(r.hook, r.ops, r.made, r.sources) for r in rewritten.rebuilds.rebuilds]
 
 
@@ -270,6 +271,34 @@ def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
     assert timeline.allocated_bytes[trace.hook_tick[2] + 1] == 12 * KIB  # w, the sum and what is saved last
     assert (plan.swaps, plan.recomputed, plan.held) == ((swap,), actions[:1], actions[1:])
     assert plan.moved_bytes == 16 * KIB
+
+
+def test_a_held_storage_is_known_by_its_last_write_even_if_nobody_can_make_it_again() -> None:
+    """What made `x` reads something that is written later, so that `x` has to be held."""
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    b.save(-1, 0)
+    changed = b.tensor(512)
+    b.op("aten::mul.Tensor", 0, StepPhase.FORWARD, 1.0, writes=(changed,))
+    x = b.tensor(512)
+    b.op("aten::mul.Tensor", 0, StepPhase.FORWARD, 1.0, reads=(changed,), writes=(x,))
+    b.op("aten::add_.Tensor", 0, StepPhase.FORWARD, 1.0, reads=(changed,), writes=(changed,))
+    y = b.tensor(4096, TensorKind.ACTIVATION)
+    b.op("aten::gelu", 0, StepPhase.FORWARD, 1.0, reads=(x,), writes=(y,))
+    b.save(y, 0)
+    b.released(y)
+    b.save(-1, 0)
+    b.sendable(y, 2)
+    b.dies(x)
+    b.save(-1, 0)
+    b.use(y, 0)
+    b.op("aten::gelu_backward", 0, StepPhase.BACKWARD, 1.0, reads=(y,))
+    b.dies(y)
+    trace = b.finish()
+    recipes = Recipes.of(trace, None)
+    assert recipes.makers[x] == ()
+    rewritten = RewrittenTrace.of(recipes, [y], [x])
+    schedule = HookSchedule.of(trace, plan_of(trace, choice_actions(recipes, rewritten)))
+    assert schedule.held == {BirthPlace(hooks=1, operator="aten::mul.Tensor", same_name=2, position=0): x}
 
 
 def test_what_is_not_held_is_made_again_though_it_is_there() -> None:

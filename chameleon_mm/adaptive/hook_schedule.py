@@ -55,7 +55,8 @@ class HookSchedule:
     ) -> None:
         """`due`: what is due, by hook, the first hook first. `growth`: by hook, as `PlannedMemory.growth_until_next_check`."""
         self.plan = plan
-        self.held_actions = {action.tensor: action for action in plan.swaps if action.tensor in set(held.values())}
+        numbers = set(held.values())
+        self.held_actions = {action.tensor: action for action in plan.swaps if action.tensor in numbers}
         """Actions of those that are swapped meanwhile, by number."""
         self.held = held
         """Numbers of the storages that nobody saves and that are held, by where they are written."""
@@ -127,8 +128,8 @@ def _birth_places(recipes: Recipes, plan: SwapPlan) -> dict[BirthPlace, int]:
     """Where what is held is written last: by then it is what rebuilds read."""
     trace, places = recipes.trace, {}
     for action in plan.held:
-        op = recipes.makers[action.tensor][-1]
-        tick = int(trace.op_tick[op])
+        tick = int(recipes.last_write[action.tensor])
+        op = int(np.searchsorted(trace.op_tick, tick))
         hooks = int(np.searchsorted(trace.hook_tick, tick))
         since = 0 if hooks == 0 else int(trace.hook_tick[hooks - 1])
         first = int(np.searchsorted(trace.op_tick, since))

@@ -1,4 +1,4 @@
-"""Which storages of a step can be made again, by which operators, from what: as a trace tells it, before anything is chosen.
+"""Recipes of a step: the storages that can be made again, by which operators, from what, as a trace tells it before any choice.
 
 recipes = Recipes.of(trace, names)      # names: base names of operators that may run again; None: any
 recipes.makers[j]                       operators of forward that wrote storage j, in order: all of them run again
@@ -51,6 +51,8 @@ class Recipes:
     """(m,) whether its makers may run again as a part of any rebuild that needs it."""
     needed_until: Int64s
     """(m,) latest tick at which a rebuild may read it; -1: none does."""
+    last_write: Int64s
+    """(m,) tick of the operator that wrote each last; NEVER: none did."""
     can_hold: Bools
     hold_hook: Int64s
     """(m,) first hook at which it is whole; the number of hooks: there is none."""
@@ -158,6 +160,7 @@ class _Finder:
             can_drop=droppable,
             can_remake=np.array(remake, np.bool_),
             needed_until=np.array(needed_until, np.int64),
+            last_write=self._last_write,
             can_hold=can_hold,
             hold_hook=hold_hook,
         )

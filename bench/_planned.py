@@ -97,7 +97,7 @@ def _add_comparison(
 
 
 def classes_table(device: Device) -> Results:
-    """What a plan makes of the bytes that may leave the device: one row for each planned session."""
+    """Table of the bytes that a plan keeps, swaps, recomputes and holds: one row for each planned session."""
     sim = device.simulated
     planned = {
         "kept": "stays",
@@ -137,7 +137,7 @@ def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:
 
 
 def bound_table(device: Device) -> Results:
-    """How near the runs come to T*: one row for each session."""
+    """Table of how near the runs come to T*: one row for each session."""
     sim = device.simulated
     return Results(
         "training",

@@ -35,7 +35,7 @@ STAGES = 3
 """Stages of a ResNet: each after the first has twice the width at half the side."""
 
 DROPOUT = 0.1
-"""Of a GPT-2, after the embedding and after each branch."""
+"""Share that a GPT-2 drops, after the embedding and after each branch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Sizes:
     layers: int
     """Blocks; of a ResNet: in each stage."""
     width: int
-    """Of the residual stream; of a ResNet: inside the first stage's bottlenecks."""
+    """Width of the residual stream; of a ResNet: inside the first stage's bottlenecks."""
     heads: int = 1
     """Attention heads; a ResNet has none."""
     seq: int
@@ -72,7 +72,7 @@ class Workload:
     """A model of one size, with its data."""
 
     about: str
-    """What it is, for a table's footer."""
+    """Description for a table's footer."""
     params: Mapping[str, Any]
     """Sizes, for programs."""
     make: Callable[[torch.device, bool], tuple[nn.Module, Loss]]

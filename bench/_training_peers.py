@@ -73,7 +73,7 @@ class Peer:
     share: float | None = None
     """Of the activation memory of the run without swapping: what it may use. None: it keeps no budget."""
     way: str | None = None
-    """How it keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
+    """Way in which it keeps its budget: `PLANNED`, `SWAP_ONLY` or `UNPLANNED`. None: it keeps no budget."""
 
     @property
     def planned(self) -> bool:

@@ -49,7 +49,7 @@ OTHERS: Mapping[str, tuple[Callable[[Sizes], Workload], Sized]] = {
         },
     ),
 }
-"""How each family but the Llama is built, and its sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
+"""Builders of each family but the Llama, and their sizes: `fill` as in GPT-2 large, ViT-L/14, and a ResNet of 38 layers."""
 
 MODELS = ("llama", *OTHERS)
 
@@ -98,7 +98,7 @@ def choose_shape(args: argparse.Namespace, device: Device) -> Shape:
 
 
 def fill_layers(block: Shape, capacity: int, host_bytes: int) -> int:
-    """How many such blocks fill a device without failing any peer, at least 2.
+    """Number of such blocks that fill a device without failing any peer, at least 2.
 
     Device: layers * (state + saved) <= capacity / 2; the rest is for what backward and the optimizer need at their peak.
     Host: layers * saved <= host_bytes / 4, for torch's save_on_cpu rounds every block up to a power of two, copies some

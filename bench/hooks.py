@@ -105,7 +105,7 @@ def measure_modes(device: Device, *, operators: int, repeats: int) -> Results:
 
 
 def mode_cells(taken: Sequence[ModeSample], without: Sequence[ModeSample], empty: Sequence[ModeSample]) -> dict[str, Cell]:
-    """One row, from its samples and those under no mode and under one that does nothing, round by round."""
+    """Row of a table, from its samples and those under no mode and under one that does nothing, round by round."""
     row: dict[str, Cell] = {}
     for key in ("kernel", "view"):
         us, base, least = ([getattr(sample, f"{key}_us") for sample in samples] for samples in (taken, without, empty))
@@ -116,7 +116,7 @@ def mode_cells(taken: Sequence[ModeSample], without: Sequence[ModeSample], empty
 
 
 def cells(name: str, taken: Sequence[Sample], identity: Sequence[Sample]) -> Mapping[str, Cell]:
-    """One row, from its samples and those of hooks that do nothing, round by round."""
+    """Row of a table, from its samples and those of hooks that do nothing, round by round."""
     figure = partial(Figure.of, simulated=False)
     row: dict[str, Cell] = {
         "save": figure([sample.save_us for sample in taken], "us"),

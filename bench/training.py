@@ -108,7 +108,7 @@ def fresh_device(name: str | None) -> Device:
 
 
 class Comparison:
-    """One model on one device, by every peer that was run so far."""
+    """Runs of a model on a device, by every peer that was run so far."""
 
     def __init__(self, device: Device, work: Workload, args: argparse.Namespace) -> None:
         self.baseline: PeerRun | None = None
@@ -128,7 +128,7 @@ class Comparison:
         self._outcomes: dict[str, Outcome] = {}
 
     def watch(self, shape: Shape) -> None:
-        """What the light profiler takes of a step of the Llama."""
+        """Measure what the light profiler takes of a step of the Llama."""
         # The CUDA stand-in tells no times: enough that the way is gone.
         repeats = 2 if computes_on_cpu(self._device) else LIGHT_REPEATS
         self._light, bound = light_share(self._device, shape, repeats=repeats, seed=self._args.seed)

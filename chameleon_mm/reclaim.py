@@ -12,7 +12,7 @@ stream's later work at once, in stream order, whatever the host does.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -71,9 +71,9 @@ class ReclaimQueue:
             self._forget_oldest()
         return freed
 
-    def reclaim_some_until(self, enough: Callable[[], bool], some: Sequence[Reclaimable]) -> None:
-        """Reclaim those of `some`, entries of this queue in its order, until `enough()`."""
-        for entry in some:
+    def reclaim_some_until(self, enough: Callable[[], bool], some: Callable[[Reclaimable], bool]) -> None:
+        """Reclaim the entries for which `some` is true, oldest first, until `enough()`."""
+        for entry in filter(some, tuple(self.entries)):
             if enough():
                 return
             if not entry.reclaimed:

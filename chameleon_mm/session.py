@@ -86,11 +86,10 @@ class SwapSession:
     ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
-    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets
-    plans drop what is cheaper to make again than to move, each storage only after it was made again bit for bit beside the
-    original; off, they only swap. `verify` checksums what goes
-    out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of
-    the budget, from 16 KiB to 16 MiB, for as long as the session is there.
+    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets plans drop
+    what is cheaper to make again than to move, each storage only after it was made again bit for bit beside the original; off,
+    they only swap. `verify` checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator
+    and step; slow, and takes a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
@@ -141,7 +140,7 @@ class SwapSession:
             verify=verify,
         )
         link_cost = link_cost_for(self.device)
-        replayable = replayable_on(self.device) if recompute else frozenset[str]()
+        replayable = replayable_on(self.device) if plans and recompute else frozenset[str]()
         self._adaptation = (
             plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
         )

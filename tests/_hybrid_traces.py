@@ -27,7 +27,7 @@ _NAMES = ("aten::mul.Tensor", "aten::gelu", "aten::native_dropout", "aten::mm", 
 
 
 class _Forward:
-    """One micro-batch's forward, as it is built."""
+    """The forward of a micro-batch, as it is built."""
 
     def __init__(self, random: Random, b: TraceBuilder, parameters: list[int], waiting: list[int]) -> None:
         self._random, self._b, self._parameters, self._waiting = random, b, parameters, waiting
@@ -285,7 +285,7 @@ def carried_out_with_rebuilds(trace: Trace, plan: SwapPlan) -> list[int]:
 
 
 def levels_after_reclaims(trace: Trace, plan: SwapPlan) -> list[int]:
-    """What is allocated at each hook once its reclaims are done."""
+    """Bytes that are allocated at each hook once its reclaims are done."""
     oracle = _Oracle(trace, plan)
     oracle.run()
     return oracle.after_reclaims

@@ -1,10 +1,7 @@
-"""Directors that decide at random what becomes of each saved storage, and eight small models for them.
+"""Directors that decide at random what becomes of each saved storage.
 
     with mixed(Mix(seed), budget) as session:              # a session in which each step is directed by the mix
         with session.step(): ...
-
-    run(model_of("moe"), steps=2)                          # plain PyTorch: nothing of ours, no dispatch mode
-    run(model_of("moe"), steps=2, mix=Mix(7))              # the same bits
 
 A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It proves each recipe beside the
 original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes counts as it is.
@@ -98,7 +95,7 @@ class Mix(Director):
             proven=_Everything() if self.proofs is Proofs.NEVER else set(),
         )
         self._choices: dict[int, str] = {}
-        """Of each place, where one choice holds for all steps."""
+        """Choice for each place, where one holds for all steps."""
         self._of: dict[SavedStorage, str] = {}
         self._hooks = 0
         self.num_held = 0

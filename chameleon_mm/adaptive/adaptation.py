@@ -323,7 +323,7 @@ class Adaptation:
             if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
                 planned.correct_times()
                 self._add_plans(planned)
-            elif planned.is_for_another_link(self._link_cost()):
+            elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.reset_for(planned.extra)
                 self._add_plans(planned)
             elif planned.learn_stalls():

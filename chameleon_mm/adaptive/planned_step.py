@@ -240,11 +240,16 @@ class PlannedStep:
             del times[:-SAMPLES]
         trial.time = time
 
+    @property
+    def chooses_by_link(self) -> bool:
+        """Whether what its plans drop hangs on the link, and none of them is on trial."""
+        return bool(self.replayable) and self.is_decided
+
     def is_for_another_link(self, link: LinkCost) -> bool:
         """Whether `link` is so much faster or slower than the one that plans were made for that another choice of what is
         swapped and what is recomputed may be better."""
         made_for = self._link
-        if made_for is None or not self.replayable or not self.is_decided:
+        if made_for is None:
             return False
         rates = (
             (link.d2h_gbps, made_for.d2h_gbps),

@@ -1,6 +1,6 @@
 """Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for its own step alone.
 
-    audits.begin_step()
+    audits.begin_step(is_on_trial=..., is_measured=...)
     audits.next_is_due()             # at each storage whose operator is over: whether a recipe of it is to be tried
     audits.compare(recipe, saved, restore)
     audits.read()                    # names of operators that gave other bits; each once, with a warning
@@ -12,21 +12,18 @@ when the device has it: no step waits for it.
 from __future__ import annotations
 
 import logging
-from math import sqrt
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
+from chameleon_mm.policy.selection import GOLDEN
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Totals
 from chameleon_mm.saved.recipe import Recipe
 from chameleon_mm.saved.saved_storage import SavedStorage
 
 _log = logging.getLogger(__name__)
-
-_GOLDEN = (sqrt(5) - 1) / 2
-"""Fraction whose multiples spread evenly, however many there are."""
 
 FORCED_EVERY = 16
 """Steps of which one makes room for its audit. The others compare where there is room: deep in a forward there may never be."""
@@ -54,7 +51,7 @@ class Audits:
         every second one: those times count in which nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
-        self._from = int(self._steps * _GOLDEN % 1 * self._seen_last)
+        self._from = int(self._steps * GOLDEN % 1 * self._seen_last)
         self._due = not is_on_trial and (not is_measured or self._steps % 2 == 0)
 
     def next_is_due(self) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
-from chameleon_mm.reclaim import ReclaimQueue
+from chameleon_mm.reclaim import Reclaimable, ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
@@ -218,12 +218,12 @@ class Budget:
         if self.memory_limit is not None:
             self.memory_limit.note_allocated(rounded)
 
-    def replaying(self) -> AbstractContextManager[None]:
-        """A context in which all that is allocated, and freed again or not, is a replay's: no growth of the model."""
-        return nullcontext() if self._limits.hbm_budget_bytes is None else self._not_the_models()
-
     @contextmanager
-    def _not_the_models(self) -> Iterator[None]:
+    def replaying(self) -> Iterator[None]:
+        """Context in which all that is allocated, and freed again or not, is a replay's: no growth of the model."""
+        if self._limits.hbm_budget_bytes is None:
+            yield
+            return
         before = self._device.read_memory().cumulative_bytes
         try:
             yield
@@ -357,8 +357,7 @@ class Budget:
         """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it."""
         self.reclaim.reclaim_until(enough)
         # Whole ones first: what stays of the others takes memory of its own before they go.
-        whole = [entry for entry in self.planned.entries if isinstance(entry, SavedStorage) and not entry.form.device_bytes]
-        self.planned.reclaim_some_until(enough, whole)
+        self.planned.reclaim_some_until(enough, _is_whole)
         self.planned.reclaim_until(enough)
         if enough():
             return None
@@ -384,3 +383,8 @@ class Budget:
         except HostMemoryExhausted as refusal:
             return str(refusal)
         return None
+
+
+def _is_whole(entry: Reclaimable) -> bool:
+    """Whether nothing of a storage stays on the device, in memory of its own, when it is reclaimed."""
+    return isinstance(entry, SavedStorage) and not entry.form.device_bytes

@@ -1,14 +1,14 @@
 """Makes dropped storages again, at their first use: those first from which they are made, each from its recipe.
 
-    rebuilds.rebuild(saved, compute)       # ON_HOST -> RESTORED, its bytes on `compute`
+    rebuilds.rebuild(saved, compute, restore)    # ON_HOST -> ON_DEVICE, its bytes on `compute`; RESTORED with several streams
 
 What a recipe needs is brought back like any storage that is used; what else one of its calls makes is kept for its own use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -49,12 +49,6 @@ class Rebuilds:
                 continue  # another one's replay has made it
             remade = self.replay(recipe, compute, restore, exclude=one)
             self._count_uses(recipe)
-            if remade.storage.nbytes() != one.nbytes:
-                raise RuntimeError(
-                    f"a saved tensor that is made again: expected {one.nbytes} bytes, as its first making had, got "
-                    f"{remade.storage.nbytes()} from {', '.join(recipe.operators)}; make the session "
-                    f"SwapSession(recompute=False) and report this"
-                )
             self._restored(one, remade.storage, compute)
             for ref, storage in remade.siblings:
                 sibling = ref()
@@ -82,10 +76,7 @@ class Rebuilds:
         if saved.alloc_stream is not compute:
             compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
         with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
-            if remade.nbytes() == original.nbytes():
-                differs = _differ(remade, original)
-            else:
-                differs = torch.ones(1, dtype=torch.bool, device=original.device)
+            differs = _differ(remade, original)
         for source in were_away:
             if source.state is State.RESTORED:
                 with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
@@ -145,28 +136,14 @@ class Rebuilds:
             if saved.is_held_for_recipes and saved.uses_left <= 0 and saved.state is State.RESTORED:
                 saved.drop_used()
 
-    def _operators_of_ours(self) -> AbstractContextManager[object]:
-        """A context in which operators are seen by the device alone: a mode of the user's is for the user's operators."""
+    @contextmanager
+    def _operators_of_ours(self) -> Iterator[None]:
+        """Context in which operators are seen by the device alone: a mode of the user's is for the user's operators."""
         if torch._C._len_torch_dispatch_stack() <= self._device.simulated:
-            return nullcontext()
-        return _DeviceAlone(self._device)
-
-
-class _DeviceAlone:
-    """A context without dispatch modes but the device's own."""
-
-    def __init__(self, device: Device) -> None:
-        self._modes, self._compute = _disable_current_modes(), device.compute()
-
-    def __enter__(self) -> None:
-        self._modes.__enter__()
-        self._compute.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        try:
-            self._compute.__exit__(*error)  # type: ignore[arg-type]  # the three of an exit
-        finally:
-            self._modes.__exit__(*error)  # type: ignore[arg-type]  # as above
+            yield
+            return
+        with _disable_current_modes(), self._device.compute():
+            yield
 
 
 def _beside_bytes(recipe: Recipe, saved: SavedStorage) -> int:

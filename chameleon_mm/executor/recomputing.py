@@ -26,7 +26,7 @@ from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.audits import Audits
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.calls import BirthPlace, Call, Value
+from chameleon_mm.profiler.calls import BirthPlace, Call, Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
@@ -124,7 +124,6 @@ class Recomputing:
         self._device = device
         self._streams = streams
         self._metrics = metrics
-        self._totals = metrics.totals
         self._rebuilds = rebuilds
         self._plan: RecomputePlan | None = None
         self.watch: CallWatch | None = None
@@ -137,7 +136,7 @@ class Recomputing:
         self._parameters = ParameterSizes()
         self._waits_for_size = False
         """Whether the recipe that is being written needs a parameter that may be resharded, for all that is known yet."""
-        self._audits = Audits(rebuilds, streams, self._totals)
+        self._audits = Audits(rebuilds, streams, metrics.totals)
 
     # --- the step
 
@@ -204,7 +203,7 @@ class Recomputing:
         """Drop a storage that the plan has made again, if its recipe is proven now or was before. Returns why it stays."""
         refusal = self._drop(saved, restore)
         if refusal is not None:
-            self._totals.not_recomputed_by_reason[refusal.reason] += 1
+            self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
         return refusal
 
     def _drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
@@ -238,8 +237,8 @@ class Recomputing:
         value.call.operation.dropped.append((value.result, me))
         self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         saved.leave_in(RecomputedForm(recipe), flat_bytes(saved.device))
-        self._totals.recomputed += 1
-        self._totals.bytes_recomputed += saved.nbytes
+        self._metrics.totals.recomputed += 1
+        self._metrics.totals.bytes_recomputed += saved.nbytes
         return None
 
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
@@ -344,7 +343,7 @@ class Recomputing:
         return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
 
     def _differs(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Tensor:
-        self._totals.proofs += 1
+        self._metrics.totals.proofs += 1
         return self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
@@ -360,4 +359,5 @@ class Recomputing:
 
 
 def _is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, Parameter) and t.layout is torch.strided and not t.is_nested and torch._C._has_storage(t)
+    """Whether a watch can tell how the bytes of `t` are made: no subclass has a say in it."""
+    return type(t) in (Tensor, Parameter) and has_plain_storage(t)

@@ -1,4 +1,4 @@
-"""What a plan makes of the storages that are idle at the peak: kept, swapped, recomputed; and what is held for that.
+"""Classes of the storages that are idle at the peak, by what a plan makes of them: kept, swapped, recomputed; and the held.
 
 for group in classes_of(trace, plan):
     group.name, group.nbytes, group.recompute_us        "recomputed", bytes at the peak, time of the operators that run again
@@ -45,7 +45,8 @@ def classes_of(trace: Trace, plan: SwapPlan) -> tuple[MemoryClass, ...]:
     allocated = allocated_size(trace.tensor_bytes)
     dropped = {action.tensor: size[action.tensor] for action in plan.recomputed if action.tensor in size}
     swapped = {action.tensor: min(size[action.tensor], action.nbytes) for action in plan.swaps if action.tensor in size}
-    swapped |= {a.tensor: a.nbytes for a in plan.swaps if a.tensor in {held.tensor for held in plan.held}}
+    held_tensors = {action.tensor for action in plan.held}
+    swapped |= {action.tensor: action.nbytes for action in plan.swaps if action.tensor in held_tensors}
     held = {
         action.tensor: int(allocated[action.tensor])
         for action in plan.held

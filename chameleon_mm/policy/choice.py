@@ -1,4 +1,4 @@
-"""What to drop and what to hold, by a price of device memory: a path of choices from nothing to all, one for each price.
+"""Choices of what to drop and what to hold, by a price of device memory: a path from nothing to all, one for each price.
 
 path = ChoicePath.of(recipes, level, budget)
 path.choice(u)                          # dropped, held: at price number u; between two prices a mix of both choices
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.selection import GOLDEN
 from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 from chameleon_mm.units import allocated_size
 
@@ -28,8 +29,6 @@ NUM_PRICES = 48
 
 _LEAST_PRICE = 1e-15
 """Price above 0, below all that a device could have: there are times that cannot be halved."""
-
-_GOLDEN = (5**0.5 - 1) / 2
 
 
 class Choice(NamedTuple):
@@ -177,7 +176,7 @@ class _Pricing:
         for j in self._recipes.order:
             if ever[j]:
                 count[since[j]] = count.get(since[j], 0) + 1
-                place[j] = count[since[j]] * _GOLDEN % 1
+                place[j] = count[since[j]] * GOLDEN % 1
         for j in reversed(self._recipes.order):
             if ever[j] or not saved[j]:
                 for x in unsaved[j]:

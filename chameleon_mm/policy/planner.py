@@ -49,8 +49,8 @@ def generate_plan(
     """Plan of what of `trace` moves and when, so that device memory stays within `hbm_budget` bytes and the step takes the
     least time.
 
-    host_budget: bytes of pinned memory; None: no limit. tries: tentative plans that a local search may evaluate where there are
-    16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
+    host_budget: bytes of pinned memory; None: no limit. drafts: tentative plans that a local search may evaluate where there
+    are 16 candidates or fewer, most of a second's worth; 0: none. Plans nothing where the step fits as it is.
 
     lead_us: how much earlier than in time copies back are to be done, for all or by tensor; where memory has no room for that,
     as early as it has. lag_us: how much later than foreseen copies out are there, for all or by tensor. The plan is the one

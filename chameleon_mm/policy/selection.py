@@ -22,7 +22,8 @@ Rank = Callable[[Problem], Sequence[float]]
 """Ranks the candidates of a problem, (n,): those of lower rank are selected first."""
 
 
-_GOLDEN = (sqrt(5) - 1) / 2
+GOLDEN = (sqrt(5) - 1) / 2
+"""Fraction whose multiples spread evenly from 0 to 1, however many there are."""
 
 
 def used_latest(problem: Problem) -> Sequence[float]:
@@ -36,14 +37,14 @@ def spread_evenly(problem: Problem) -> Sequence[float]:
     So both engines are busy from the first to the last of them, whatever the order of uses (Kronecker's sequence; of all its
     kind this one leaves the smallest gaps).
     """
-    return [place * _GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
+    return [place * GOLDEN % 1 for place in range(1, len(problem.size) + 1)]
 
 
 def spread_evenly_by_bytes(problem: Problem) -> Sequence[float]:
     """Rank as `spread_evenly` over the bytes that are copied out, which where sizes differ is another order."""
     mean = sum(problem.size) / max(1, len(problem.size))
     before = accumulate(problem.size, initial=0)
-    return [(there + size / 2) / mean * _GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
+    return [(there + size / 2) / mean * GOLDEN % 1 for there, size in zip(before, problem.size, strict=False)]
 
 
 def saved_first(problem: Problem) -> Sequence[float]:

@@ -96,7 +96,8 @@ class Simulator:
 
     def run_rewritten(self, rewritten: RewrittenTrace, swaps: Sequence[Action]) -> Timeline:
         """Timeline of the step as `rewritten`, with `swaps`, in the step's own ticks."""
-        timeline = (inner := Simulator(rewritten.trace, self._cost)).run_moves(*inner._checked(swaps, rewritten))
+        inner = Simulator(rewritten.trace, self._cost)
+        timeline = inner.run_moves(*inner._checked(swaps, rewritten))
         return replace(
             timeline,
             allocated_bytes=rewritten.by_tick(timeline.allocated_bytes),

@@ -1,6 +1,6 @@
 """Notes how storages are made while a forward runs: for each value of a storage, the call that made it and what that was given.
 
-    watch = CallWatch(device, on_write)            # a dispatch mode: it sees operators below autograd, those in place too
+    watch = CallWatch(device, before_write)        # a dispatch mode: it sees operators below autograd, those in place too
     with watch: ...
     value = watch.value_of(storage)                # the latest value; None: no operator was given or has made the storage
     value.call                                     # the call that made it; None: it was there before
@@ -12,16 +12,14 @@ they go with the watch, at the end of the step at the latest.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall, lazy_bits_resolved, may_have_lazy_bits
@@ -35,43 +33,36 @@ from chameleon_mm.profiler.calls import (
     Result,
     Value,
     generator_of,
+    has_plain_storage,
     has_storage,
+    map_leaves,
     tensors_of,
     written_tensors,
 )
 from chameleon_mm.profiler.dispatch_state import (
+    PLAIN_DISPATCH,
     DispatchState,
+    StepMode,
     has_other_formula,
     in_backward,
     is_on,
     leave,
     may_have_other_formula,
-    remove,
 )
 from chameleon_mm.units import allocated_size
-
-_PLAIN_DISPATCH = Tensor.__torch_dispatch__
-"""`__torch_dispatch__` of classes that leave operators as they are."""
 
 
 class _Opaque(Exception):
     """Raised for a tensor whose bytes are in no storage of its own."""
 
 
-class CallWatch(TorchDispatchMode):
+class CallWatch(StepMode):
     """Notes calls on one thread. `before_write` is called before an operator writes to a value that others are made from.
 
     Changes no bit: operators run as they are, but that under any dispatch mode autograd computes a few gradients by another
     formula; it must be left before the backward of such an operator begins, which `must_leave` tells. It looks at nothing in a
     backward, under a tracer, in a captured graph and in a forked child; what ran there it does not know. Not thread-safe.
     """
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
-        return True
 
     def __init__(
         self,
@@ -80,12 +71,11 @@ class CallWatch(TorchDispatchMode):
         held: Mapping[BirthPlace, int] | None = None,
     ) -> None:
         """`held`: storages to hold from their birth on, by its place; each with the plan's number of the storage."""
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        super().__init__()
         self._before_write = before_write
         self._dispatch = DispatchState(device)
         self._device_type = device.torch_device.type
         self._facts = OpFactsCache(self._device_type)
-        self._thread = threading.local()
         self._latest: dict[int, Value] = {}
         self._places = held or {}
         self._place_hooks = frozenset(place.hooks for place in self._places)
@@ -109,21 +99,6 @@ class CallWatch(TorchDispatchMode):
         if is_on(self):
             leave(self, kind, error, trace)
 
-    def leave_if_on(self) -> None:
-        """Take the watch off this thread's stack, where autograd may have put it back after it was left."""
-        if is_on(self):
-            remove(self)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context in which this thread's operators are not the model's. May be nested."""
-        depth = getattr(self._thread, "paused", 0)
-        self._thread.paused = depth + 1
-        try:
-            yield
-        finally:
-            self._thread.paused = depth
-
     def value_of(self, storage: torch.UntypedStorage) -> Value | None:
         """The latest value of `storage`; None: it is not known."""
         value = self._latest.get(id(storage))
@@ -140,10 +115,10 @@ class CallWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         dispatch = self._dispatch
-        if getattr(self._thread, "paused", 0) or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
+        if self.is_paused or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
             return func(*args, **kwargs)
         for kind in types:
-            if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+            if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
                 return NotImplemented  # asks the subclass, with this mode still active for what it is made of
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
@@ -176,7 +151,7 @@ class CallWatch(TorchDispatchMode):
     def _call(self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         self._number += 1
         try:
-            noted, named = self._noted(args), {name: self._noted(one) for name, one in kwargs.items()} if kwargs else {}
+            noted, named = (map_leaves(given, Tensor, self._noted) for given in (args, kwargs))
         except _Opaque:
             noted = named = None
         operation = Operation(self._number, func, facts)
@@ -186,16 +161,12 @@ class CallWatch(TorchDispatchMode):
                 operation.random_state = generator, generator.get_state()
         return Call(operation, noted, named)
 
-    def _noted(self, nest: Any) -> Any:
-        if isinstance(nest, Tensor):
-            return Argument(self.given(nest), Geometry.of(nest))
-        if isinstance(nest, (tuple, list)):
-            return type(nest)([self._noted(one) for one in nest]) if any(map(_may_hold_tensors, nest)) else nest
-        return nest
+    def _noted(self, t: Tensor) -> Argument:
+        return Argument(self.given(t), Geometry.of(t))
 
     def given(self, t: Tensor) -> Value:
         """The latest value of the storage of `t`, a plain tensor: new where it was not known."""
-        if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn or not has_storage(t):
+        if not has_plain_storage(t):
             raise _Opaque
         storage = t.untyped_storage()
         value = self.value_of(storage)
@@ -251,7 +222,3 @@ class CallWatch(TorchDispatchMode):
             tensor = self._places.get(BirthPlace(self._hooks, name, self._ran[name], position))
             if tensor is not None:
                 self.born.append((tensor, value, storage))
-
-
-def _may_hold_tensors(one: Any) -> bool:
-    return isinstance(one, (Tensor, tuple, list))

@@ -10,9 +10,9 @@ A value is what a storage holds between two writes. None of them holds a tensor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ _STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_
 _RUNNING, _TRAINING = slice(3, 5), 5
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+
+_Leaf = TypeVar("_Leaf")
+
+
+def has_plain_storage(t: Tensor) -> bool:
+    """Whether the bytes of `t` are in one storage of its own, where its strides say."""
+    return t.layout is torch.strided and not (t.is_nested or t.is_quantized or t.is_mkldnn) and has_storage(t)
 
 
 class BirthPlace(NamedTuple):
@@ -144,17 +151,31 @@ class Call(NamedTuple):
 
     def arguments(self) -> list[Argument]:
         """All tensors that it was given."""
-        return list(_arguments((self.args, self.kwargs)))
+        return list(leaves_of((self.args, self.kwargs), Argument))
 
 
-def _arguments(nest: Any) -> Iterable[Argument]:
-    if isinstance(nest, Argument):
+def leaves_of(nest: Any, kind: type[_Leaf]) -> Iterator[_Leaf]:
+    """The instances of `kind` in a nest of arguments or results, in order."""
+    if isinstance(nest, kind):
         yield nest
     elif isinstance(nest, (tuple, list)):
         for one in nest:
-            yield from _arguments(one)
+            yield from leaves_of(one, kind)
     elif isinstance(nest, dict):
-        yield from _arguments(list(nest.values()))
+        yield from leaves_of(list(nest.values()), kind)
+
+
+def map_leaves(nest: Any, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Any:
+    """`nest` with `change(leaf)` in place of each instance of `kind`. What has none in it stays as it is."""
+    if isinstance(nest, kind):
+        return change(nest)
+    if isinstance(nest, (tuple, list)):
+        if not any(isinstance(one, (kind, tuple, list)) for one in nest):
+            return nest
+        return type(nest)([map_leaves(one, kind, change) for one in nest])
+    if isinstance(nest, dict):
+        return {name: map_leaves(one, kind, change) for name, one in nest.items()}
+    return nest
 
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -180,11 +201,7 @@ def _with_storages(t: Tensor) -> Iterable[Tensor]:
 
 def tensors_of(nest: Any) -> list[Tensor]:
     """The tensors of a nest of arguments or results, in order."""
-    if isinstance(nest, Tensor):
-        return [nest]
-    if isinstance(nest, (tuple, list)):
-        return [t for one in nest for t in tensors_of(one)]
-    return []
+    return list(leaves_of(nest, Tensor))
 
 
 @cache

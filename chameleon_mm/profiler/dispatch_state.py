@@ -7,6 +7,7 @@ compiled   -> dynamo compiled: the step took the time that compiling takes, and 
 tracer_is_on()               -> the same for whoever has no step of its own to compare with
 in_backward()                -> whether autograd runs a backward on this thread
 is_on(mode), leave(mode), remove(mode)  -> a mode on this thread's stack, known by identity, whoever is above it
+StepMode                     -> the base of the modes that are on for a part of a step
 has_other_formula(call)      -> the mode has to be gone before the backward of this call begins
 
 While any dispatch mode is on, torch computes the gradient of some operators by another formula, one that rounds otherwise:
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -30,6 +33,9 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
 
 _Key = torch._C._TorchDispatchModeKey
+
+PLAIN_DISPATCH = Tensor.__torch_dispatch__
+"""`__torch_dispatch__` of classes that leave operators as they are."""
 
 _OF_ANY_INPUT = frozenset({"prod", "cumprod", "ormqr", "linalg_matrix_exp", "linalg_eig", "_linalg_eigh"})
 """Operators whose gradient with respect to anything is another; of the last three the gradient's own gradient."""
@@ -121,6 +127,41 @@ def _frames_compiled() -> int:
     """Number of frames that dynamo was given to compile in this process; 0 where nobody imported it."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["frames"]["total"])
+
+
+class StepMode(TorchDispatchMode):
+    """A dispatch mode that is on for a part of a step, and that hooks pause on their own thread."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        self._thread = threading.local()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the operators of this thread are somebody else's than the model's."""
+        return bool(getattr(self._thread, "paused", 0))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which the operators of this thread are no part of the step. May be nested."""
+        depth = getattr(self._thread, "paused", 0)
+        try:
+            self._thread.paused = depth + 1
+            yield
+        finally:
+            self._thread.paused = depth
+
+    def leave_if_on(self) -> None:
+        """Take the mode off this thread's stack, where autograd may have put it back after it was left."""
+        if is_on(self):
+            remove(self)
 
 
 def may_have_other_formula(facts: OpFacts) -> bool:

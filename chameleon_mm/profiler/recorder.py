@@ -33,13 +33,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _push_mode
+from torch.utils._python_dispatch import _push_mode
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import GPU, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
-from chameleon_mm.profiler.dispatch_state import DispatchState, has_other_formula, is_on, leave, remove
+from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
 from chameleon_mm.profiler.op_times import OpTimes
 from chameleon_mm.profiler.retry import OomRetry, ReclaimSome
 from chameleon_mm.profiler.step_log import UNMOVABLE, StepLog
@@ -53,11 +53,8 @@ NO_HOOK = -1
 
 _INTERRUPTED = "it was interrupted: what ran by then, nobody knows"
 
-_PLAIN_DISPATCH = torch.Tensor.__torch_dispatch__
-"""`__torch_dispatch__` of classes that leave operators as they are."""
 
-
-class Recorder(TorchDispatchMode):
+class Recorder(StepMode):
     """Records the step that begins with its construction and runs inside of it. For one step.
 
     `model` and `optimizers` name what is on `device` before the step; without them parameters are known by their class,
@@ -71,13 +68,6 @@ class Recorder(TorchDispatchMode):
     of the step is no part of it, nor is what a forked child does. Thread-safe.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Keep what dynamo had compiled: under any other mode it leaves that to eager, whose bits are others."""
-        return True
-
     def __init__(
         self,
         device: Device,
@@ -87,7 +77,7 @@ class Recorder(TorchDispatchMode):
         times: OpTimes | None = None,
         reclaim_some: ReclaimSome | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        super().__init__()
         self._device = device
         self._device_type = device.torch_device.type
         self._dispatch = DispatchState(device)
@@ -99,7 +89,6 @@ class Recorder(TorchDispatchMode):
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
-        self._thread = threading.local()
         self._stopped = False
 
     @property
@@ -135,13 +124,8 @@ class Recorder(TorchDispatchMode):
             self._give_up("it was left on a thread that had not entered it")
             return
         self._thread.entered = entered - 1
-        if entered == 1 and getattr(self._thread, "paused", 0):
+        if entered == 1 and self.is_paused:
             self._give_up(_INTERRUPTED)
-
-    def leave_if_on(self) -> None:
-        """Take the recorder off this thread's stack, where autograd may have put it back after it was left."""
-        if is_on(self):
-            remove(self)
 
     # --- operators
 
@@ -154,11 +138,11 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         for kind in types:
             if not issubclass(kind, FakeTensor):
-                if kind.__torch_dispatch__ is not _PLAIN_DISPATCH:
+                if kind.__torch_dispatch__ is not PLAIN_DISPATCH:
                     return NotImplemented  # asks the subclass, with this mode still active for what it is made of
             elif not dispatch.fake:
                 return func(*args, **kwargs)
-        if getattr(self._thread, "paused", 0):
+        if self.is_paused:
             return func(*args, **kwargs)
         facts = self._facts[func]
         if runs_in_parts(facts, func, args, kwargs):
@@ -266,13 +250,11 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which the operators of this thread are no part of the step. May be nested."""
-        depth = getattr(self._thread, "paused", 0)
         try:
-            self._thread.paused = depth + 1
-            yield
+            with super().paused():
+                yield
         finally:
-            self._thread.paused = depth
-            if not depth and self._writes():
+            if not self.is_paused and self._writes():
                 with self._lock:
                     self._log.read_memory()
 

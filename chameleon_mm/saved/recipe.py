@@ -1,4 +1,4 @@
-"""How to make a dropped storage again: a flat list of calls, each of whose tensors is a source or an earlier call's result.
+"""Recipes of dropped storages: flat lists of calls, each of whose tensors is a source or an earlier call's result.
 
     recipe = build(value, source_of, refuse)     # or a `Refusal`, with the reason
     recipe.sources                               # what it needs: claims, held storages, parameters
@@ -13,12 +13,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.profiler.calls import Argument, Call, Geometry, Operation, Result, Value, tensors_of, written_tensors
+from chameleon_mm.profiler.calls import (
+    Argument,
+    Call,
+    Geometry,
+    Operation,
+    Result,
+    Value,
+    leaves_of,
+    map_leaves,
+    tensors_of,
+    written_tensors,
+)
 from chameleon_mm.profiler.kernel_settings import applied
 from chameleon_mm.saved.version import VersionProbe
 from chameleon_mm.trace.replayable import base_name
@@ -158,7 +170,13 @@ class Recipe:
         siblings: list[tuple[weakref.ref[SavedStorage], torch.UntypedStorage]],
     ) -> None:
         operation = step.operation
-        args, kwargs = _filled(step.args, at), _filled(step.kwargs, at)
+
+        def tensor(slot: Slot) -> Tensor:
+            storage = at[slot.place]
+            assert storage is not None
+            return slot.geometry.over(storage)
+
+        args, kwargs = (map_leaves(given, Slot, tensor) for given in (step.args, step.kwargs))
         with applied(operation.settings), _random_state(operation):
             out = operation.func(*args, **kwargs)
         tensors = {True: tensors_of(out), False: written_tensors(operation.facts, args, kwargs)}
@@ -193,30 +211,11 @@ def _random_state(operation: Operation) -> Iterator[None]:
         generator.set_state(now)
 
 
-def _filled(nest: Any, at: Sequence[torch.UntypedStorage | None]) -> Any:
-    """`nest` with the tensors in place of the slots."""
-    if isinstance(nest, Slot):
-        storage = at[nest.place]
-        assert storage is not None
-        return nest.geometry.over(storage)
-    if isinstance(nest, (tuple, list)):
-        return type(nest)([_filled(one, at) for one in nest]) if any(map(_may_hold_slots, nest)) else nest
-    if isinstance(nest, dict):
-        return {name: _filled(one, at) for name, one in nest.items()}
-    return nest
-
-
-def _may_hold_slots(one: Any) -> bool:
-    return isinstance(one, (tuple, list))  # a slot is a tuple
-
-
 SourceOf = Callable[[Value], Source | None]
 
 
-class Refuse(Protocol):
-    """Tells why a call must not run again; None: it may."""
-
-    def __call__(self, call: Call) -> Refusal | None: ...
+Refuse = Callable[[Call], Refusal | None]
+"""Tells why a call must not run again; None: it may."""
 
 
 def build(value: Value, source_of: SourceOf, refuse: Refuse) -> Recipe | Refusal:
@@ -282,24 +281,19 @@ def _refusal(value: Value, refuse: Refuse, *, is_result: bool) -> Refusal | None
 
 
 def _step(call: Call, places: dict[int, int], makes: list[tuple[Result, int]]) -> Step:
-    kwargs = {name: _slotted(one, places) for name, one in call.kwargs.items()}
-    return Step(call.operation, tuple(_slotted(one, places) for one in call.args), kwargs, makes, [])
+    def slot(argument: Argument) -> Slot:
+        return Slot(places[id(argument.value)], argument.geometry)
 
-
-def _slotted(nest: Any, places: dict[int, int]) -> Any:
-    """`nest` with slots in place of the arguments. No function within another: one that calls itself is a cycle."""
-    if isinstance(nest, Argument):
-        return Slot(places[id(nest.value)], nest.geometry)
-    if isinstance(nest, (tuple, list)):
-        return type(nest)([_slotted(one, places) for one in nest])
-    return nest
+    args, kwargs = (map_leaves(given, Argument, slot) for given in (call.args, call.kwargs))
+    return Step(call.operation, args, kwargs, makes, [])
 
 
 def _note_last_reads(steps: Sequence[Step], result: int) -> None:
     """Have each place but the result's die in the last step that names it."""
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
-        named = [place for _, place in step.makes] + [slot.place for slot in _slots((step.args, list(step.kwargs.values())))]
+        named = [place for _, place in step.makes]
+        named += [slot.place for slot in leaves_of((step.args, step.kwargs), Slot)]
         for place in named:
             last[place] = number
     for place, number in last.items():
@@ -327,11 +321,3 @@ def _peak_bytes(steps: Sequence[Step], values: Sequence[Value]) -> int:
                 if not places_left[storage]:
                     del places_left[storage]
     return most
-
-
-def _slots(nest: Any) -> Iterator[Slot]:
-    if isinstance(nest, Slot):
-        yield nest
-    elif isinstance(nest, (tuple, list)):
-        for one in nest:
-            yield from _slots(one)

@@ -1,4 +1,4 @@
-"""The form of a storage that is made again: a recipe stands for its bytes, which are nowhere."""
+"""`RecomputedForm`: a recipe stands for the bytes of a dropped storage, which are nowhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RecomputedForm(Form):
-    """No bytes at all, but the calls that make them."""
+    """The form of a storage whose bytes are not kept: its recipe has the calls that make them."""
 
     __slots__ = ("recipe",)
 

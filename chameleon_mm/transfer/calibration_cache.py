@@ -11,7 +11,9 @@ import json
 import logging
 import re
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.transfer.calibrate import Calibration, calibrate, installed_versions
@@ -48,10 +50,7 @@ class CalibrationCache:
         file: Path | None = None
         try:
             file = self.file(device.name, device.driver)
-            values = json.loads(file.read_text(encoding="utf-8"))
-            if (schema := values.pop("schema")) != SCHEMA:
-                raise ValueError(f"expected schema {SCHEMA}, got {schema}")
-            calibration = Calibration.from_dict(values)
+            calibration = Calibration.from_dict(read_record(file, SCHEMA))
         except FileNotFoundError:
             return None
         except (*_NO_FOLDER, ValueError, TypeError, KeyError, AttributeError) as error:  # AttributeError: JSON, but no object
@@ -69,11 +68,8 @@ class CalibrationCache:
         refuses, which is logged."""
         if calibration.simulated:
             return False
-        text = json.dumps({"schema": SCHEMA, **calibration.to_dict()}, indent=2) + "\n"
         try:
-            file = self.file(calibration.device, calibration.driver)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(file, text)
+            write_record(self.file(calibration.device, calibration.driver), SCHEMA, calibration.to_dict())
         except _NO_FOLDER as error:
             _log.warning(
                 "chameleon_mm: the calibration of %s cannot be kept in %s: %s", calibration.device, self.path, str(error)
@@ -81,9 +77,9 @@ class CalibrationCache:
             return False
         return True
 
-    def file(self, device: str, driver: str) -> Path:
-        """Path of the file for that device and driver. Raises `RuntimeError` for a user without a home."""
-        return self.path.expanduser() / f"calibration-{_slug(device)}-{_slug(driver)}.json"
+    def file(self, device: str, driver: str, *, kind: str = "calibration") -> Path:
+        """Path of the file of that kind for that device and driver. Raises `RuntimeError` for a user without a home."""
+        return self.path.expanduser() / f"{kind}-{_slug(device)}-{_slug(driver)}.json"
 
 
 def thresholds_for(device: Device) -> Thresholds:
@@ -93,7 +89,21 @@ def thresholds_for(device: Device) -> Thresholds:
     return Thresholds() if cached is None else cached.thresholds
 
 
-def replace_text(file: Path, text: str) -> None:
+def read_record(file: Path, schema: str) -> dict[str, Any]:
+    """Values in `file`. Raises `ValueError` where they are of another schema, and what reading raises."""
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if (found := values.pop("schema")) != schema:
+        raise ValueError(f"expected schema {schema}, got {found}")
+    return values
+
+
+def write_record(file: Path, schema: str, values: Mapping[str, Any]) -> None:
+    """Write `values` to `file`, whose folder is made where there is none."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _replace(file, json.dumps({"schema": schema, **values}, indent=2) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
     """Replace the text of `file` at once: who reads it meanwhile reads the old one, whole."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
         new = Path(written.name)

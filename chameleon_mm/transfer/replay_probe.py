@@ -9,10 +9,8 @@ the CPU's, for the process alone.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,11 +18,13 @@ from torch import Tensor
 from chameleon_mm.device import Device
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from chameleon_mm.transfer.calibrate import installed_versions
-from chameleon_mm.transfer.calibration_cache import CalibrationCache, replace_text
+from chameleon_mm.transfer.calibration_cache import CalibrationCache, read_record, write_record
 
 _log = logging.getLogger(__name__)
 
 SCHEMA = "chameleon_mm.replays/1"
+_KIND = "replays"
+"""First word of the name of the file."""
 
 _REPEATS = 3
 """Number of times that each product runs again."""
@@ -122,16 +122,11 @@ def _products(device: torch.device) -> Iterator[tuple[tuple[str, ...], Run]]:
     yield ("convolution", "cudnn_convolution", "mkldnn_convolution"), convolutions
 
 
-def _file(device: Device, cache: CalibrationCache) -> Path:
-    calibration = cache.file(device.name, device.driver)
-    return calibration.with_name(calibration.name.replace("calibration-", "replays-", 1))
-
-
 def _load(device: Device, cache: CalibrationCache) -> frozenset[str] | None:
-    """What was found with the versions installed now; None where nothing was, or it cannot be read."""
+    """Products that were found with the versions installed now; None where nothing was kept, or it cannot be read."""
     try:
-        kept = json.loads(_file(device, cache).read_text(encoding="utf-8"))
-        if kept["schema"] != SCHEMA or kept["versions"] != installed_versions():
+        kept = read_record(cache.file(device.name, device.driver, kind=_KIND), SCHEMA)
+        if kept["versions"] != installed_versions():
             return None
         return frozenset(map(str, kept["exact_products"])) & PRODUCTS
     except (OSError, RuntimeError, ValueError, TypeError, KeyError):
@@ -139,10 +134,8 @@ def _load(device: Device, cache: CalibrationCache) -> frozenset[str] | None:
 
 
 def _store(device: Device, cache: CalibrationCache, products: frozenset[str]) -> None:
-    kept = {"schema": SCHEMA, "versions": installed_versions(), "exact_products": sorted(products)}
+    kept = {"versions": installed_versions(), "exact_products": sorted(products)}
     try:
-        file = _file(device, cache)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(file, json.dumps(kept, indent=2) + "\n")
+        write_record(cache.file(device.name, device.driver, kind=_KIND), SCHEMA, kept)
     except (OSError, RuntimeError) as error:
         _log.info("chameleon_mm: which products run again exactly is not kept: %s", str(error))

@@ -28,8 +28,9 @@ from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
-from chameleon_mm.trace import TensorKind, Trace
+from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times
+from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import allocated_size
 
 
@@ -230,8 +231,15 @@ class PlannedStep:
             held=schedule.held,
             proven=self.proven,
             refused=self.refused,
+            inner_bytes=self._inner_bytes(),
             banned=self.banned,
         )
+
+    def _inner_bytes(self) -> int:
+        """Bytes that an operator which may run again holds inside itself at most, as recorded."""
+        trace = self.trace
+        may_run = np.array([base_name(name) in self.admitted for name in trace.op_names], np.bool_)[trace.op_name]
+        return int(trace.op_inner_bytes[may_run & (trace.op_phase == StepPhase.FORWARD)].max(initial=0))
 
     def add_time(self, trial: PlanTrial, time: StepTime) -> None:
         """Add the time of a step that followed `trial`, one of these, hook for hook."""

@@ -67,6 +67,8 @@ class Audits:
         try:
             differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
         except torch.OutOfMemoryError:
+            differs = None
+        if differs is None:
             return True  # another step has room for it
         self._totals.proofs += 1
         self._compared.append((differs, recipe.operators))

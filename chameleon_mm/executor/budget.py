@@ -241,24 +241,18 @@ class Budget:
             self.memory_limit.make_room(nbytes, exclude)
         self._make_room(nbytes, self.forecast.growth(), exclude)
 
+    def room_was_made(self, nbytes: int, *, exclude: Collection[SavedStorage]) -> bool:
+        """Reclaim as `make_room` does, for something that need not be done. Returns whether `nbytes` fit now."""
+        if self.memory_limit is not None:
+            self.memory_limit.make_room(nbytes, exclude)
+        self._reclaim_for(nbytes, self.forecast.growth(), exclude)
+        return self._allocated + nbytes <= self.hbm_budget_bytes
+
     def _make_room(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> None:
         """`growth_bytes`: growth of the model until the next check; None: not known."""
-        budget = self._limits.hbm_budget_bytes
-        if budget is None:
-            return
-        if growth_bytes is None and len(self.reclaim):  # nothing learned yet: the least possible stays
-            self.reclaim.reclaim_until(lambda: False)
-            self._allocated = self._device.allocated_bytes()
-        limit = budget - nbytes - (growth_bytes or 0)
-        if self._allocated <= limit:
-            return
-
-        def enough() -> bool:
-            self._allocated = self._device.allocated_bytes()
-            return self._allocated <= limit
-
-        refused = self._reclaim_until(enough, exclude)
-        if self._allocated > budget - nbytes:
+        refused = self._reclaim_for(nbytes, growth_bytes, exclude)
+        budget = self.hbm_budget_bytes
+        if self._allocated + nbytes > budget:
             self._metrics.totals.budget_misses += 1
             if refused is not None:
                 raise HostMemoryExhausted(
@@ -266,6 +260,26 @@ class Budget:
                     f"come down to the budget of {budget}, but the host takes no more of them: {refused}; raise hbm_budget, "
                     f"free host memory, or make the batch smaller"
                 )
+
+    def _reclaim_for(self, nbytes: int, growth_bytes: int | None, exclude: Collection[SavedStorage]) -> str | None:
+        """Reclaim until `nbytes` and the growth fit. Returns why the host took no more, if that is what ended it."""
+        budget = self._limits.hbm_budget_bytes
+        if budget is None:
+            return None
+        if growth_bytes is None and len(self.reclaim):  # nothing learned yet: the least possible stays
+            self.reclaim.reclaim_until(lambda: False)
+            self._allocated = self._device.allocated_bytes()
+        limit = budget - nbytes - (growth_bytes or 0)
+        if self._allocated <= limit:
+            return None
+
+        def enough() -> bool:
+            self._allocated = self._device.allocated_bytes()
+            return self._allocated <= limit
+
+        refused = self._reclaim_until(enough, exclude)
+        enough()  # the last that was reclaimed counts as well
+        return refused
 
     def note_on_device(self, saved: SavedStorage) -> None:
         """Note that `saved`, which could be on the host, stays on the device."""
@@ -358,14 +372,14 @@ class Budget:
         self.reclaim.reclaim_until(enough)
         # Whole ones first: what stays of the others takes memory of its own before they go.
         self.planned.reclaim_some_until(enough, _is_whole)
-        self.planned.reclaim_until(enough)
+        self.planned.reclaim_some_until(enough, self._can_go)
         if enough():
             return None
         for saved in self._restored():
-            if saved in exclude:
-                continue
             if enough():
                 return None
+            if saved in exclude or not self._can_go(saved):
+                continue
             with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                 saved.drop_restored()
         if (swap_outs := self._swap_outs()) is not None:
@@ -378,13 +392,18 @@ class Budget:
                 if enough():
                     return None
                 swap_out_now(saved)
+            self.planned.reclaim_some_until(enough, self._can_go)
         except TransferFailed:
             return None
         except HostMemoryExhausted as refusal:
             return str(refusal)
         return None
 
+    def _can_go(self, entry: Reclaimable) -> bool:
+        """Whether there is room now for what stays of it on the device."""
+        return not isinstance(entry, SavedStorage) or self.fits_now(allocated_size(entry.form.device_bytes))
+
 
 def _is_whole(entry: Reclaimable) -> bool:
     """Whether nothing of a storage stays on the device, in memory of its own, when it is reclaimed."""
-    return isinstance(entry, SavedStorage) and not entry.form.device_bytes
+    return not isinstance(entry, SavedStorage) or not entry.form.device_bytes

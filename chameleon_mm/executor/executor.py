@@ -338,7 +338,7 @@ class Executor:
         due = self.director.due(finished)
         for saved in due.drops:
             if self.recomputing.drop(saved, self._ins.restore) is not None:
-                self._outs.swap_out(saved)
+                self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
         self._outs.carry_out(due)
         limit = self.budget.memory_limit
         if check_memory or due.check_memory or (limit is not None and limit.wants_check):

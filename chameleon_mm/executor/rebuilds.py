@@ -7,7 +7,7 @@ What a recipe needs is brought back like any storage that is used; what else one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -21,10 +21,13 @@ from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.recipe import Recipe, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.units import KIB
+from chameleon_mm.units import allocated_size
 
-_INSIDE_BYTES = 64 * KIB
-"""Room for what an operator holds inside itself while it runs again, at most."""
+WORD = 8
+"""Bytes that are compared at once."""
+
+_FLAG_BYTES = 4 * allocated_size(1)
+"""Bytes of the results of a comparison."""
 
 Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 """Brings a storage back, ready for a stream."""
@@ -37,6 +40,8 @@ class Rebuilds:
         self._device = device
         self._context = context
         self._budget = budget
+        self.inner_bytes = 0
+        """Room that a comparison leaves for what an operator holds inside itself while it runs again."""
 
     def rebuild(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
         """Make `saved` again, ready for `compute`, the current stream.
@@ -65,18 +70,21 @@ class Rebuilds:
                 if source.claim is not None and source.claim.saved.form.recipe is None:
                     restore(source.claim.saved, compute)
 
-    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor:
-        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too."""
+    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | None:
+        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too. None:
+        there is no room for it."""
         original = saved.device
         assert original is not None
-        beside_bytes = _beside_bytes(recipe, saved)
         sources = [source.claim.saved for source in recipe.sources if source.claim is not None]
         were_away = [source for source in sources if source.state is State.ON_HOST]
-        remade = self.replay(recipe, compute, restore, exclude=saved, beside_bytes=beside_bytes).storage
-        if saved.alloc_stream is not compute:
-            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
-        with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
-            differs = _differ(remade, original)
+        storages = self._sources_of(recipe, compute, restore)
+        differs = None
+        if self._budget.room_was_made(self._beside_bytes(recipe, saved), exclude=[saved, *sources]):
+            remade = self._run(recipe, storages, compute, exclude=[saved, *sources]).storage
+            if saved.alloc_stream is not compute:
+                compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
+            with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
+                differs = _differ(remade, original)
         for source in were_away:
             if source.state is State.RESTORED:
                 with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
@@ -88,12 +96,22 @@ class Rebuilds:
         sources = (source.claim.saved for source in recipe.sources if source.claim is not None)
         if any(source.state is State.ON_HOST for source in sources):
             return False
-        return self._budget.fits_now(recipe.peak_bytes + _beside_bytes(recipe, saved))
+        return self._budget.fits_now(self._beside_bytes(recipe, saved))
 
-    def replay(
-        self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage, beside_bytes: int = 0
-    ) -> Remade:
-        """Replay `recipe` on `compute`, room made for it and for `beside_bytes`; `exclude` is not reclaimed for that."""
+    def _beside_bytes(self, recipe: Recipe, saved: SavedStorage) -> int:
+        """Bytes of a comparison at most: while `recipe` runs, or of its result and a byte for each word that is compared."""
+        compared_bytes = allocated_size(saved.nbytes) + allocated_size(saved.nbytes // WORD) + _FLAG_BYTES
+        return max(recipe.peak_bytes + self.inner_bytes, compared_bytes)
+
+    def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
+        """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
+        storages = self._sources_of(recipe, compute, restore)
+        needed = [exclude, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
+        self._budget.make_room(recipe.peak_bytes, exclude=needed)
+        return self._run(recipe, storages, compute, exclude=needed)
+
+    def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
+        """What `recipe` is made from, on the device and as it was."""
         self._budget.allocated_bytes()  # the model may have allocated since memory was checked
         storages = []
         for source in recipe.sources:
@@ -101,20 +119,28 @@ class Rebuilds:
             assert storage is not None
             source.check(storage)
             storages.append(storage)
+        return storages
+
+    def _run(
+        self,
+        recipe: Recipe,
+        storages: Sequence[torch.UntypedStorage],
+        compute: Stream,
+        *,
+        exclude: Collection[SavedStorage],
+    ) -> Remade:
         written_on = {
             stream for source in recipe.sources if (stream := source.written_on) is not None and stream is not compute
         }
         for stream in written_on:
             compute.wait(stream.record())  # the sources were written there -> they are read here
-        needed = [exclude, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
-        self._budget.make_room(recipe.peak_bytes + beside_bytes, exclude=needed)
         remade = None
         with annotation("chameleon::recompute"), self._operators_of_ours(), self._budget.replaying():
             with suppress(torch.OutOfMemoryError):  # run again outside: the exception's traceback would keep tensors alive
                 remade = recipe.replay(storages)
             if remade is None:
                 self._context.metrics.totals.oom_retries += 1
-                self._budget.reclaim_all(needed)
+                self._budget.reclaim_all(exclude)
                 remade = recipe.replay(storages)
         for stream in written_on:
             self._context.streams.join_all(stream)  # Note [Reclaim]: their next owner comes after this reading
@@ -146,12 +172,6 @@ class Rebuilds:
             yield
 
 
-def _beside_bytes(recipe: Recipe, saved: SavedStorage) -> int:
-    """Room that a comparison leaves beside what `recipe` makes: for the comparison itself, a byte for each word, and for what
-    operators hold inside themselves, which nobody knows."""
-    return saved.nbytes // 4 + min(recipe.peak_bytes, _INSIDE_BYTES)
-
-
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
     """The bytes of `saved` on the device. A copy out that is on its way goes on: it is read, and nothing else."""
     if saved.state is State.SWAPPING_OUT and saved.device is not None:
@@ -180,6 +200,8 @@ def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
 def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Tensor:
     """Whether any bit of two storages of one size differs, on the device."""
     a, b = flat_bytes(one), flat_bytes(other)
-    if all(number % 8 == 0 for number in (one.nbytes(), one.data_ptr(), other.data_ptr())):
-        a, b = a.view(torch.int64), b.view(torch.int64)
-    return (a != b).any()
+    if any(storage.data_ptr() % WORD for storage in (one, other)):
+        return (a != b).any()
+    words = one.nbytes() // WORD * WORD
+    differs = (a[:words].view(torch.int64) != b[:words].view(torch.int64)).any()
+    return differs if words == one.nbytes() else differs | (a[words:] != b[words:]).any()

@@ -62,6 +62,8 @@ class RecomputePlan:
     """Whether the step that begins is to tell how long steps under the plan take."""
     ran_beside: bool = False
     """Whether the step that follows it, or did, ran a recipe beside its original: it took longer than others will."""
+    inner_bytes: int = 0
+    """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
     banned: set[str] = field(default_factory=set)
     """Names of operators that an audit has found to differ when they run again."""
 
@@ -146,6 +148,7 @@ class Recomputing:
         self._plan = plan
         if plan is not None:
             plan.ran_beside = False
+            self._rebuilds.inner_bytes = plan.inner_bytes
             self.watch = CallWatch(self._device, before_write, plan.held)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
             self._audits.begin_step(is_on_trial=plan.is_on_trial, is_measured=self._metrics.timing is not None)
@@ -332,7 +335,11 @@ class Recomputing:
     def _disproof(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Refusal | None:
         """Why the recipe does not stand for `saved`; None: it makes its bits."""
         try:
-            differs = bool(self._differs(recipe, saved, restore).item())
+            compared = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
+            if compared is None:
+                return Refusal("no memory for its proof", lasts=False)
+            self._metrics.totals.proofs += 1
+            differs = bool(compared.item())
         except torch.OutOfMemoryError:
             return Refusal("no memory for its proof", lasts=False)
         except ChameleonError:
@@ -341,10 +348,6 @@ class Recomputing:
             _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
             return Refusal("an error when it runs again", ", ".join(recipe.operators))
         return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
-
-    def _differs(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Tensor:
-        self._metrics.totals.proofs += 1
-        return self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
         """Compare what a recipe of one of `finished` makes with it, once a step."""

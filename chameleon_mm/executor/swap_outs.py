@@ -127,8 +127,9 @@ class SwapOuts:
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
 
-    def swap_out(self, saved: SavedStorage) -> None:
-        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind."""
+    def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
+        """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it
+        does not wait, as nobody knows of room for packing."""
         if saved.state is not State.ON_DEVICE or not saved.is_copyable:
             return
         if isinstance(saved, SavedPart):
@@ -139,7 +140,7 @@ class SwapOuts:
         if saved.nbytes < self._rule.min_bytes:
             self._budget.note_on_device(saved)
             return
-        if self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
+        if alone or self._thresholds.path(saved.nbytes) in (Path.BATCH, Path.DIRECT):
             self.swap_out_alone(saved)
         else:  # also where STAY is advised: the rule was told to move it
             self._small.append(saved)
@@ -176,6 +177,7 @@ class SwapOuts:
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
         # While a group is packed, its members are still there: a tight budget has room for small groups only.
+        self._budget.allocated_bytes()  # operators may have allocated since memory was checked
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.batches(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with

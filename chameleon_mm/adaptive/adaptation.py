@@ -185,8 +185,6 @@ class Adaptation:
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
-        if planned is not None and planned.current is not None and planned.current.recompute is not None:
-            planned.current.recompute.is_on_trial = not planned.is_decided
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
         self._metrics.timed = self._metrics.timed or (planned is not None and not planned.is_decided)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
@@ -222,7 +220,7 @@ class Adaptation:
                 and not step.exceeded_plan
                 and step.followed is not None
                 and step.followed in entry.plan.trials
-                and not (step.followed.recompute is not None and step.followed.recompute.ran_beside)
+                and (step.followed.recompute is None or step.followed.recompute.is_typical)
             ):
                 timing.end(compute)
                 self._measuring.append((entry.plan, step.followed, timing))

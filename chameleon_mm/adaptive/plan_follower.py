@@ -23,9 +23,10 @@ from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.planned_step import ExtraMemory, PlanTrial
 from chameleon_mm.device import Stream
-from chameleon_mm.executor.budget import Budget, PlanForecast
+from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
+from chameleon_mm.executor.forecasts import PlanForecast
 from chameleon_mm.executor.recomputing import RecomputePlan
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import ActionKind, LinkCost, StorageAction
@@ -67,6 +68,10 @@ class PlanFollower(Director):
     def recompute(self) -> RecomputePlan | None:
         return None if self.followed is None else self.followed.recompute
 
+    @property
+    def may_recompute(self) -> bool:
+        return self._may_recompute
+
     def ban(self, operators: Collection[str]) -> None:
         self.adaptation.ban(operators)
 
@@ -76,6 +81,7 @@ class PlanFollower(Director):
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
         self._follow(self.adaptation.steps.current, budget)
+        self._may_recompute = any(map(_recomputes, self.adaptation.steps.entries()))
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
@@ -121,6 +127,7 @@ class PlanFollower(Director):
         self.followed: PlanTrial | None = None
         """The trial whose plan this step follows, or did."""
         self._schedule: HookSchedule | None = None
+        self._may_recompute = False
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
         self._due = _NOTHING_DUE
@@ -222,6 +229,7 @@ class PlanFollower(Director):
                 self._first_bytes = budget.allocated_bytes()
             if hook == 0 or another:
                 self._compare_memory(budget)
+            self._may_recompute = self._may_recompute and any(map(_recomputes, steps.agreeing()))
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
@@ -296,6 +304,8 @@ class PlanFollower(Director):
         planned = None if entry is None else entry.plan
         self.followed = None if planned is None else planned.current
         self._schedule = None if self.followed is None else self.followed.schedule
+        if planned is not None and self.recompute is not None:
+            self.recompute.is_on_trial = not planned.is_decided
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
@@ -343,6 +353,12 @@ class PlanFollower(Director):
         to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
         return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)
+
+
+def _recomputes(entry: StepEntry) -> bool:
+    """Whether the plan of a cached step that would be followed makes something again."""
+    current = None if entry.plan is None else entry.plan.current
+    return current is not None and current.recompute is not None
 
 
 def plan_steps(

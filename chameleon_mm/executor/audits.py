@@ -1,6 +1,6 @@
 """Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for its own step alone.
 
-    audits.begin_step(is_on_trial=..., is_measured=...)
+    audits.begin_step(is_measured=...)
     audits.next_is_due()             # at each storage whose operator is over: whether a recipe of it is to be tried
     audits.compare(recipe, saved, restore)
     audits.read()                    # names of operators that gave other bits; each once, with a warning
@@ -42,22 +42,25 @@ class Audits:
         self._from = 0
         """Number of the first storage that this step may compare."""
         self._due = False
+        self.is_on_trial = False
+        """Whether the plan that the step follows is on trial: no step compares for it."""
         self._compared: list[tuple[Tensor, list[str]]] = []
         """Whether any bit differed, on the device, and the operators that ran."""
         self._warned: set[str] = set()
 
-    def begin_step(self, *, is_on_trial: bool, is_measured: bool) -> None:
-        """Begin a step, which compares one storage; of a plan that is on trial none does, and of steps whose time is measured
-        every second one: those times count in which nothing was compared."""
+    def begin_step(self, *, is_measured: bool) -> None:
+        """Begin a step, which compares one storage; of steps whose time is measured every second one does: those times count in
+        which nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
         self._from = int(self._steps * GOLDEN % 1 * self._seen_last)
-        self._due = not is_on_trial and (not is_measured or self._steps % 2 == 0)
+        self._due = not is_measured or self._steps % 2 == 0
+        self.is_on_trial = False
 
     def next_is_due(self) -> bool:
         """Whether the next storage whose operator is over is to be compared, if it has a recipe."""
         self._seen += 1
-        return self._due and self._seen > self._from
+        return self._due and not self.is_on_trial and self._seen > self._from
 
     def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
         """Compare what `recipe` makes with `saved`, if there is room for it. Returns whether it ran."""

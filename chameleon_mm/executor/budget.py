@@ -15,7 +15,6 @@ A `Forecast` says how far the model's own allocation will grow until memory is c
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.executor.forecasts import Forecast, HighestForecast, LearnedForecast
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
@@ -32,58 +32,6 @@ from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.units import allocated_size
-
-
-class Forecast(ABC):
-    """Growth of the model's allocation, in bytes."""
-
-    follows_plan = False
-    """Whether a plan has room for what comes, hook for hook."""
-
-    @abstractmethod
-    def growth(self, checks: int = 0) -> int | None:
-        """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
-
-    def growth_from_check(self) -> int | None:
-        """The growth until the next check, as a check of memory leaves it free."""
-        return self.growth()
-
-
-class LearnedForecast(Forecast):
-    """Forecast from the same checks of the step before."""
-
-    def __init__(self, headroom: Headroom) -> None:
-        self._headroom = headroom
-
-    def growth(self, checks: int = 0) -> int | None:
-        return self._headroom.need(checks)
-
-
-class HighestForecast(Forecast):
-    """Forecast of the most that the step before took between any two checks."""
-
-    def __init__(self, headroom: Headroom) -> None:
-        self._headroom = headroom
-
-    def growth(self, checks: int = 0) -> int | None:
-        return self._headroom.most()
-
-
-class PlanForecast(Forecast):
-    """Forecast of a plan that has room for the model and for its own swap-ins."""
-
-    follows_plan = True
-
-    def __init__(self) -> None:
-        self.growth_bytes = 0
-        """Bytes that are allocated at most until the next check, by the plan's own prefetches too."""
-
-    def growth(self, checks: int = 0) -> int:
-        return 0
-
-    def growth_from_check(self) -> int:
-        return self.growth_bytes  # a plan counts on what it reclaims and prefetches at that hook
-
 
 PREFETCH_HORIZON = 8
 """Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
@@ -189,8 +137,7 @@ class Budget:
 
     def fits_now(self, nbytes: int) -> bool:
         """Whether `nbytes` may be allocated for a moment within this hook."""
-        budget = self._limits.hbm_budget_bytes
-        return budget is None or self.allocated_bytes() + nbytes <= budget
+        return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + nbytes <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
         """Bytes that may be allocated for a moment, beside what the model will allocate."""

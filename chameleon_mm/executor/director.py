@@ -56,6 +56,11 @@ class Director:
         """What is made again in the step that has begun; None: nothing."""
         return None
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the step that has begun may follow a plan that makes something again, as far as is known by now."""
+        return self.recompute is not None
+
     def ban(self, operators: Collection[str]) -> None:
         """Note operators that are not to run again: an audit found that they give other bits. Called between steps."""
 

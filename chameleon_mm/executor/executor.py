@@ -74,12 +74,8 @@ class Executor:
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
-        self._streams, self._order, self._registry, self._claims = (
-            parts.context.streams,
-            parts.order,
-            parts.registry,
-            parts.claims,
-        )
+        self._streams, self._order = parts.context.streams, parts.order
+        self._registry, self._claims = parts.registry, parts.claims
         self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
         self._recording = Recording()
         self.director = Director()
@@ -134,6 +130,7 @@ class Executor:
             hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
         watch = self._recording.watch
         if watch is not None:
+            self.recomputing.follow(self.director.recompute, may_change=self.director.may_recompute)
             self.recomputing.audit(finished, self._ins.restore)
             self.recomputing.hold_born(self._new_claim, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
@@ -247,8 +244,9 @@ class Executor:
             if banned := self.recomputing.read_audits():
                 self.director.ban(banned)
             recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
-            recompute = self.director.recompute if recorder is None else None
-            watch = self.recomputing.begin(recompute, partial(_before_write, weakref.ref(self)))
+            may_recompute = recorder is None and self.director.may_recompute
+            watch = self.recomputing.begin(partial(_before_write, weakref.ref(self)) if may_recompute else None)
+            self.recomputing.follow(self.director.recompute, may_change=may_recompute)
         self._recording.begin(recorder, watch)
 
     def end_step(self, *, completed: bool) -> None:
@@ -342,14 +340,13 @@ class Executor:
         self._outs.carry_out(due)
         limit = self.budget.memory_limit
         if check_memory or due.check_memory or (limit is not None and limit.wants_check):
-            growth_bytes = self.budget.check_memory()
-            self.director.note_growth(growth_bytes, at_hook=check_memory and at_hook)
+            self.director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return due.prefetches
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
-        # A step that is written down has one tensor for each storage: what is saved of it later is no part of its own.
+        # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
         found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.recorder is not None)
         claim = found.claim
         if claim is None:

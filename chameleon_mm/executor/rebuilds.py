@@ -91,6 +91,20 @@ class Rebuilds:
                     source.drop_restored()  # no use of it has come yet
         return differs
 
+    def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
+        """A copy of `storage`, made on the current stream, if there is room for it. Others than `dropping` are reclaimed for
+        it; where that is None none is."""
+        nbytes = allocated_size(storage.nbytes())
+        has_room = self._budget.fits_now(nbytes)
+        if not has_room and dropping is not None:
+            has_room = self._budget.room_was_made(nbytes, exclude=[dropping])
+        if not has_room:
+            return None
+        with torch.no_grad():
+            copy = flat_bytes(storage).clone().untyped_storage()
+        self._budget.note_allocated(nbytes)
+        return copy
+
     def fits_beside(self, recipe: Recipe, saved: SavedStorage) -> bool:
         """Whether there is room for comparing what `recipe` makes with `saved`, and nothing has to go for it."""
         sources = (source.claim.saved for source in recipe.sources if source.claim is not None)

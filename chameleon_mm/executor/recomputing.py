@@ -1,6 +1,7 @@
 """Drops what a plan has made again: watches how storages are made, writes their recipes, proves and audits these.
 
-    watch = recomputing.begin(plan)              # entered with the step; None: nothing is recomputed in it
+    watch = recomputing.begin(before_write)      # entered with the step; None: nothing is recomputed in it
+    recomputing.follow(plan)                     # whenever the step turns out to be another one
     recomputing.note_saved(t, claim)             # at a save: autograd's own copy may be a recipe's source
     recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
     recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +48,11 @@ SNAPSHOT_BYTES = 64 * KIB
 save, may be written to after forward."""
 
 
+ATTEMPTS = 4
+"""Steps that try to drop a storage where something of the moment is in the way, such as too little memory for its proof. After
+them it is not made again."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecomputePlan:
     """Part of a plan that is about what is made again."""
@@ -59,9 +66,12 @@ class RecomputePlan:
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
     is_on_trial: bool = False
-    """Whether the step that begins is to tell how long steps under the plan take."""
-    ran_beside: bool = False
-    """Whether the step that follows it, or did, ran a recipe beside its original: it took longer than others will."""
+    """Whether the step that follows it is to tell how long steps under the plan take."""
+    is_typical: bool = True
+    """Whether the step that follows it, or did, takes the time that others will: no recipe ran beside its original, and nothing
+    was swapped that was to be dropped."""
+    attempts: Counter[int] = field(default_factory=Counter)
+    """How often something kept a storage from being dropped that another step need not meet, by the storage's number."""
     inner_bytes: int = 0
     """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
     banned: set[str] = field(default_factory=set)
@@ -136,23 +146,37 @@ class Recomputing:
         self._source_values: list[Value] = []
         """Values that the recipe that is being written takes from sources."""
         self._parameters = ParameterSizes()
-        self._waits_for_size = False
-        """Whether the recipe that is being written needs a parameter that may be resharded, for all that is known yet."""
+        self._dropping: SavedStorage | None = None
+        """The storage whose recipe is being written so that it can be dropped; None: for an audit."""
+        self._waits_for = ""
+        """Why the recipe that is being written cannot be, this time."""
         self._audits = Audits(rebuilds, streams, metrics.totals)
 
     # --- the step
 
-    def begin(self, plan: RecomputePlan | None, before_write: Callable[[Value], None]) -> CallWatch | None:
-        """Begin a step that follows `plan`. Returns what watches its forward."""
+    def begin(self, before_write: Callable[[Value], None] | None) -> CallWatch | None:
+        """Begin a step. Returns what watches its forward; None without `before_write`: nothing is recomputed in it."""
         self.end()
-        self._plan = plan
-        if plan is not None:
-            plan.ran_beside = False
-            self._rebuilds.inner_bytes = plan.inner_bytes
-            self.watch = CallWatch(self._device, before_write, plan.held)
+        if before_write is not None:
+            self.watch = CallWatch(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
-            self._audits.begin_step(is_on_trial=plan.is_on_trial, is_measured=self._metrics.timing is not None)
+            self._audits.begin_step(is_measured=self._metrics.timing is not None)
         return self.watch
+
+    def follow(self, plan: RecomputePlan | None, *, may_change: bool) -> None:
+        """Follow `plan` from now on in the step that is watched. `may_change`: this or another plan of the step makes something
+        again."""
+        if self.watch is None:
+            return
+        self.watch.is_over = not may_change
+        if plan is self._plan:
+            return
+        self._plan = plan
+        self.watch.hold({} if plan is None else plan.held)
+        if plan is not None:
+            plan.is_typical = True
+            self._rebuilds.inner_bytes = plan.inner_bytes
+            self._audits.is_on_trial = plan.is_on_trial
 
     def end(self) -> None:
         """End the step: forget all that was noted of it, and read what its audits found."""
@@ -207,7 +231,16 @@ class Recomputing:
         refusal = self._drop(saved, restore)
         if refusal is not None:
             self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
+            if self._plan is not None and saved.planned is not None:
+                self._note_refusal(self._plan, saved.planned.tensor, refusal)
         return refusal
+
+    @staticmethod
+    def _note_refusal(plan: RecomputePlan, number: int, refusal: Refusal) -> None:
+        plan.is_typical = False
+        plan.attempts[number] += 1
+        if refusal.lasts or plan.attempts[number] >= ATTEMPTS:
+            plan.refused[number] = refusal
 
     def _drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
         plan, number = self._plan, None if saved.planned is None else saved.planned.tensor
@@ -215,16 +248,15 @@ class Recomputing:
             return Refusal("nobody watched how it was made")
         if number in plan.refused:
             return plan.refused[number]
+        self._dropping = saved
         recipe = self._recipe(saved)
+        self._dropping = None
         refusal = recipe if isinstance(recipe, Refusal) else None
         sources = self._source_values
         if not isinstance(recipe, Refusal) and number not in plan.proven:
-            plan.ran_beside = True
+            plan.is_typical = False
             refusal = self._disproof(recipe, saved, restore)
-        if refusal is not None or isinstance(recipe, Refusal):
-            assert refusal is not None
-            if refusal.lasts:
-                plan.refused[number] = refusal
+        if isinstance(recipe, Refusal) or refusal is not None:
             return refusal
         plan.proven.add(number)
         if saved.device is None or saved.state is not State.ON_DEVICE:
@@ -247,7 +279,7 @@ class Recomputing:
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
         """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
         self._source_values = []
-        self._waits_for_size = False
+        self._waits_for = ""
         if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)
         value = self.watch.value_of(saved.device)
@@ -256,8 +288,8 @@ class Recomputing:
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
         recipe = build(value, self._source_of, self._refuse)
-        if isinstance(recipe, Refusal) and self._waits_for_size:
-            return Refusal("a parameter that no step has seen keep its size", lasts=False)
+        if isinstance(recipe, Refusal) and self._waits_for:
+            return Refusal(self._waits_for, lasts=False)
         return recipe
 
     def _refuse(self, call: Call) -> Refusal | None:
@@ -319,11 +351,13 @@ class Recomputing:
         root = t if t._base is None else t._base
         stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.keeps_its_size(value)
         if value.nbytes > SNAPSHOT_BYTES and not stays:
-            self._waits_for_size = True
+            self._waits_for = "a parameter that no step has seen keep its size"
             return None
         if value.nbytes <= SNAPSHOT_BYTES and value.call is None and not (is_saved and stays):
-            with torch.no_grad():
-                copied = flat_bytes(storage).clone().untyped_storage()
+            copied = self._rebuilds.copied(storage, self._dropping)
+            if copied is None:
+                self._waits_for = "no memory for a copy of a small input"
+                return None
             source = Source(nbytes=value.nbytes, storage=copied, stream=stream)
         else:
             source = Source(nbytes=value.nbytes, storage=storage, probe=VersionProbe(t), stream=stream)
@@ -356,7 +390,7 @@ class Recomputing:
                 known = set(self._snapshots)
                 recipe = self._recipe(saved)
                 if isinstance(recipe, Recipe) and self._audits.compare(recipe, saved, restore):
-                    self._plan.ran_beside = True
+                    self._plan.is_typical = False
                 for key in self._snapshots.keys() - known:  # a plan has no room for them
                     del self._snapshots[key]
 

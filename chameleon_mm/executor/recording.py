@@ -67,9 +67,12 @@ class Recording:
                 self._enter_or_leave(self.watch)
             if in_backward() and self.watch.after_forward is not None:
                 self.watch.after_forward()
+            if self.watch.is_over and not self._entered:
+                self.watch = None
+                self._note_whether_over()
 
     def _enter_or_leave(self, watch: CallWatch) -> None:
-        wanted = not (watch.must_leave or in_backward())
+        wanted = not (watch.must_leave or watch.is_over or in_backward())
         if self._entered and not wanted:
             self._leave(watch)
         elif wanted and not self._entered:

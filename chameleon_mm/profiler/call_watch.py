@@ -68,17 +68,15 @@ class CallWatch(StepMode):
         self,
         device: Device,
         before_write: Callable[[Value], None],
-        held: Mapping[BirthPlace, int] | None = None,
     ) -> None:
-        """`held`: storages to hold from their birth on, by its place; each with the plan's number of the storage."""
         super().__init__()
         self._before_write = before_write
         self._dispatch = DispatchState(device)
         self._device_type = device.torch_device.type
         self._facts = OpFactsCache(self._device_type)
         self._latest: dict[int, Value] = {}
-        self._places = held or {}
-        self._place_hooks = frozenset(place.hooks for place in self._places)
+        self._places: Mapping[BirthPlace, int] = {}
+        self._place_hooks = frozenset[int]()
         self._ran: dict[str, int] = {}
         """Operators since the last hook, by name; counted where a storage is to be held."""
         self._hooks = 0
@@ -87,6 +85,8 @@ class CallWatch(StepMode):
         """Storages to hold that were made since the last hook, each with the plan's number. Taken by whoever holds them."""
         self.after_forward: Callable[[], None] | None = None
         """Called by hooks of a backward: what was noted for its forward alone may go."""
+        self.is_over = False
+        """Whether the step has turned out to be one in which nothing is recomputed."""
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
 
@@ -103,6 +103,10 @@ class CallWatch(StepMode):
         """The latest value of `storage`; None: it is not known."""
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
+
+    def hold(self, places: Mapping[BirthPlace, int]) -> None:
+        """Hold storages from their birth on at these places; each with the plan's number of the storage."""
+        self._places, self._place_hooks = places, frozenset(place.hooks for place in places)
 
     def at_hook(self, hooks: int) -> None:
         """Note that there were so many hooks in the step so far."""

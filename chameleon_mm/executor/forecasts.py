@@ -1,0 +1,58 @@
+"""Forecasts of how far the model's own allocation will grow until memory is checked again: what a budget leaves free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from chameleon_mm.policy import Headroom
+
+
+class Forecast(ABC):
+    """Growth of the model's allocation, in bytes."""
+
+    follows_plan = False
+    """Whether a plan has room for what comes, hook for hook."""
+
+    @abstractmethod
+    def growth(self, checks: int = 0) -> int | None:
+        """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
+
+    def growth_from_check(self) -> int | None:
+        """The growth until the next check, as a check of memory leaves it free."""
+        return self.growth()
+
+
+class LearnedForecast(Forecast):
+    """Forecast from the same checks of the step before."""
+
+    def __init__(self, headroom: Headroom) -> None:
+        self._headroom = headroom
+
+    def growth(self, checks: int = 0) -> int | None:
+        return self._headroom.need(checks)
+
+
+class HighestForecast(Forecast):
+    """Forecast of the most that the step before took between any two checks."""
+
+    def __init__(self, headroom: Headroom) -> None:
+        self._headroom = headroom
+
+    def growth(self, checks: int = 0) -> int | None:
+        return self._headroom.most()
+
+
+class PlanForecast(Forecast):
+    """Forecast of a plan that has room for the model and for its own swap-ins."""
+
+    follows_plan = True
+
+    def __init__(self) -> None:
+        self.growth_bytes = 0
+        """Bytes that are allocated at most until the next check, by the plan's own prefetches too."""
+
+    def growth(self, checks: int = 0) -> int:
+        return 0
+
+    def growth_from_check(self) -> int:
+        return self.growth_bytes  # a plan counts on what it reclaims and prefetches at that hook

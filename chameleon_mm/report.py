@@ -125,6 +125,8 @@ class SwapReport(Counters):
     """Time that compute waited for copies."""
     copy_us: float | None
     """Time that copies ran, both directions added up."""
+    recompute_us: float | None
+    """Time in which compute made dropped storages again, in timed steps."""
     peak_hbm_bytes: int
     """The most device memory allocated while the session was open; where `peak_hbm_at_most_bytes` differs, a lower bound."""
     peak_hbm_at_most_bytes: int | None
@@ -139,6 +141,8 @@ class SwapReport(Counters):
     """Saved tensors that stayed on the device, by reason."""
     not_recomputed_by_reason: dict[str, int]
     """Storages that a plan would have had made again and that were swapped or kept instead, by reason."""
+    recipes_banned: tuple[str, ...]
+    """Operators that are not run again any more, as an audit found them to fail or to give other bits."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
     refused_by_codec: dict[str, int]
@@ -190,6 +194,7 @@ class SwapReport(Counters):
             hidden_fraction=totals.hidden_fraction,
             stall_us=totals.stall_us if timed else None,
             copy_us=totals.copy_us if timed else None,
+            recompute_us=totals.recompute_us if timed else None,
             peak_hbm_bytes=peak.at_least_bytes,
             peak_hbm_at_most_bytes=peak.at_most_bytes,
             hbm_budget_bytes=hbm_budget_bytes,
@@ -197,6 +202,7 @@ class SwapReport(Counters):
             host_reserved_bytes=pool.reserved_bytes,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
+            recipes_banned=() if adaptation is None else adaptation.banned,
             encoded_by_codec=_by_codec(totals.encoded),
             refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
@@ -209,7 +215,8 @@ class SwapReport(Counters):
         """Dictionary of every figure but the copy spans, ready for JSON."""
         figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
         copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
-        return {**figures, **copies, "problems": list(self.problems)}
+        texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
+        return {**figures, **copies, **texts}
 
     @property
     def budget_held(self) -> bool | None:
@@ -240,7 +247,7 @@ class SwapReport(Counters):
             ("steps that had a plan already", str(self.plan_cache_hits)),
             *self._planned_rows(clock),
             ("peak device memory", self._peak()),
-            *self._recomputed_rows(),
+            *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
             ("reclaimed", format_size(self.bytes_reclaimed)),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
@@ -298,14 +305,19 @@ class SwapReport(Counters):
             *([(f"latest plan's recomputation{clock}", format_us(recompute_us))] if recompute_us else []),
         ]
 
-    def _recomputed_rows(self) -> list[tuple[str, str]]:
+    def _recomputed_rows(self, clock: str) -> list[tuple[str, str]]:
         """Rows of what was dropped and made again; none where no plan asked for it."""
         refused = ", ".join(f"{count} {reason}" for reason, count in self.not_recomputed_by_reason.items())
         rows = [("not recomputed after all", refused)] if refused else []
+        if self.recipes_banned:
+            rows.append(("not run again any more", ", ".join(self.recipes_banned)))
         if not self.recomputed:
             return rows
         dropped = f"{self.recomputed} dropped, {format_size(self.bytes_recomputed)}"
-        return [("recomputed", f"{dropped}; {self.rebuilds} rebuilds, {self.proofs} compared with the originals"), *rows]
+        held = f"{format_size(self.bytes_held)} held for them; " if self.bytes_held else ""
+        took = "" if self.recompute_us is None else f" in {format_us(self.recompute_us)}, timed steps alone"
+        rebuilt = f"{self.rebuilds} rebuilds{took}; {self.proofs} compared with the originals"
+        return [(f"recomputed{clock}", f"{dropped}; {held}{rebuilt}"), *rows]
 
     def __str__(self) -> str:
         rows = self.rows()

@@ -21,7 +21,8 @@ from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
-from chameleon_mm.executor.recomputing import RecomputePlan, Recomputing
+from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.policy import StorageAction
 from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.profiler.recorder import Recorder

@@ -630,6 +630,20 @@ class Sharded(nn.Module):
             self.shift.data.copy_(self.full if filled else torch.full_like(self.full, torch.nan))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_batch_norm_is_made_again_where_it_has_no_running_statistics(training: bool) -> None:
+    def program(*, moving: bool) -> list[Tensor]:
+        x, mean, variance = leaf(8, 4, 6, 6), outside(4), outside(4).abs()
+        z = F.batch_norm(x * 2, mean if moving else None, variance if moving else None, training=training or not moving).sin()
+        return [*grads(z.sum(), x), mean, variance]
+
+    reason = "a batch norm with running statistics"
+    assert totals_of(check(lambda: program(moving=True))).not_recomputed_by_reason[reason] > 0
+    without = totals_of(check(lambda: program(moving=False)))
+    assert without.not_recomputed_by_reason[reason] == 0
+    assert without.rebuilds > 0
+
+
 @pytest.mark.parametrize("filled", [True, False], ids=["fetched", "on its way"])
 @pytest.mark.parametrize("fetched", [True, False], ids=["in time", "late"])
 def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bool) -> None:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.adaptive.planned_step import PlannedStep
+from chameleon_mm.executor.audits import Audits
+from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.saved.metrics import StepTime
@@ -75,6 +77,7 @@ def train(
     budget: int | None = None,
     *,
     device: cm.SimDevice | None = None,
+    audit_every: int = 1,
     **given: Any,
 ) -> Run:
     """Train in plain PyTorch, or on `device`, within `budget` where there is one."""
@@ -85,6 +88,7 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if budget is not None:
             run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
+            run.session.audit_every = audit_every
         with run.session or nullcontext():
             for _ in range(steps):
                 if device:
@@ -176,15 +180,47 @@ def test_recomputing_is_faster_than_swapping_alone() -> None:
     assert steps_us[0] - unswapped_us < 0.5 * (steps_us[1] - unswapped_us)
 
 
-def test_each_place_is_proven_once_and_one_storage_a_step_is_audited() -> None:
-    run = train(8, budget_for(0.4), device=far_ahead())
+@pytest.mark.parametrize(("audit_every", "most"), [(1, 7), (3, 2), (0, 0)])
+def test_each_place_is_proven_once_and_one_storage_is_audited_in_so_many_steps(audit_every: int, most: int) -> None:
+    run = train(8, budget_for(0.4), device=far_ahead(), audit_every=audit_every)
+    assert run.seen == plainly(8).seen
     assert run.session is not None
     adaptation = run.session._adaptation
     assert adaptation is not None
     assert adaptation.latest is not None
     proven = len(adaptation.latest.proven)
     assert proven > 0
-    assert proven <= totals(run).proofs <= proven + 7
+    assert proven + (audit_every == 1) <= totals(run).proofs <= proven + most
+
+
+def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compare, differs = Audits.compare, Rebuilds.differs
+    auditing, raised = [False], list[str]()
+
+    def audit(*given: Any) -> bool:
+        auditing[0] = True
+        try:
+            return compare(*given)
+        finally:
+            auditing[0] = False
+
+    def fails(rebuilds: Rebuilds, recipe: Recipe, *given: Any) -> Tensor | None:
+        if not auditing[0]:
+            return differs(rebuilds, recipe, *given)
+        raised.extend(recipe.operators)
+        raise RuntimeError("it does not run in this mode")
+
+    monkeypatch.setattr(Audits, "compare", audit)
+    monkeypatch.setattr(Rebuilds, "differs", fails)
+    run = train(8, budget_for(0.4), device=far_ahead())
+    assert run.seen == plainly(8).seen
+    assert run.session is not None
+    assert raised
+    assert set(run.session.report().recipes_banned) == set(raised)
+    assert set(run.session.report().to_dict()["recipes_banned"]) == set(raised)
+    assert all(caplog.text.count(f"{name} is not run again any more") == 1 for name in set(raised))
 
 
 def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

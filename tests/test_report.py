@@ -22,7 +22,8 @@ from chameleon_mm.units import MIB
 PROMISED = {
     "steps", "detailed_steps", "plans", "plan_cache_hits", "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed",
     "hidden_fraction", "stall_us", "peak_hbm_bytes", "hbm_budget_bytes", "peak_host_bytes", "host_reserved_bytes",
-    "kept_by_reason", "fallbacks", "oom_retries", "simulated", "device",
+    "kept_by_reason", "fallbacks", "oom_retries", "simulated", "device", "bytes_recomputed", "bytes_held", "recompute_us",
+    "recipes_banned",
 }  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         hidden_fraction=0.755,
         stall_us=1234.0,
         copy_us=5000.0,
+        recompute_us=250.0,
         peak_hbm_bytes=30 * MIB,
         peak_hbm_at_most_bytes=30 * MIB,
         hbm_budget_bytes=32 * MIB,
@@ -66,6 +68,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         gathers=0,
         packed_groups=0,
         not_recomputed_by_reason={},
+        recipes_banned=(),
         encoded_by_codec={},
         refused_by_codec={},
         pageable_swap_outs=0,
@@ -80,7 +83,7 @@ def made_up(**changed: object) -> cm.SwapReport:
 
 UNMEASURED = {
     "hidden_fraction": None, "stall_us": None, "copy_us": None, "timed_steps": 0, "spans": (), "prefetches_timed": None,
-    "prefetches_late": None, "late_us": None,
+    "prefetches_late": None, "late_us": None, "recompute_us": None,
 }  # fmt: skip
 
 
@@ -140,8 +143,12 @@ def test_the_dict_is_the_callers_own() -> None:
 
 
 def test_the_text_says_simulated_beside_every_time() -> None:
-    lines = dict(made_up().rows())
+    lines = dict(made_up(recomputed=4, bytes_recomputed=4 * MIB, rebuilds=3, recipes_banned=("aten::mul",)).rows())
     assert "simulated" in lines["device"]
+    assert lines["recomputed (simulated)"] == (
+        "4 dropped, 4.00 MiB; 3 rebuilds in 250.0 us, timed steps alone; 0 compared with the originals"
+    )
+    assert lines["not run again any more"] == "aten::mul"
     assert lines["stall (simulated)"] == "1.23 ms"
     assert lines["late prefetches (simulated)"] == "2 of 6 in timed steps, 1.20 ms in all"
     assert lines["hidden share of copy time (simulated)"] == "75.5 %"

@@ -165,6 +165,11 @@ class Adaptation:
         return None if current is None else current.schedule.plan
 
     @property
+    def banned(self) -> tuple[str, ...]:
+        """Base names of the operators that no plan runs again, in order."""
+        return tuple(sorted(self._banned))
+
+    @property
     def _spare_bytes(self) -> int:
         """Bytes of the budget that a plan leaves free, where it can."""
         budget = self._hbm_budget_bytes

@@ -27,7 +27,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.forecasts import PlanForecast
-from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import ActionKind, LinkCost, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler

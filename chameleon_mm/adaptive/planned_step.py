@@ -22,7 +22,7 @@ import numpy as np
 
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
-from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.profiler.step_record import StepRecord

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.device.operators import OpFacts, updated_statistics
 
 _Key = torch._C.DispatchKey
 _RESOLVE = (_Key.Conjugate, _Key.Negative, _Key.ZeroTensor)
@@ -64,6 +64,8 @@ class OpCall:
         if facts.mutated_names:
             collect_tensors((args[i] for i in facts.mutated if i < len(args)), device_type, self.mutated)
             collect_tensors((kwargs[name] for name in facts.mutated_names if name in kwargs), device_type, self.mutated)
+        if facts.hidden_writes:
+            collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
 
     def run(self) -> Any:
         """Run it, once: what it returned and mutated is `written` afterwards."""

@@ -18,7 +18,7 @@ a composite operator whole in inference mode alone, and any other always. (c10's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,10 @@ _HIDDEN_WRITES = {
 }  # fmt: skip
 """Operators that update running statistics although their schemas do not say so. Those of `c10d` write to what they are given
 and say nothing of it, too."""
+
+BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Those of which it is known what they write to: arguments `_RUNNING`, the running statistics, if `_TRAINING` says so."""
+_RUNNING, _TRAINING = slice(3, 5), 5
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 """Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""
@@ -153,6 +157,16 @@ class OpFacts:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return OpFacts(func.name(), kernel=True, random=True)
         return _from_schema(func, device_type)
+
+
+def running_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Any]:
+    """Running statistics that one of the `BATCH_NORMS` is given, or whatever stands for them; of other operators none."""
+    return [t for t in args[_RUNNING] if t is not None] if facts.name in BATCH_NORMS else []
+
+
+def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Tensor]:
+    """Running statistics that one of the `BATCH_NORMS` writes to; of other operators none."""
+    return running_statistics(facts, args) if facts.name in BATCH_NORMS and args[_TRAINING] else []
 
 
 class OpFactsCache(dict[Any, OpFacts]):

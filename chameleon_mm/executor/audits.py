@@ -1,4 +1,4 @@
-"""Compares, once a step, what a recipe makes with the storage that it stands for: a proof holds for its own step alone.
+"""Compares now and then what a recipe makes with the storage that it stands for: a proof holds for its own step alone.
 
     audits.begin_step(is_measured=...)
     audits.next_is_due()             # at each storage whose operator is over: whether a recipe of it is to be tried
@@ -16,6 +16,7 @@ import logging
 import torch
 from torch import Tensor
 
+from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.policy.selection import GOLDEN
 from chameleon_mm.saved.calling_thread import ComputeStreams
@@ -26,7 +27,7 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 _log = logging.getLogger(__name__)
 
 FORCED_EVERY = 16
-"""Steps of which one makes room for its audit. The others compare where there is room: deep in a forward there may never be."""
+"""Audits of which one makes room for itself. The others compare where there is room: deep in a forward there may never be."""
 
 
 class Audits:
@@ -36,7 +37,10 @@ class Audits:
         self._rebuilds = rebuilds
         self._streams = streams
         self._totals = totals
-        self._steps = 0
+        self.every = 1
+        """Steps of which one is audited; 0: none is."""
+        self._steps = self._asked = 0
+        """Steps, and those that were to be audited."""
         self._seen = self._seen_last = 0
         """Storages whose operators were over in this step so far, and in the last one."""
         self._from = 0
@@ -46,15 +50,20 @@ class Audits:
         """Whether the plan that the step follows is on trial: no step compares for it."""
         self._compared: list[tuple[Tensor, list[str]]] = []
         """Whether any bit differed, on the device, and the operators that ran."""
+        self._failed: list[str] = []
+        """Operators that raised an error."""
         self._warned: set[str] = set()
 
     def begin_step(self, *, is_measured: bool) -> None:
-        """Begin a step, which compares one storage; of steps whose time is measured every second one does: those times count in
-        which nothing was compared."""
+        """Begin a step. Of audits in steps whose time is measured every second one is left out: those times count in which
+        nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
         self._from = int(self._steps * GOLDEN % 1 * self._seen_last)
-        self._due = not is_measured or self._steps % 2 == 0
+        self._due = self.every > 0 and self._steps % self.every == 0
+        if self._due:
+            self._asked += 1
+            self._due = not is_measured or self._asked % 2 == 0
         self.is_on_trial = False
 
     def next_is_due(self) -> bool:
@@ -64,13 +73,19 @@ class Audits:
 
     def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
         """Compare what `recipe` makes with `saved`, if there is room for it. Returns whether it ran."""
-        if self._steps % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
+        if self._asked % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
             return False
         self._due = False
         try:
             differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
         except torch.OutOfMemoryError:
             differs = None
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # an operator's own; the original is still there
+            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            self._failed += recipe.operators
+            return True
         if differs is None:
             return True  # another step has room for it
         self._totals.proofs += 1
@@ -80,12 +95,13 @@ class Audits:
     def read(self) -> list[str]:
         """Operators that have given other bits and were not told of before; waits for the device."""
         compared, self._compared = self._compared, []
-        differing = [operator for differs, operators in compared if bool(differs.item()) for operator in operators]
+        differing, self._failed = self._failed, []
+        differing += [operator for differs, operators in compared if bool(differs.item()) for operator in operators]
         new = [operator for operator in dict.fromkeys(differing) if operator not in self._warned]
         self._warned.update(new)
         for operator in new:
             _log.warning(
-                "chameleon_mm: %s is not run again any more: with the same inputs it did not give the same bits, or something "
+                "chameleon_mm: %s is not run again any more: with the same inputs it failed or gave other bits, or something "
                 "that nobody told of had written to its result",
                 operator,
             )

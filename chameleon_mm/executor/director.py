@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.recomputing import RecomputePlan
+from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
 from chameleon_mm.saved.metrics import StepKind

@@ -122,7 +122,8 @@ class Rebuilds:
         storages = self._sources_of(recipe, compute, restore)
         needed = [exclude, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
         self._budget.make_room(recipe.peak_bytes, exclude=needed)
-        return self._run(recipe, storages, compute, exclude=needed)
+        with self._context.metrics.timing_rebuild(compute):
+            return self._run(recipe, storages, compute, exclude=needed)
 
     def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
         """What `recipe` is made from, on the device and as it was."""

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,8 +25,9 @@ from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.audits import Audits
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
+from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.calls import BirthPlace, Call, Value, has_plain_storage
+from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
@@ -38,7 +37,6 @@ from chameleon_mm.saved.recomputed_form import RecomputedForm
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes, VersionProbe
-from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import KIB
 
 _log = logging.getLogger(__name__)
@@ -46,36 +44,6 @@ _log = logging.getLogger(__name__)
 SNAPSHOT_BYTES = 64 * KIB
 """Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not
 save, may be written to after forward."""
-
-
-ATTEMPTS = 4
-"""Steps that try to drop a storage where something of the moment is in the way, such as too little memory for its proof. After
-them it is not made again."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class RecomputePlan:
-    """Part of a plan that is about what is made again."""
-
-    admitted: frozenset[str]
-    """Base names of the operators that may run again."""
-    held: Mapping[BirthPlace, int]
-    """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
-    proven: set[int] = field(default_factory=set)
-    """Numbers of the storages that a recipe at their place has made bit for bit."""
-    refused: dict[int, Refusal] = field(default_factory=dict)
-    """Numbers of the storages that are not made again, and why."""
-    is_on_trial: bool = False
-    """Whether the step that follows it is to tell how long steps under the plan take."""
-    is_typical: bool = True
-    """Whether the step that follows it, or did, takes the time that others will: no recipe ran beside its original, and nothing
-    was swapped that was to be dropped."""
-    attempts: Counter[int] = field(default_factory=Counter)
-    """How often something kept a storage from being dropped that another step need not meet, by the storage's number."""
-    inner_bytes: int = 0
-    """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
-    banned: set[str] = field(default_factory=set)
-    """Names of operators that an audit has found to differ when they run again."""
 
 
 NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
@@ -150,7 +118,7 @@ class Recomputing:
         """The storage whose recipe is being written so that it can be dropped; None: for an audit."""
         self._waits_for = ""
         """Why the recipe that is being written cannot be, this time."""
-        self._audits = Audits(rebuilds, streams, metrics.totals)
+        self.audits = Audits(rebuilds, streams, metrics.totals)
 
     # --- the step
 
@@ -160,7 +128,7 @@ class Recomputing:
         if before_write is not None:
             self.watch = CallWatch(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
-            self._audits.begin_step(is_measured=self._metrics.timing is not None)
+            self.audits.begin_step(is_measured=self._metrics.timing is not None)
         return self.watch
 
     def follow(self, plan: RecomputePlan | None, *, may_change: bool) -> None:
@@ -176,7 +144,7 @@ class Recomputing:
         if plan is not None:
             plan.is_typical = True
             self._rebuilds.inner_bytes = plan.inner_bytes
-            self._audits.is_on_trial = plan.is_on_trial
+            self.audits.is_on_trial = plan.is_on_trial
 
     def end(self) -> None:
         """End the step: forget all that was noted of it, and read what its audits found."""
@@ -188,7 +156,7 @@ class Recomputing:
 
     def read_audits(self) -> list[str]:
         """Operators that the audits of the steps so far found to give other bits; waits for the device."""
-        return self._audits.read()
+        return self.audits.read()
 
     # --- what the hooks tell
 
@@ -220,6 +188,7 @@ class Recomputing:
             if not isinstance(claim, Claim):
                 claim = new_claim(t, SavedBytes(t), self._streams.current(), Found(None, None))
                 claim.saved.hold_for_recipes()
+                self._metrics.totals.bytes_held += claim.saved.nbytes
                 note_held(claim.saved, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
@@ -232,15 +201,8 @@ class Recomputing:
         if refusal is not None:
             self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
             if self._plan is not None and saved.planned is not None:
-                self._note_refusal(self._plan, saved.planned.tensor, refusal)
+                self._plan.note_refusal(saved.planned.tensor, refusal)
         return refusal
-
-    @staticmethod
-    def _note_refusal(plan: RecomputePlan, number: int, refusal: Refusal) -> None:
-        plan.is_typical = False
-        plan.attempts[number] += 1
-        if refusal.lasts or plan.attempts[number] >= ATTEMPTS:
-            plan.refused[number] = refusal
 
     def _drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
         plan, number = self._plan, None if saved.planned is None else saved.planned.tensor
@@ -280,29 +242,17 @@ class Recomputing:
         """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
         self._source_values = []
         self._waits_for = ""
-        if self.watch is None or saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
+        if saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)
-        value = self.watch.value_of(saved.device)
-        if value is None:
+        value = None if self.watch is None else self.watch.value_of(saved.device)
+        if value is None or self._plan is None:
             return Refusal("nobody watched how it was made")
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
-        recipe = build(value, self._source_of, self._refuse)
+        recipe = build(value, self._source_of, self._plan.refuse)
         if isinstance(recipe, Refusal) and self._waits_for:
             return Refusal(self._waits_for, lasts=False)
         return recipe
-
-    def _refuse(self, call: Call) -> Refusal | None:
-        operation, plan = call.operation, self._plan
-        assert plan is not None
-        name = base_name(operation.func.name())
-        if name not in plan.admitted:
-            return Refusal("an operator that is not on the list", name)
-        if name in plan.banned:
-            return Refusal("an operator that an audit has banned", name)
-        if not operation.grad_enabled:
-            return Refusal("made without gradients, as in a custom function", name)
-        return None
 
     def _source_of(self, value: Value) -> Source | None:
         """The source with the bytes of `value`, if anything keeps them."""
@@ -386,10 +336,10 @@ class Recomputing:
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
         """Compare what a recipe of one of `finished` makes with it, once a step."""
         for saved in finished:
-            if self._audits.next_is_due() and self._plan is not None:
+            if self.audits.next_is_due() and self._plan is not None:
                 known = set(self._snapshots)
                 recipe = self._recipe(saved)
-                if isinstance(recipe, Recipe) and self._audits.compare(recipe, saved, restore):
+                if isinstance(recipe, Recipe) and self.audits.compare(recipe, saved, restore):
                     self._plan.is_typical = False
                 for key in self._snapshots.keys() - known:  # a plan has no room for them
                     del self._snapshots[key]

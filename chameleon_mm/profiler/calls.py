@@ -18,13 +18,9 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.op_call import collect_tensors
-from chameleon_mm.device.operators import OpFacts
+from chameleon_mm.device.operators import BATCH_NORMS, OpFacts, updated_statistics
 from chameleon_mm.profiler.kernel_settings import settings_now
 from chameleon_mm.trace.replayable import PRODUCTS, base_name
-
-_STATISTICS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-"""Operators that write to two of their arguments, the running statistics, if another one says so: `_RUNNING`, `_TRAINING`."""
-_RUNNING, _TRAINING = slice(3, 5), 5
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 
@@ -183,10 +179,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     given = [args[i] for i in facts.mutated if i < len(args)]
     given += [kwargs[name] for name in facts.mutated_names if name in kwargs]
     if facts.hidden_writes:
-        if facts.name not in _STATISTICS:
-            given += args
-        elif args[_TRAINING]:
-            given += args[_RUNNING]
+        given += updated_statistics(facts, args) if facts.name in BATCH_NORMS else args
     return [part for t in tensors_of(given) for part in _with_storages(t)]
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
@@ -130,6 +131,8 @@ class Counters:
     """Storages that were dropped, to be made again; `rebuilds`: recipes that ran for their uses."""
     bytes_recomputed: int = 0
     """Bytes of the storages that were dropped."""
+    bytes_held: int = 0
+    """Bytes of storages that nobody saved and that were held, for others to be made again from them."""
     rebuilds: int = 0
     proofs: int = 0
     """Recipes that ran beside what they are to make, and were compared with it: before the first step that relies on them, and
@@ -158,6 +161,8 @@ class Totals(Counters):
     """Prefetches among them that compute had to wait for."""
     late_us: float = 0.0
     """Time that compute waited for late prefetches, in all."""
+    recompute_us: float = 0.0
+    """Time in which compute made dropped storages again, in timed steps; comparisons with originals are not in it."""
     kept_by_reason: Counter[str] = field(default_factory=Counter)
     not_recomputed_by_reason: Counter[str] = field(default_factory=Counter)
     """Storages that a plan would have had made again and that were swapped or kept, by reason."""
@@ -191,8 +196,9 @@ class Metrics:
         self._next_origin: Event | None = None
         self._waits: deque[tuple[Event, Event, bool]] = deque()
         self._moves: deque[tuple[Move, str]] = deque()
+        self._rebuilds: deque[tuple[Event, Event]] = deque()
         self._resolving = threading.Lock()
-        """One resolver at a time; others only append to the two deques above, which is atomic."""
+        """One resolver at a time; others only append to the deques above, which is atomic."""
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed = timed
@@ -227,6 +233,16 @@ class Metrics:
         if self.timing is not None:
             self.timing.waited(before, after, direction, tensor)
 
+    @contextmanager
+    def timing_rebuild(self, compute: Stream) -> Iterator[None]:
+        """Context in which `compute` makes a dropped storage again; timed when this step is."""
+        if not self.timed:
+            yield
+            return
+        before = compute.record(timed=True)
+        yield
+        self._rebuilds.append((before, compute.record(timed=True)))
+
     def on_time(self) -> None:
         """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
         self.totals.prefetches_timed += self.timed
@@ -251,6 +267,9 @@ class Metrics:
                 while self._waits and self._waits[0][1].query():
                     before, after, prefetched = self._waits.popleft()
                     self._add_wait(after.elapsed_us(before), prefetched=prefetched)
+                while self._rebuilds and self._rebuilds[0][1].query():
+                    before, after = self._rebuilds.popleft()
+                    self.totals.recompute_us += after.elapsed_us(before)
                 for _ in range(len(self._moves)):
                     move, direction = self._moves.popleft()
                     if not self._add_up(move, direction):

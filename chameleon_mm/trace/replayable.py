@@ -5,7 +5,7 @@ base_name(name) in DEFAULT              may run again, everywhere
 base_name(name) in PRODUCTS             may run again where a replay was tested bit for bit on the device
 base_name(name) in VIEWS                makes a view: nothing is computed, and nothing written
 
-What is in no set may not run again: attention, batch norm with moving statistics, collectives, custom operators, scatters with
+What is in no set may not run again: attention, collectives, custom operators, scatters with
 atomic additions. In-place variants are in where the others are: an operator that writes to its input is replayed on a copy.
 """
 
@@ -65,12 +65,13 @@ padding, pooling, gathers, and the factories that chains begin with."""
 
 NORMS = _aten(
     """
-    _fused_rms_norm all amax amin aminmax any argmax argmin count_nonzero linalg_vector_norm logsumexp max mean min
-    native_group_norm native_layer_norm norm nansum prod rms_norm std std_mean sum var var_mean
+    _fused_rms_norm all amax amin aminmax any argmax argmin count_nonzero cudnn_batch_norm linalg_vector_norm logsumexp max
+    mean min miopen_batch_norm native_batch_norm native_group_norm native_layer_norm norm nansum prod rms_norm std std_mean
+    sum var var_mean
     """
 )
-"""Normalisations without moving statistics, and the reductions that hand-written ones consist of. Each sums in an order of its
-own that is the same each time."""
+"""Normalisations and the reductions that hand-written ones consist of. Each sums in an order of its own that is the same each
+time. A batch norm with running statistics is refused as it is met: nobody else can tell it from one without."""
 
 RANDOM = _aten(
     """

@@ -23,7 +23,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.forecasts import Forecast, HighestForecast, LearnedForecast
+from chameleon_mm.executor.forecasts import Forecast, HighestForecast, LearnedForecast, PlanForecast
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
@@ -121,7 +121,8 @@ class Budget:
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.
-        ahead = self.forecast.growth_from_check()
+        forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
+        ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
         if ahead is None or self._allocated + ahead > budget:
             self._make_room(0, ahead, exclude=())
         return growth

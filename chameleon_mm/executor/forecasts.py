@@ -17,10 +17,6 @@ class Forecast(ABC):
     def growth(self, checks: int = 0) -> int | None:
         """The most that is allocated until the next check, or until any of the next `checks`; None: not known."""
 
-    def growth_from_check(self) -> int | None:
-        """The growth until the next check, as a check of memory leaves it free."""
-        return self.growth()
-
 
 class LearnedForecast(Forecast):
     """Forecast from the same checks of the step before."""
@@ -53,6 +49,3 @@ class PlanForecast(Forecast):
 
     def growth(self, checks: int = 0) -> int:
         return 0
-
-    def growth_from_check(self) -> int:
-        return self.growth_bytes  # a plan counts on what it reclaims and prefetches at that hook

@@ -10,6 +10,7 @@ themselves: nothing stands beside the original first.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import chameleon_mm as cm
+from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.trace import replayable
 from tests._fakes import Unwatched
 from tests._mix_models import MODELS, Case, bits, train
@@ -611,6 +614,28 @@ def test_a_sampled_audit_finds_a_write_that_began_later(caplog: pytest.LogCaptur
 
 
 # --- what a recipe must not rest on
+
+
+def test_no_memory_for_the_copy_of_a_small_input_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[str] = []
+
+    def without_memory(storage: torch.UntypedStorage) -> Tensor:
+        caller = sys._getframe(1).f_code.co_name
+        if caller == Rebuilds.copied.__name__:
+            raised.append(caller)
+            raise torch.OutOfMemoryError("no memory for a copy")
+        return flat_bytes(storage)
+
+    monkeypatch.setattr("chameleon_mm.executor.rebuilds.flat_bytes", without_memory)
+    shift = nn.Parameter(torch.ones(8))
+
+    def program() -> list[Tensor]:
+        x = leaf(8, 8)
+        return grads((x + shift).sin().exp().sum(), x)
+
+    session = check(program)
+    assert raised
+    assert totals_of(session).not_recomputed_by_reason["no memory for a copy of a small input"] == len(raised)
 
 
 class Sharded(nn.Module):

@@ -206,7 +206,7 @@ def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
         finally:
             auditing[0] = False
 
-    def fails(rebuilds: Rebuilds, recipe: Recipe, *given: Any) -> Tensor | None:
+    def fails(rebuilds: Rebuilds, recipe: Recipe, *given: Any) -> Tensor | Refusal:
         if not auditing[0]:
             return differs(rebuilds, recipe, *given)
         raised.extend(recipe.operators)
@@ -221,6 +221,22 @@ def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
     assert set(run.session.report().recipes_banned) == set(raised)
     assert set(run.session.report().to_dict()["recipes_banned"]) == set(raised)
     assert all(caplog.text.count(f"{name} is not run again any more") == 1 for name in set(raised))
+
+
+def test_between_steps_nothing_is_watched() -> None:
+    """Autograd puts the watch back after the step's backward: it is taken off as the step ends."""
+    device = far_ahead()
+    with device.compute():
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        session = cm.SwapSession(budget_for(0.4), "1GiB", device, min_bytes="16KiB", model=model)
+        with session:
+            outside = torch._C._len_torch_dispatch_stack()
+            for _ in range(5):
+                with session.step():
+                    model(torch.randn(BATCH, SEQ, WIDTH)).square().mean().backward()
+                    model.zero_grad()
+                assert torch._C._len_torch_dispatch_stack() == outside
+    assert session.report().rebuilds > 0
 
 
 def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:

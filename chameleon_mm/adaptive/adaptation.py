@@ -222,7 +222,7 @@ class Adaptation:
                 kind = StepKind.PLANNED
             if (
                 timing is not None
-                and not step.exceeded_plan
+                and step.followed_plan
                 and step.followed is not None
                 and step.followed in entry.plan.trials
                 and (step.followed.recompute is None or step.followed.recompute.is_typical)

@@ -36,6 +36,10 @@ class DueActions(NamedTuple):
     drops: list[Action]
     """Storages to drop, which are made again."""
 
+    def with_later(self, later: DueActions) -> DueActions:
+        """These and `later`, these first."""
+        return DueActions(*(mine + theirs for mine, theirs in zip(self, later, strict=True)))
+
 
 _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
 """Column of `DueActions`, by kind of event."""

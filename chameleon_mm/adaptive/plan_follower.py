@@ -58,6 +58,8 @@ class PlanFollower(Director):
         self.light = LightProfiler()
         self._plan_forecast = PlanForecast()
         self._epoch = -1
+        self._last_entry: StepEntry | None = None
+        """The cached step that the last one agreed with to its end."""
         self._budget: Budget | None = None
         self._steps: Steps | None = None
         """The step cache; None outside of steps."""
@@ -100,6 +102,7 @@ class PlanFollower(Director):
             had_plan=self._had_plan,
             followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
         )
+        self._last_entry = None if self._diverged else self._entry
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
 
@@ -217,7 +220,8 @@ class PlanFollower(Director):
             if self._cursor is not None:
                 self._had_plan = True
                 due = self._cursor.advance_to(cached_hook) if cached_hook >= self._cursor.next_hook else None
-                self._due = due or _NOTHING_DUE
+                if due is not None:  # what the step missed before it turned out to be this one comes first
+                    self._due = due if self._due is _NOTHING_DUE else self._due.with_later(due)
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
@@ -316,9 +320,9 @@ class PlanFollower(Director):
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
-        elif planned is None or self.light.num_hooks > 0:
+        elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
             budget.forecast = budget.highest_forecast  # it may be like no step before
-        else:  # a cached step that has no plan within the budget: as far as is known it is like the one before it
+        else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast
         for hook, saved in self._first_saves.items():
             self._assign_action(saved, hook)

@@ -215,6 +215,7 @@ class PlannedStep:
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
         self._link = link
+        self._planned_without = len(self.refused), len(self.banned)
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new

@@ -21,7 +21,7 @@ from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.policy.selection import GOLDEN
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.metrics import Totals
-from chameleon_mm.saved.recipe import Recipe
+from chameleon_mm.saved.recipe import Recipe, Refusal
 from chameleon_mm.saved.saved_storage import SavedStorage
 
 _log = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class Audits:
         nothing was compared."""
         self._steps += 1
         self._seen_last, self._seen = self._seen, 0
-        self._from = int(self._steps * GOLDEN % 1 * self._seen_last)
         self._due = self.every > 0 and self._steps % self.every == 0
         if self._due:
             self._asked += 1
+            self._from = int(self._asked * GOLDEN % 1 * self._seen_last)
             self._due = not is_measured or self._asked % 2 == 0
         self.is_on_trial = False
 
@@ -72,22 +72,23 @@ class Audits:
         return self._due and not self.is_on_trial and self._seen > self._from
 
     def compare(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> bool:
-        """Compare what `recipe` makes with `saved`, if there is room for it. Returns whether it ran."""
+        """Compare what `recipe` makes with `saved`, if there is room for it. Returns whether it took a part of the step's
+        time."""
         if self._asked % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
             return False
         self._due = False
         try:
             differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
         except torch.OutOfMemoryError:
-            differs = None
+            return True  # another step has room for it
         except ChameleonError:
             raise
         except RuntimeError as error:  # an operator's own; the original is still there
             _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
             self._failed += recipe.operators
             return True
-        if differs is None:
-            return True  # another step has room for it
+        if isinstance(differs, Refusal):
+            return True  # another step may do
         self._totals.proofs += 1
         self._compared.append((differs, recipe.operators))
         return True

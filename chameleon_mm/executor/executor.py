@@ -130,7 +130,6 @@ class Executor:
             hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
         watch = self._recording.watch
         if watch is not None:
-            self.recomputing.follow(self.director.recompute, may_change=self.director.may_recompute)
             self.recomputing.audit(finished, self._ins.restore)
             self.recomputing.hold_born(self._new_claim, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
@@ -244,9 +243,9 @@ class Executor:
             if banned := self.recomputing.read_audits():
                 self.director.ban(banned)
             recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
-            may_recompute = recorder is None and self.director.may_recompute
-            watch = self.recomputing.begin(partial(_before_write, weakref.ref(self)) if may_recompute else None)
-            self.recomputing.follow(self.director.recompute, may_change=may_recompute)
+            watches = recorder is None and self.director.may_recompute
+            before_write = partial(_before_write, weakref.ref(self)) if watches else None
+            watch = self.recomputing.begin(self.director, before_write)
         self._recording.begin(recorder, watch)
 
     def end_step(self, *, completed: bool) -> None:

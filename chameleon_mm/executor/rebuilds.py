@@ -7,6 +7,7 @@ What a recipe needs is brought back like any storage that is used; what else one
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -15,13 +16,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.recipe import Recipe, Remade
+from chameleon_mm.saved.recipe import Recipe, Refusal, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.units import allocated_size
+
+_log = logging.getLogger(__name__)
+
+NO_ROOM = Refusal("no memory for its proof", lasts=False)
 
 WORD = 8
 """Bytes that are compared at once."""
@@ -70,38 +76,56 @@ class Rebuilds:
                 if source.claim is not None and source.claim.saved.form.recipe is None:
                     restore(source.claim.saved, compute)
 
-    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | None:
-        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too. None:
-        there is no room for it."""
+    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | Refusal:
+        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too; or
+        why it cannot be tried now. Raises what its operators do."""
         original = saved.device
         assert original is not None
         sources = [source.claim.saved for source in recipe.sources if source.claim is not None]
         were_away = [source for source in sources if source.state is State.ON_HOST]
-        storages = self._sources_of(recipe, compute, restore)
-        differs = None
-        if self._budget.room_was_made(self._beside_bytes(recipe, saved), exclude=[saved, *sources]):
-            remade = self._run(recipe, storages, compute, exclude=[saved, *sources]).storage
-            if saved.alloc_stream is not compute:
-                compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
-            with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
-                differs = _differ(remade, original)
-        for source in were_away:
-            if source.state is State.RESTORED:
-                with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
-                    source.drop_restored()  # no use of it has come yet
-        return differs
+        try:
+            return self._compare(recipe, saved, original, compute, restore)
+        finally:
+            for source in were_away:
+                if source.state is State.RESTORED:
+                    with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                        source.drop_restored()  # no use of it has come yet
+
+    def _compare(
+        self, recipe: Recipe, saved: SavedStorage, original: torch.UntypedStorage, compute: Stream, restore: Restore
+    ) -> Tensor | Refusal:
+        try:
+            storages = self._sources_of(recipe, compute, restore)
+        except torch.OutOfMemoryError:
+            return NO_ROOM
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # a use would raise it
+            _log.info("chameleon_mm: not compared: %s", str(error))
+            return Refusal("an input that was written to or resized", lasts=False)
+        needed = [saved, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
+        if not self._budget.room_was_made(self._beside_bytes(recipe, saved), exclude=needed):
+            return NO_ROOM
+        remade = self._run(recipe, storages, compute, exclude=needed).storage
+        if saved.alloc_stream is not compute:
+            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
+        with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
+            return _differ(remade, original)
 
     def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
         """A copy of `storage`, made on the current stream, if there is room for it. Others than `dropping` are reclaimed for
         it; where that is None none is."""
-        nbytes = allocated_size(storage.nbytes())
-        has_room = self._budget.fits_now(nbytes)
+        nbytes = allocated_size(storage.nbytes()) if storage.device == self._device.torch_device else 0
+        has_room = nbytes == 0 or self._budget.fits_now(nbytes)
         if not has_room and dropping is not None:
             has_room = self._budget.room_was_made(nbytes, exclude=[dropping])
         if not has_room:
             return None
-        with torch.no_grad():
-            copy = flat_bytes(storage).clone().untyped_storage()
+        try:
+            with torch.no_grad():
+                copy = flat_bytes(storage).clone().untyped_storage()
+        except torch.OutOfMemoryError:
+            return None
         self._budget.note_allocated(nbytes)
         return copy
 

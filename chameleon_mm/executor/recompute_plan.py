@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from chameleon_mm.device.operators import running_statistics
 from chameleon_mm.profiler.calls import BirthPlace, Call
@@ -18,6 +19,18 @@ from chameleon_mm.trace.replayable import base_name
 ATTEMPTS = 4
 """Steps that try to drop a storage where something of the moment is in the way, such as too little memory for its proof. After
 them it is not made again."""
+
+
+class Followed(Protocol):
+    """Interface of what knows which plan the running step follows."""
+
+    @property
+    def recompute(self) -> RecomputePlan | None:
+        """What is made again in the step, as far as it is known by now; None: nothing."""
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the step may follow a plan that makes something again."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,7 +73,6 @@ class RecomputePlan:
 
     def note_refusal(self, number: int, refusal: Refusal) -> None:
         """Note why a storage was not dropped that was to be."""
-        self.is_typical = False
         self.attempts[number] += 1
         if refusal.lasts or self.attempts[number] >= ATTEMPTS:
             self.refused[number] = refusal

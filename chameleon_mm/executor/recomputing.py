@@ -1,11 +1,10 @@
 """Drops what a plan has made again: watches how storages are made, writes their recipes, proves and audits these.
 
-    watch = recomputing.begin(before_write)      # entered with the step; None: nothing is recomputed in it
-    recomputing.follow(plan)                     # whenever the step turns out to be another one
+    watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
     recomputing.note_saved(t, claim)             # at a save: autograd's own copy may be a recipe's source
     recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
     recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
-    recomputing.audit(finished)                  # one recipe a step, run beside what it is to make, and compared
+    recomputing.audit(finished)                  # now and then a recipe, run beside what it is to make, and compared
 
 A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original.
 What differs is refused from then on, and so is what any later audit finds.
@@ -24,8 +23,8 @@ from torch.nn import Parameter
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.audits import Audits
-from chameleon_mm.executor.rebuilds import Rebuilds, Restore
-from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.executor.rebuilds import NO_ROOM, Rebuilds, Restore
+from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
@@ -106,6 +105,9 @@ class Recomputing:
         self._metrics = metrics
         self._rebuilds = rebuilds
         self._plan: RecomputePlan | None = None
+        self._followed: Followed | None = None
+        self._is_untypical = False
+        """Whether the step takes another time than its plan says, whichever plan it is."""
         self.watch: CallWatch | None = None
         """What watches the running step's forward; None: nothing is recomputed in this step."""
         self._held: dict[int, tuple[Value, Claim]] = {}
@@ -122,33 +124,48 @@ class Recomputing:
 
     # --- the step
 
-    def begin(self, before_write: Callable[[Value], None] | None) -> CallWatch | None:
-        """Begin a step. Returns what watches its forward; None without `before_write`: nothing is recomputed in it."""
+    def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> CallWatch | None:
+        """Begin a step, which follows what `followed` says at each hook. Returns what watches its forward; None without
+        `before_write`: nothing is recomputed in it."""
         self.end()
+        self._followed, self._is_untypical = followed, False
         if before_write is not None:
             self.watch = CallWatch(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
             self.audits.begin_step(is_measured=self._metrics.timing is not None)
+        self._follow()
         return self.watch
 
-    def follow(self, plan: RecomputePlan | None, *, may_change: bool) -> None:
-        """Follow `plan` from now on in the step that is watched. `may_change`: this or another plan of the step makes something
-        again."""
-        if self.watch is None:
-            return
-        self.watch.is_over = not may_change
-        if plan is self._plan:
-            return
-        self._plan = plan
-        self.watch.hold({} if plan is None else plan.held)
-        if plan is not None:
-            plan.is_typical = True
-            self._rebuilds.inner_bytes = plan.inner_bytes
-            self.audits.is_on_trial = plan.is_on_trial
+    def _follow(self) -> RecomputePlan | None:
+        """Follow the plan of now: at any hook the step may turn out to be another one. Returns it."""
+        followed, watch = self._followed, self.watch
+        plan = None if followed is None else followed.recompute
+        if watch is not None and followed is not None and not followed.may_recompute:
+            watch.is_over = True
+            self._held.clear()
+        if plan is not self._plan:
+            self._plan = plan
+            if watch is not None:
+                watch.hold({} if plan is None else plan.held)
+            if plan is None:
+                self._held.clear()
+            else:
+                plan.is_typical = watch is not None and not self._is_untypical
+                self._rebuilds.inner_bytes = plan.inner_bytes
+                self.audits.is_on_trial = plan.is_on_trial
+        return plan
+
+    def _note_untypical(self) -> None:
+        """Note that the step takes another time than others under its plan will."""
+        self._is_untypical = True
+        if self._plan is not None:
+            self._plan.is_typical = False
 
     def end(self) -> None:
         """End the step: forget all that was noted of it, and read what its audits found."""
-        self.watch = self._plan = None
+        if self.watch is not None:
+            self.watch.end()
+        self.watch = self._plan = self._followed = None
         self._held.clear()
         self._snapshots.clear()
         self._source_values = []
@@ -175,6 +192,7 @@ class Recomputing:
 
     def hold_born(self, new_claim: NewClaim, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
+        self._follow()
         if self.watch is None or not self.watch.born:
             return
         born, self.watch.born = self.watch.born, []
@@ -197,10 +215,12 @@ class Recomputing:
 
     def drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
         """Drop a storage that the plan has made again, if its recipe is proven now or was before. Returns why it stays."""
+        self._follow()
         refusal = self._drop(saved, restore)
         if refusal is not None:
             self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
-            if self._plan is not None and saved.planned is not None:
+            self._note_untypical()
+            if self.watch is not None and self._plan is not None and saved.planned is not None:
                 self._plan.note_refusal(saved.planned.tensor, refusal)
         return refusal
 
@@ -211,12 +231,14 @@ class Recomputing:
         if number in plan.refused:
             return plan.refused[number]
         self._dropping = saved
-        recipe = self._recipe(saved)
-        self._dropping = None
+        try:
+            recipe = self._recipe(saved)
+        finally:
+            self._dropping = None
         refusal = recipe if isinstance(recipe, Refusal) else None
         sources = self._source_values
         if not isinstance(recipe, Refusal) and number not in plan.proven:
-            plan.is_typical = False
+            self._note_untypical()
             refusal = self._disproof(recipe, saved, restore)
         if isinstance(recipe, Refusal) or refusal is not None:
             return refusal
@@ -320,12 +342,12 @@ class Recomputing:
         """Why the recipe does not stand for `saved`; None: it makes its bits."""
         try:
             compared = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
-            if compared is None:
-                return Refusal("no memory for its proof", lasts=False)
+            if isinstance(compared, Refusal):
+                return compared
             self._metrics.totals.proofs += 1
             differs = bool(compared.item())
         except torch.OutOfMemoryError:
-            return Refusal("no memory for its proof", lasts=False)
+            return NO_ROOM
         except ChameleonError:
             raise
         except RuntimeError as error:  # an operator's own; the original is still there
@@ -334,13 +356,14 @@ class Recomputing:
         return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
-        """Compare what a recipe of one of `finished` makes with it, once a step."""
+        """Compare what a recipe of one of `finished` makes with it, where the step has an audit to do."""
+        self._follow()
         for saved in finished:
             if self.audits.next_is_due() and self._plan is not None:
                 known = set(self._snapshots)
                 recipe = self._recipe(saved)
                 if isinstance(recipe, Recipe) and self.audits.compare(recipe, saved, restore):
-                    self._plan.is_typical = False
+                    self._note_untypical()
                 for key in self._snapshots.keys() - known:  # a plan has no room for them
                     del self._snapshots[key]
 

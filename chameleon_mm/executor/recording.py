@@ -9,7 +9,8 @@ A recorder is entered with the step and left with it. A watch is for forwards: i
 the next save.
 
 Autograd runs each node of a backward with the modes that were active when that backward began, and puts these back when the
-backward is over: a mode that is left within a backward comes back with the next node and after the last. It is left again.
+backward is over: a mode that is left within a backward comes back with the next node and after the last. It is left again by
+the next hook, or as the step ends.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Recording:
         mode = recorder or watch
         if mode is not None and self._entered:
             self._leave(mode)
-        self._note_whether_over()
+        self.leave_restored()  # after the step's last backward, which had put the mode back
         return recorder
 
     def _note_whether_over(self) -> None:

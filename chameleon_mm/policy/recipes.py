@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.policy.memory import Candidates
-from chameleon_mm.trace import NEVER, StepPhase, Trace
-from chameleon_mm.trace.replayable import VIEWS, base_name
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
+from chameleon_mm.trace.replayable import BATCH_NORMS, VIEWS, base_name
 from chameleon_mm.trace.trace import Bools, Int64s
 
 ALWAYS = np.iinfo(np.int64).max
@@ -76,6 +76,9 @@ class _Finder:
         self._may_run: Bools = (trace.op_phase == StepPhase.FORWARD) & admitted[trace.op_name]
         self._read_op = np.repeat(np.arange(n), np.diff(trace.read_offsets))
         self._read = trace.read_tensors.astype(np.int64)
+        batch_norm = np.array([base in BATCH_NORMS for base in bases], np.bool_)
+        reads_statistics = batch_norm[trace.op_name[self._read_op]] & (trace.tensor_kind[self._read] == TensorKind.BUFFER)
+        self._may_run[self._read_op[reads_statistics]] = False
         op = np.repeat(np.arange(n), np.diff(trace.write_offsets))
         written = trace.write_tensors.astype(np.int64)
         is_view = views[trace.op_name[op]]

@@ -86,7 +86,7 @@ class CallWatch(StepMode):
         self.after_forward: Callable[[], None] | None = None
         """Called by hooks of a backward: what was noted for its forward alone may go."""
         self.is_over = False
-        """Whether the step has turned out to be one in which nothing is recomputed."""
+        """Whether the step has ended, or has turned out to be one in which nothing is recomputed: it looks at nothing more."""
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
 
@@ -104,8 +104,16 @@ class CallWatch(StepMode):
         value = self._latest.get(id(storage))
         return value if value is not None and value.storage() is storage and value.nbytes == storage.nbytes() else None
 
+    def end(self) -> None:
+        """Look at nothing more, and forget what was noted."""
+        self.is_over = True
+        self._latest.clear()
+        self.born.clear()
+
     def hold(self, places: Mapping[BirthPlace, int]) -> None:
-        """Hold storages from their birth on at these places; each with the plan's number of the storage."""
+        """Hold storages from their birth on at these places; each with the plan's number of the storage. Forgets what was born
+        for other ones."""
+        self.born.clear()
         self._places, self._place_hooks = places, frozenset(place.hooks for place in places)
 
     def at_hook(self, hooks: int) -> None:
@@ -119,7 +127,7 @@ class CallWatch(StepMode):
     ) -> Any:
         kwargs = kwargs or {}
         dispatch = self._dispatch
-        if self.is_paused or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
+        if self.is_over or self.is_paused or in_backward() or dispatch.forked or dispatch.tracing or dispatch.capturing:
             return func(*args, **kwargs)
         for kind in types:
             if kind.__torch_dispatch__ is not PLAIN_DISPATCH:

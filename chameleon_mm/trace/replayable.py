@@ -5,8 +5,8 @@ base_name(name) in DEFAULT              may run again, everywhere
 base_name(name) in PRODUCTS             may run again where a replay was tested bit for bit on the device
 base_name(name) in VIEWS                makes a view: nothing is computed, and nothing written
 
-What is in no set may not run again: attention, collectives, custom operators, scatters with
-atomic additions. In-place variants are in where the others are: an operator that writes to its input is replayed on a copy.
+What is in no set may not run again: attention, collectives, custom operators, scatters with atomic additions. In-place variants
+are in where the others are: an operator that writes to its input is replayed on a copy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ NORMS = _aten(
     """
 )
 """Normalisations and the reductions that hand-written ones consist of. Each sums in an order of its own that is the same each
-time. A batch norm with running statistics is refused as it is met: nobody else can tell it from one without."""
+time. A batch norm that moves running statistics, or reads them, is told by what it reads and writes."""
 
 RANDOM = _aten(
     """
@@ -80,6 +80,9 @@ RANDOM = _aten(
     """
 )
 """Operators that draw random numbers: the same ones, once the generator is where it was."""
+
+BATCH_NORMS = _aten("cudnn_batch_norm miopen_batch_norm native_batch_norm")
+"""Those of `NORMS` that may not run again where they are given running statistics."""
 
 EMBEDDING = _aten("embedding")
 """Lookups."""

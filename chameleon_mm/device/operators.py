@@ -166,7 +166,7 @@ def running_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Any]:
 
 def updated_statistics(facts: OpFacts, args: Sequence[Any]) -> list[Tensor]:
     """Running statistics that one of the `BATCH_NORMS` writes to; of other operators none."""
-    return running_statistics(facts, args) if facts.name in BATCH_NORMS and args[_TRAINING] else []
+    return running_statistics(facts, args) if facts.name in BATCH_NORMS and any(args[_TRAINING : _TRAINING + 1]) else []
 
 
 class OpFactsCache(dict[Any, OpFacts]):

@@ -161,7 +161,7 @@ class SwapSession:
     def __enter__(self) -> Self:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
-        self._check_budget()
+        self._check_budget(self.hbm_budget_bytes)
         self._peak = PeakWatch(self.device)
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
@@ -264,6 +264,37 @@ class SwapSession:
     # --- what it keeps in order
 
     @property
+    def hbm_budget(self) -> int:
+        """Bytes of device memory that a step may take. Set it, to bytes or text such as "16GiB", between two steps, up or down:
+        it holds from the next step on, which follows a plan made from what is known of it, and is not recorded again.
+
+        Setting it raises `TypeError` and `ValueError` for what is no size, `SessionClosedError` inside of a step and after the
+        session, and `InfeasibleBudget`, which names the smallest one that is, for less than a step needs that has a plan now.
+        The budget is as before then.
+        """
+        return self.hbm_budget_bytes
+
+    @hbm_budget.setter
+    def hbm_budget(self, size: int | str) -> None:
+        nbytes = parse_size(size, what="hbm_budget")
+        if self._phase in (Phase.IN_STEP, Phase.CLOSED):
+            raise SessionClosedError(
+                f"hbm_budget: expected to be set between steps of an open session, got one that is {self._phase.value}; set it "
+                f"after the step"
+            )
+        if self._phase is Phase.OPEN:
+            self._check_budget(nbytes)
+        self._executor.change_budget(nbytes, must_fit=True)
+        lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
+        self._runner = None
+        if self._phase is Phase.OPEN:
+            self._note_peak()
+            self._peak = PeakWatch(self.device)
+            self._executor.budget.peak_seen_bytes = 0
+            if lowered:
+                self.device.release_unused()
+
+    @property
     def audit_every(self) -> int:
         """Steps of which one makes a storage again beside its original and compares the two; 0: none does. It is 1 unless set,
         from the next step on. Setting it raises `TypeError` or `ValueError` for anything but a number of steps."""
@@ -312,19 +343,19 @@ class SwapSession:
             thread=self._thread.name,
         )
 
-    def _check_budget(self) -> None:
+    def _check_budget(self, hbm_budget_bytes: int) -> None:
         named = sum(
             t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values()
         )
         checksums = self._executor.checksums
         for_checksums = 0 if checksums is None else checksums.nbytes
         held = max(named, self.device.allocated_bytes()) + for_checksums
-        if self.hbm_budget_bytes <= held:
+        if hbm_budget_bytes <= held:
             and_checksums = f" ({format_size(for_checksums)} of it for verify=True)" if for_checksums else ""
             raise InfeasibleBudget(
                 f"hbm_budget: expected more than the {format_size(held)} of parameters, optimizer state and other tensors that "
                 f"are on {self.device.name} already and never move{and_checksums}, got "
-                f"{format_size(self.hbm_budget_bytes)}; raise the budget or make the model smaller"
+                f"{format_size(hbm_budget_bytes)}; raise the budget or make the model smaller"
             )
 
 

@@ -8,12 +8,12 @@ from array import array
 import numpy as np
 import pytest
 
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.planned_step import (
     MOST_PLANS,
     RECENT_STEPS,
     SAMPLES,
     WORTH_A_PLAN,
-    ExtraMemory,
     PlannedStep,
     PlanTrial,
 )

@@ -15,11 +15,12 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from time import perf_counter
 from typing import NamedTuple
 
-from chameleon_mm.adaptive.planned_step import ExtraMemory, PlannedStep, PlanTrial
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
@@ -171,16 +172,42 @@ class Adaptation:
 
     @property
     def _spare_bytes(self) -> int:
+        return self._spare_of(self._hbm_budget_bytes)
+
+    def _spare_of(self, budget: int) -> int:
         """Bytes of the budget that a plan leaves free, where it can."""
-        budget = self._hbm_budget_bytes
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
-    def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Set another budget from the next step on, and forget the plans for the old one. Called between steps."""
+    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
+        """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Called
+        between steps.
+
+        `must_fit`: raises `InfeasibleBudget`, with nothing changed, where a step that has a plan now would have none.
+        """
+        before = self._hbm_budget_bytes
+        if hbm_budget_bytes == before:
+            return
+        planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
+        link, made = self._link_cost(), dict[int, list[SwapPlan]]()
+        began = perf_counter()
+        for planned in planned_steps:
+            if planned.has_plans_for(hbm_budget_bytes):
+                continue
+            try:
+                made[id(planned)] = self._plans_for(planned, hbm_budget_bytes, link, at_most=TRIAL_PLANS)
+            except InfeasibleBudget as refusal:
+                if must_fit and planned.trials:
+                    raise
+                _log_refusal(planned.record.num_hooks, refusal)
+                made[id(planned)] = []
         self._hbm_budget_bytes = hbm_budget_bytes
-        self.steps = StepCache(CACHED_STEPS)
         self._measuring.clear()
-        self.latest = None
+        for planned in planned_steps:
+            planned.change_budget(before, hbm_budget_bytes)
+            if id(planned) in made:
+                planned.add_plans(made[id(planned)], link)
+                self.plans += len(made[id(planned)])
+        self.planning_us += (perf_counter() - began) * 1e6
 
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
@@ -261,27 +288,45 @@ class Adaptation:
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []
-        for spare_bytes in dict.fromkeys((self._spare_bytes, self._hbm_budget_bytes // SPARE_PART, 0)):
+        lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
+        try:
+            plans = self._plans_for(planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+        except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+            _log_refusal(planned.record.num_hooks, refusal)
+        self.plans += len(plans)
+        planned.add_plans(plans, link)
+        self.planning_us += (perf_counter() - began) * 1e6
+
+    def _plans_for(
+        self,
+        planned: PlannedStep,
+        hbm_budget_bytes: int,
+        link: LinkCost,
+        *,
+        lead_us: Mapping[int, float] | float = 0.0,
+        lag_us: Mapping[int, float] | float = 0.0,
+        at_most: int,
+    ) -> list[SwapPlan]:
+        """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
+        spare = self._spare_of(hbm_budget_bytes), hbm_budget_bytes // SPARE_PART, 0
+        for spare_bytes in dict.fromkeys(spare):
             try:
-                plans = candidate_plans(
+                return candidate_plans(
                     planned.trace,
-                    self._hbm_budget_bytes - spare_bytes,
+                    hbm_budget_bytes - spare_bytes,
                     self._host_budget(),
                     link,
-                    lead_us=planned.lead_us or 0.0,
-                    lag_us=planned.lag_us or 0.0,
+                    lead_us=lead_us,
+                    lag_us=lag_us,
                     at_most=at_most,
                     drafts=DRAFTS,
                     recompute=planned.replayable,
                     refused=planned.refused,
                 )
-                break
-            except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+            except InfeasibleBudget:
                 if spare_bytes == 0:
-                    _log_refusal(planned.record.num_hooks, refusal)
-        self.plans += len(plans)
-        planned.add_plans(plans, link)
-        self.planning_us += (perf_counter() - began) * 1e6
+                    raise
+        raise AssertionError("without spare bytes there is a plan or an error")
 
     # --- what steps teach
 

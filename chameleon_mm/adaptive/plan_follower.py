@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from chameleon_mm.adaptive.adaptation import Adaptation, FollowedStep, StepEntry, Steps
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.adaptive.matching import Matcher
-from chameleon_mm.adaptive.planned_step import ExtraMemory, PlanTrial
+from chameleon_mm.adaptive.planned_step import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
@@ -106,8 +107,8 @@ class PlanFollower(Director):
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
 
-    def change_budget(self, hbm_budget_bytes: int) -> None:
-        self.adaptation.change_budget(hbm_budget_bytes)
+    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
+        self.adaptation.change_budget(hbm_budget_bytes, must_fit=must_fit)
 
     def _forget_step(self) -> None:
         """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""

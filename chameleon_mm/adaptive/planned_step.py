@@ -15,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.executor.recompute_plan import RecomputePlan
@@ -28,40 +29,10 @@ from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
-from chameleon_mm.trace import StepPhase, TensorKind, Trace
-from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times
+from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.trace.recurring import with_times
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import allocated_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtraMemory:
-    """Bytes beyond a trace's. Those of `spikes` are allocated and freed again between two checks of memory, at a tick that is
-    known."""
-
-    extra_bytes: int = 0
-    spikes: Mapping[int, int] = field(default_factory=dict)
-
-    def __or__(self, other: ExtraMemory) -> ExtraMemory:
-        ticks = {*self.spikes, *other.spikes}
-        spikes = {tick: max(self.spikes.get(tick, 0), other.spikes.get(tick, 0)) for tick in sorted(ticks)}
-        return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
-
-    def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
-        """Whether it is more than `other`, all the time or at some tick, by more than `by_bytes`."""
-        if self.extra_bytes - other.extra_bytes > by_bytes:
-            return True
-        return any(nbytes - other.spikes.get(tick, 0) > by_bytes for tick, nbytes in self.spikes.items())
-
-    def added_to(self, trace: Trace) -> Trace:
-        extra_bytes = self.extra_bytes
-        gradients = outliving_bytes(trace, {TensorKind.GRADIENT})
-        if 0 < gradients <= extra_bytes:  # they are kept and filled with zeros
-            trace, extra_bytes = there_before(trace, {TensorKind.GRADIENT}), extra_bytes - gradients
-        if extra_bytes:
-            trace = with_extra(trace, extra_bytes)
-        return with_spikes(trace, self.spikes) if self.spikes else trace
-
 
 SAMPLES = 2
 """Steps under a plan before it is judged."""
@@ -78,6 +49,20 @@ RECENT_STEPS = 16
 
 LINK_OFF = 0.1
 """Share by which a measured rate of the link must have moved before plans are made for the new one."""
+
+
+OTHER_BUDGETS = 4
+"""Budgets other than the one of now whose plans a step keeps."""
+
+
+class _Plans(NamedTuple):
+    """What was made and learned for one budget: see the attributes of `PlannedStep`."""
+
+    trials: list[PlanTrial]
+    lead_us: dict[int, float]
+    lag_us: dict[int, float]
+    nothing_better: bool
+    link: LinkCost | None
 
 
 class PlanTrial:
@@ -156,6 +141,11 @@ class PlannedStep:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
+        self._aside: dict[int, _Plans] = {}
+        """What was made and learned for other budgets, by their bytes, the latest last."""
+        self._forget_plans()
+
+    def _forget_plans(self) -> None:
         self.trials: list[PlanTrial] = []
         self.lead_us: dict[int, float] = {}
         """How much earlier than predicted each storage's copy back is to be done, by storage."""
@@ -169,6 +159,23 @@ class PlannedStep:
         self._recorded = with_times(self._recorded, self.slowdown)
         self.reset_for(self.extra)
 
+    # --- other budgets
+
+    def has_plans_for(self, hbm_budget_bytes: int) -> bool:
+        """Whether plans that were made for that budget are kept, beside those for the one of now."""
+        return hbm_budget_bytes in self._aside
+
+    def change_budget(self, before: int, now: int) -> None:
+        """Set the plans for the budget `before` aside, and go on with those for `now`, if there are any."""
+        self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link)
+        kept = self._aside.pop(now, None)
+        while len(self._aside) > OTHER_BUDGETS:
+            del self._aside[next(iter(self._aside))]
+        if kept is None:
+            self._forget_plans()
+        else:
+            self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link = kept
+
     # --- what may be made again
 
     @property
@@ -179,7 +186,10 @@ class PlannedStep:
     def has_new_refusals(self) -> bool:
         """Whether plans rely on something that cannot be made again, as was found since they were made. Forgets them then."""
         known, self._planned_without = self._planned_without, (len(self.refused), len(self.banned))
-        if known == self._planned_without or all(trial.recompute is None for trial in self.trials):
+        if known == self._planned_without:
+            return False
+        self._aside.clear()
+        if all(trial.recompute is None for trial in self.trials):
             return False
         self.reset_for(self.extra)
         return True

@@ -192,6 +192,10 @@ class Device(Protocol):
     def reset_peaks(self) -> None:
         """Start both peaks again from now. For benchmarks and demos: the library itself never resets what a user reads."""
 
+    def release_unused(self) -> None:
+        """Give back to the driver what the caching allocator has reserved and nobody uses. Waits for the device. The simulator
+        reserves nothing."""
+
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor`'s memory is this device's (the simulator: a plain CPU tensor that is not pinned memory of its)."""
 

@@ -97,5 +97,6 @@ class Director:
         """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
-    def change_budget(self, hbm_budget_bytes: int) -> None:
-        """Set another budget from the next step on. Called between steps."""
+    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
+        """Set another budget from the next step on. Called between steps. `must_fit`: raises `InfeasibleBudget`, with nothing
+        changed, where a step that has a plan would have none."""

@@ -62,7 +62,7 @@ class StepRunner:
     """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
 
     def __init__(self, executor: Executor, pool: PinnedPool, model: nn.Module, *, hbm_budget_bytes: int) -> None:
-        self.hbm_budget_bytes = hbm_budget_bytes
+        self.hbm_budget_bytes = self._given_bytes = hbm_budget_bytes
         """The budget now: lowered by each step that had to run again."""
         self._executor = executor
         self._device = executor.device
@@ -73,7 +73,7 @@ class StepRunner:
     @property
     def lowered_budget_bytes(self) -> int | None:
         """The budget now, where a step had to run again; else None."""
-        return self.hbm_budget_bytes if self._executor.metrics.totals.steps_run_again else None
+        return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
         """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""

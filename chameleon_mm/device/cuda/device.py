@@ -160,6 +160,10 @@ class CudaDevice:
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
 
+    def release_unused(self) -> None:
+        with torch.cuda.device(self.index):
+            torch.cuda.empty_cache()
+
     def owns(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self.index
 

@@ -127,6 +127,9 @@ class SimDevice:
         with self._machine.lock:
             self._machine.ledger.peak_bytes = self.allocated_bytes()
 
+    def release_unused(self) -> None:
+        pass
+
     def read_memory(self) -> MemoryReading:
         with self._machine.lock:
             self._machine.ledger.settle()

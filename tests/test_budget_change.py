@@ -1,0 +1,199 @@
+"""A budget that is changed in the middle of training: it holds from the next step on, nothing is recorded again, the bits are
+eager's."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import chameleon_mm as cm
+from chameleon_mm.device.sim import CostModel
+from tests.test_changing_steps import GPU, MIN_BYTES, PLAIN, Net, Work, run, step
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
+
+
+class Training:
+    """The net of the tests of changing steps, in a session."""
+
+    def __init__(self, share: float, works: list[Work], **given: Any) -> None:
+        self.expected = run(works)
+        self.works = works
+        self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+        torch.manual_seed(0)
+        with self.device.compute():
+            self.model = Net()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.session = cm.SwapSession(self.bytes_of(share), "64MiB", self.device, MIN_BYTES, model=self.model, **given)
+        self.losses: list[float] = []
+
+    def bytes_of(self, share: float) -> int:
+        return int(max(self.expected.peaks) * share)
+
+    def step(self) -> int:
+        """Run the next step. Returns its peak."""
+        number = len(self.losses)
+        self.device.reset_peaks()
+        with self.session.step():
+            self.losses += step(self.model, self.optimizer, self.works[number], torch.Generator().manual_seed(number))
+        return self.device.peak_allocated_bytes()
+
+    def assert_exact(self) -> None:
+        assert self.losses == self.expected.losses[: len(self.losses)]
+        if len(self.losses) == len(self.expected.losses):
+            pairs = zip(self.model.parameters(), self.expected.parameters, strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_twenty_changes_in_a_hundred_steps(recompute: bool) -> None:
+    training = Training(0.7, [PLAIN] * 100, recompute=recompute)
+    session, rng = training.session, Random(3)
+    changed_at = set(rng.sample(range(2, 100), 20))
+    with session:
+        for number in range(100):
+            if number in changed_at:
+                session.hbm_budget = training.bytes_of(rng.choice(SHARES))
+            assert training.step() <= session.hbm_budget
+    training.assert_exact()
+    report = session.report()
+    assert report.detailed_steps == 1
+    assert report.steps_by_phase == {"recorded": 1, "planned": 99}
+    assert (report.budget_misses, report.oom_retries) == (0, 0)
+    assert report.hbm_budget_bytes == session.hbm_budget
+
+
+def test_plans_for_a_budget_that_comes_back_are_taken_again() -> None:
+    training = Training(0.7, [PLAIN] * 14, recompute=False)
+    session = training.session
+    low, high = training.bytes_of(0.6), training.bytes_of(0.7)
+    with session:
+        for _ in range(4):
+            training.step()
+        session.hbm_budget = low
+        plans = session.report().plans
+        for budget in (high, low, high, low, high):
+            session.hbm_budget = budget
+            assert session.report().plans == plans
+            assert training.step() <= budget
+            plans = session.report().plans  # a step may teach what another plan is made of
+    training.assert_exact()
+
+
+def test_a_raised_budget_swaps_less() -> None:
+    training = Training(0.6, [PLAIN] * 8, recompute=False)
+    session = training.session
+    with session:
+        for _ in range(4):
+            training.step()
+        before = session.report().bytes_swapped_out
+        training.step()
+        at_low = session.report().bytes_swapped_out - before
+        session.hbm_budget = training.bytes_of(1.2)
+        before = session.report().bytes_swapped_out
+        training.step()
+        assert 0 == session.report().bytes_swapped_out - before < at_low
+    training.assert_exact()
+
+
+def test_a_budget_that_no_plan_reaches_is_refused_and_the_old_one_holds() -> None:
+    training = Training(0.7, [PLAIN] * 6, recompute=False)
+    session = training.session
+    budget = session.hbm_budget
+    with session:
+        for _ in range(3):
+            training.step()
+        with pytest.raises(cm.InfeasibleBudget) as refusal:
+            session.hbm_budget = training.device.allocated_bytes() + 64 * 1024
+        smallest = refusal.value.smallest_bytes
+        assert smallest is not None
+        assert session.hbm_budget == budget
+        assert training.step() <= budget
+        session.hbm_budget = smallest
+        assert training.step() <= smallest
+        with pytest.raises(cm.InfeasibleBudget, match="never move"):
+            session.hbm_budget = training.device.allocated_bytes() // 2
+        assert training.step() <= smallest
+    training.assert_exact()
+
+
+def test_the_report_after_a_change_is_about_the_new_budget() -> None:
+    training = Training(0.9, [PLAIN] * 6)
+    session = training.session
+    with session:
+        for _ in range(3):
+            training.step()
+        session.hbm_budget = f"{training.bytes_of(0.65)}B"
+        for _ in range(3):
+            training.step()
+        assert session.report().budget_held is not False
+        assert session.report().hbm_budget_bytes == training.bytes_of(0.65)
+    training.assert_exact()
+
+
+@pytest.mark.parametrize(("size", "error"), [("many", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)])
+def test_what_is_no_size_is_refused(size: Any, error: type[Exception]) -> None:
+    training = Training(0.7, [PLAIN] * 3)
+    with training.session as session:
+        training.step()
+        with pytest.raises(error, match="hbm_budget"):
+            session.hbm_budget = size
+        assert session.hbm_budget == training.bytes_of(0.7)
+        training.step()
+    training.assert_exact()
+
+
+def test_a_change_inside_of_a_step_or_after_the_session_is_refused() -> None:
+    training = Training(0.7, [PLAIN] * 2)
+    with training.session as session:
+        with session.step(), pytest.raises(cm.SessionClosedError, match="between steps"):
+            session.hbm_budget = "1GiB"
+        training.step()
+    with pytest.raises(cm.SessionClosedError, match="between steps"):
+        session.hbm_budget = "1GiB"
+    training.assert_exact()
+
+
+def test_before_the_session_it_is_the_budget_that_the_session_begins_with() -> None:
+    training = Training(0.9, [PLAIN] * 4)
+    training.session.hbm_budget = training.bytes_of(0.65)
+    with training.session:
+        for _ in range(4):
+            assert training.step() <= training.bytes_of(0.65)
+    training.assert_exact()
+
+
+@pytest.mark.gpu
+def test_a_lowered_budget_gives_reserved_memory_back_to_the_driver() -> None:
+    device = cm.CudaDevice()
+    torch.manual_seed(0)
+    width, rows = 512, 4096  # 8 MiB for each activation
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh()))).to(device.torch_device)
+    x = torch.randn(rows, width, device=device.torch_device)
+
+    def train(session: cm.SwapSession) -> int:
+        device.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with session.step():
+            model(x).square().mean().backward()
+            model.zero_grad()
+        return torch.cuda.max_memory_allocated()
+
+    torch.cuda.empty_cache()
+    session = cm.SwapSession("1GiB", "256MiB", device, model=model)
+    with session:
+        peak = [train(session) for _ in range(3)][-1]
+        reserved = torch.cuda.memory_reserved()
+        assert reserved >= peak
+        recorded = session.report().detailed_steps
+        session.hbm_budget = int(peak * 0.7)
+        assert torch.cuda.memory_reserved() < reserved // 2
+        assert all(train(session) <= session.hbm_budget for _ in range(3))
+        assert torch.cuda.memory_reserved() < reserved
+    assert session.report().detailed_steps == recorded

@@ -163,7 +163,8 @@ class PlannedStep:
 
     def has_plans_for(self, hbm_budget_bytes: int) -> bool:
         """Whether plans that were made for that budget are kept, beside those for the one of now."""
-        return hbm_budget_bytes in self._aside
+        aside = self._aside.get(hbm_budget_bytes)
+        return aside is not None and bool(aside.trials)
 
     def change_budget(self, before: int, now: int) -> None:
         """Set the plans for the budget `before` aside, and go on with those for `now`, if there are any."""

@@ -179,12 +179,17 @@ class Adaptation:
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
     def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Called
-        between steps.
+        """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Raises
+        `InfeasibleBudget`, with nothing changed, where a step that has a plan now would have none. Called between steps.
 
-        `must_fit`: raises `InfeasibleBudget`, with nothing changed, where a step that has a plan now would have none.
+        `must_fit` off: all steps are forgotten instead, as their traces may be of steps that found no memory.
         """
         before = self._hbm_budget_bytes
+        if not must_fit:
+            self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
+            self.steps = StepCache(CACHED_STEPS)
+            self._measuring.clear()
+            return
         if hbm_budget_bytes == before:
             return
         planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
@@ -196,7 +201,7 @@ class Adaptation:
             try:
                 made[id(planned)] = self._plans_for(planned, hbm_budget_bytes, link, at_most=TRIAL_PLANS)
             except InfeasibleBudget as refusal:
-                if must_fit and planned.trials:
+                if planned.trials:
                     raise
                 _log_refusal(planned.record.num_hooks, refusal)
                 made[id(planned)] = []

@@ -98,5 +98,5 @@ class Director:
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
     def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        """Set another budget from the next step on. Called between steps. `must_fit`: raises `InfeasibleBudget`, with nothing
-        changed, where a step that has a plan would have none."""
+        """Set another budget from the next step on. Called between steps. `must_fit`: steps that are known keep to it, and it
+        raises `InfeasibleBudget`, with nothing changed, where one that has a plan would have none; else they are forgotten."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device.sim import CostModel
+from chameleon_mm.saved.state import State
 from tests.test_changing_steps import GPU, MIN_BYTES, PLAIN, Net, Work, run, step
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -19,11 +20,22 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 SHARES = (0.55, 0.62, 0.7, 0.8, 0.9, 1.1)
 
 
+def plainly(works: list[Work]) -> tuple[list[float], list[Tensor]]:
+    """Losses and parameters in plain PyTorch, with nothing of ours around it."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses: list[float] = []
+    for number, work in enumerate(works):
+        losses += step(model, optimizer, work, torch.Generator().manual_seed(number))
+    return losses, list(model.parameters())
+
+
 class Training:
     """The net of the tests of changing steps, in a session."""
 
     def __init__(self, share: float, works: list[Work], **given: Any) -> None:
-        self.expected = run(works)
+        self.unswapped_bytes = max(run(works[:3]).peaks)
         self.works = works
         self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
         torch.manual_seed(0)
@@ -34,7 +46,7 @@ class Training:
         self.losses: list[float] = []
 
     def bytes_of(self, share: float) -> int:
-        return int(max(self.expected.peaks) * share)
+        return int(self.unswapped_bytes * share)
 
     def step(self) -> int:
         """Run the next step. Returns its peak."""
@@ -45,10 +57,10 @@ class Training:
         return self.device.peak_allocated_bytes()
 
     def assert_exact(self) -> None:
-        assert self.losses == self.expected.losses[: len(self.losses)]
-        if len(self.losses) == len(self.expected.losses):
-            pairs = zip(self.model.parameters(), self.expected.parameters, strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+        """The steps so far gave what plain PyTorch gives."""
+        losses, parameters = plainly(self.works[: len(self.losses)])
+        assert self.losses == losses
+        assert all(torch.equal(a, b) for a, b in zip(self.model.parameters(), parameters, strict=True))
 
 
 @pytest.mark.parametrize(("recompute", "steps"), [(True, 100), (False, 40)])
@@ -169,6 +181,29 @@ def test_before_the_session_it_is_the_budget_that_the_session_begins_with() -> N
     training.assert_exact()
 
 
+def test_what_was_restored_goes_where_the_budget_is_passed_already() -> None:
+    """An input that somebody allocates between two checks: what the host has, too, makes room for it."""
+    device = cm.SimDevice()
+    model, x = nn.Sequential(*(nn.Tanh() for _ in range(6))), torch.randn(256, 256, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    with device.compute():
+        session = cm.SwapSession(device.allocated_bytes() + (2 << 20), "64MiB", device, MIN_BYTES, plans=False)
+        with session:
+            loss = model(x).sum()
+            executor = session._executor
+            executor.budget.reclaim_all(())
+            away = [saved for saved in executor._registry.all() if saved.state is State.ON_HOST]
+            assert len(away) > 3
+            for saved in away:
+                executor._ins.restore(saved, device.current_stream())
+            aside = torch.empty(2 << 20, dtype=torch.uint8)
+            assert device.allocated_bytes() > session.hbm_budget
+            executor.budget.check_memory()
+            assert all(saved.state is State.ON_HOST for saved in away)
+            del aside
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
 @pytest.mark.gpu
 def test_a_lowered_budget_gives_reserved_memory_back_to_the_driver() -> None:
     device = cm.CudaDevice()
@@ -176,16 +211,20 @@ def test_a_lowered_budget_gives_reserved_memory_back_to_the_driver() -> None:
     width, rows = 512, 4096  # 8 MiB for each activation
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(width, width), nn.Tanh()))).to(device.torch_device)
     x = torch.randn(rows, width, device=device.torch_device)
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
 
     def train(session: cm.SwapSession) -> int:
         device.synchronize()
         torch.cuda.reset_peak_memory_stats()
         with session.step():
             model(x).square().mean().backward()
+            grads = [p.grad for p in model.parameters()]
+            assert all(got is not None and torch.equal(got, grad) for got, grad in zip(grads, expected, strict=True))
             model.zero_grad()
         return torch.cuda.max_memory_allocated()
 
     torch.cuda.empty_cache()
+    model.zero_grad()
     session = cm.SwapSession("1GiB", "256MiB", device, model=model)
     with session:
         peak = [train(session) for _ in range(3)][-1]

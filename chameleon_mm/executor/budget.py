@@ -141,13 +141,14 @@ class Budget:
         return self._limits.hbm_budget_bytes is None or self.allocated_bytes() + nbytes <= self.hbm_budget_bytes
 
     def spare_bytes(self) -> int:
-        """Bytes that may be allocated for a moment, beside what the model will allocate."""
+        """Bytes that may be allocated for a moment, beside what the model will allocate. Reads memory where there is a budget:
+        operators may have allocated since it was checked."""
         if self.memory_limit is not None:
             return self.memory_limit.spare_bytes()
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             return _NO_BOUND
-        return max(0, budget - self._allocated - (self.forecast.growth() or 0))
+        return max(0, budget - self.allocated_bytes() - (self.forecast.growth() or 0))
 
     def spare_until_used_bytes(self) -> int:
         """Bytes that may be allocated now and held for a while, as far as the model's growth meanwhile is known."""
@@ -316,20 +317,19 @@ class Budget:
         self.planned.reclaim_until(lambda: False)
 
     def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
-        """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it."""
+        """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it.
+
+        What moves in part goes where there is room for what stays of it; if the budget is passed anyway, without.
+        """
         self.reclaim.reclaim_until(enough)
         # Whole ones first: what stays of the others takes memory of its own before they go.
         self.planned.reclaim_some_until(enough, _is_whole)
         self.planned.reclaim_some_until(enough, self._can_go)
         if enough():
             return None
-        for saved in self._restored():
-            if enough():
-                return None
-            if saved in exclude or not self._can_go(saved):
-                continue
-            with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
-                saved.drop_restored()
+        self._drop_restored_until(enough, exclude, self._can_go)
+        if enough():
+            return None
         if (swap_outs := self._swap_outs()) is not None:
             swap_outs.pack_small()
         self.reclaim.reclaim_until(enough)
@@ -341,17 +341,36 @@ class Budget:
                     return None
                 swap_out_now(saved)
             self.planned.reclaim_some_until(enough, self._can_go)
+            if self._allocated > self.hbm_budget_bytes:
+                self.planned.reclaim_until(enough)
+                self._drop_restored_until(enough, exclude, lambda saved: True)
         except TransferFailed:
             return None
         except HostMemoryExhausted as refusal:
             return str(refusal)
         return None
 
+    def _drop_restored_until(
+        self, enough: Callable[[], bool], exclude: Collection[SavedStorage], some: Callable[[SavedStorage], bool]
+    ) -> None:
+        """Drop the restored storages for which `some` is true, until `enough()`; never `exclude`."""
+        for saved in self._restored():
+            if enough():
+                return
+            if saved in exclude or not some(saved):
+                continue
+            with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
+                saved.drop_restored()
+
     def _can_go(self, entry: Reclaimable) -> bool:
-        """Whether there is room now for what stays of it on the device."""
-        return not isinstance(entry, SavedStorage) or self.fits_now(allocated_size(entry.form.device_bytes))
+        """Whether nothing of it stays on the device, or there is room for that now."""
+        return _is_whole(entry) or self.fits_now(allocated_size(_staying_bytes(entry)))
 
 
 def _is_whole(entry: Reclaimable) -> bool:
-    """Whether nothing of a storage stays on the device, in memory of its own, when it is reclaimed."""
-    return not isinstance(entry, SavedStorage) or not entry.form.device_bytes
+    return not _staying_bytes(entry)
+
+
+def _staying_bytes(entry: Reclaimable) -> int:
+    """Bytes of a storage that stay on the device, in memory of their own, when it is reclaimed."""
+    return entry.form.device_bytes if isinstance(entry, SavedStorage) else 0

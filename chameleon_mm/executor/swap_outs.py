@@ -177,7 +177,6 @@ class SwapOuts:
         ready = (saved for saved in dict.fromkeys(waiting) if saved.state is State.ON_DEVICE and saved.op_is_over)
         members = [saved for saved in ready if saved.is_copyable]
         # While a group is packed, its members are still there: a tight budget has room for small groups only.
-        self._budget.allocated_bytes()  # operators may have allocated since memory was checked
         at_most = min(2 * GROUP_BYTES, self._budget.spare_bytes())
         for together in self._staging.batches(members, at_most=at_most):
             if len(together) == 1:  # nothing to share a launch with

@@ -76,7 +76,8 @@ class Way:
         yield run(op, sample, self.within, twice=twice)
 
     def within(self) -> AbstractContextManager[Any]:
-        raise NotImplementedError
+        """Context in which the sample runs."""
+        raise NotImplementedError(f"{type(self).__name__}: expected a context of its own")
 
     def live_blocks(self) -> int:
         """Blocks of host memory that are still in use."""

@@ -196,7 +196,7 @@ def test_each_place_is_proven_once_and_one_storage_is_audited_in_so_many_steps(a
 def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compare, differs = Audits.compare, Rebuilds.differs
+    compare, compare_bits = Audits.compare, Rebuilds._compare
     auditing, raised = [False], list[str]()
 
     def audit(*given: Any) -> bool:
@@ -208,12 +208,12 @@ def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
 
     def fails(rebuilds: Rebuilds, recipe: Recipe, *given: Any) -> Tensor | Refusal:
         if not auditing[0]:
-            return differs(rebuilds, recipe, *given)
+            return compare_bits(rebuilds, recipe, *given)
         raised.extend(recipe.operators)
         raise RuntimeError("it does not run in this mode")
 
     monkeypatch.setattr(Audits, "compare", audit)
-    monkeypatch.setattr(Rebuilds, "differs", fails)
+    monkeypatch.setattr(Rebuilds, "_compare", fails)
     run = train(8, budget_for(0.4), device=far_ahead())
     assert run.seen == plainly(8).seen
     assert run.session is not None

@@ -56,7 +56,7 @@ OTHER_BUDGETS = 4
 
 
 class _Plans(NamedTuple):
-    """What was made and learned for one budget: see the attributes of `PlannedStep`."""
+    """Plans for one budget and what steps under them have taught: see the attributes of `PlannedStep`."""
 
     trials: list[PlanTrial]
     lead_us: dict[int, float]
@@ -142,7 +142,7 @@ class PlannedStep:
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
         self._aside: dict[int, _Plans] = {}
-        """What was made and learned for other budgets, by their bytes, the latest last."""
+        """Plans for other budgets, by the bytes of each budget, the latest last."""
         self._forget_plans()
 
     def _forget_plans(self) -> None:

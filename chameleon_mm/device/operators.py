@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from chameleon_mm.trace import replayable
+
 GPU = "cuda"
 """Type of device that a step of fake tensors is recorded for."""
 
@@ -65,16 +67,15 @@ _GATHERS = {"embedding", "index", "index_select", "gather"}
 _COPIES = {"copy_", "_to_copy", "clone"}
 """Operators that are one copy, over the link where an end is pinned memory."""
 
-_HIDDEN_WRITES = {
-    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index", "batch_norm_update_stats",
-    "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
+BATCH_NORMS = frozenset(name.removeprefix("aten::") for name in replayable.BATCH_NORMS)
+"""Batch norms of which it is known what they write to: arguments `_RUNNING`, the running statistics, if `_TRAINING` says so."""
+_RUNNING, _TRAINING = slice(3, 5), 5
+
+_HIDDEN_WRITES = BATCH_NORMS | {
+    "_batch_norm_impl_index", "batch_norm_update_stats", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts",
 }  # fmt: skip
 """Operators that update running statistics although their schemas do not say so. Those of `c10d` write to what they are given
 and say nothing of it, too."""
-
-BATCH_NORMS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-"""Those of which it is known what they write to: arguments `_RUNNING`, the running statistics, if `_TRAINING` says so."""
-_RUNNING, _TRAINING = slice(3, 5), 5
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 """Namespaces whose operators talk to other processes: one that runs twice here would be waited for twice there."""

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import Tensor
 
-from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.policy.selection import GOLDEN
 from chameleon_mm.saved.calling_thread import ComputeStreams
@@ -77,18 +75,10 @@ class Audits:
         if self._asked % FORCED_EVERY and not self._rebuilds.fits_beside(recipe, saved):
             return False
         self._due = False
-        try:
-            differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
-        except torch.OutOfMemoryError:
-            return True  # another step has room for it
-        except ChameleonError:
-            raise
-        except RuntimeError as error:  # an operator's own; the original is still there
-            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
-            self._failed += recipe.operators
-            return True
+        differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
         if isinstance(differs, Refusal):
-            return True  # another step may do
+            self._failed += recipe.operators if differs.lasts else []
+            return True
         self._totals.proofs += 1
         self._compared.append((differs, recipe.operators))
         return True

@@ -72,38 +72,40 @@ class Rebuilds:
     def restore_sources(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
         """Bring back what making `saved` again reads from the host."""
         for one in _sources_first(saved):
-            for source in () if one.form.recipe is None else one.form.recipe.sources:
-                if source.claim is not None and source.claim.saved.form.recipe is None:
-                    restore(source.claim.saved, compute)
+            for source in () if one.form.recipe is None else one.form.recipe.saved_sources:
+                if source.form.recipe is None:
+                    restore(source, compute)
 
     def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | Refusal:
         """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too; or
-        why it cannot be tried now. Raises what its operators do."""
-        original = saved.device
-        assert original is not None
-        sources = [source.claim.saved for source in recipe.sources if source.claim is not None]
-        were_away = [source for source in sources if source.state is State.ON_HOST]
+        why not: `lasts` says whether a later step may do."""
+        were_away = [source for source in recipe.saved_sources if source.state is State.ON_HOST]
         try:
-            return self._compare(recipe, saved, original, compute, restore)
+            return self._compare(recipe, saved, compute, restore)
+        except torch.OutOfMemoryError:
+            return NO_ROOM
+        except ChameleonError:
+            raise
+        except RuntimeError as error:  # an operator's own; the original is still there
+            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
+            return Refusal("an error when it runs again", ", ".join(recipe.operators))
         finally:
             for source in were_away:
                 if source.state is State.RESTORED:
                     with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                         source.drop_restored()  # no use of it has come yet
 
-    def _compare(
-        self, recipe: Recipe, saved: SavedStorage, original: torch.UntypedStorage, compute: Stream, restore: Restore
-    ) -> Tensor | Refusal:
+    def _compare(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | Refusal:
+        original = saved.device
+        assert original is not None
         try:
             storages = self._sources_of(recipe, compute, restore)
-        except torch.OutOfMemoryError:
-            return NO_ROOM
-        except ChameleonError:
+        except (torch.OutOfMemoryError, ChameleonError):
             raise
         except RuntimeError as error:  # a use would raise it
             _log.info("chameleon_mm: not compared: %s", str(error))
             return Refusal("an input that was written to or resized", lasts=False)
-        needed = [saved, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
+        needed = [saved, *recipe.saved_sources]
         if not self._budget.room_was_made(self._beside_bytes(recipe, saved), exclude=needed):
             return NO_ROOM
         remade = self._run(recipe, storages, compute, exclude=needed).storage
@@ -131,8 +133,7 @@ class Rebuilds:
 
     def fits_beside(self, recipe: Recipe, saved: SavedStorage) -> bool:
         """Whether there is room for comparing what `recipe` makes with `saved`, and nothing has to go for it."""
-        sources = (source.claim.saved for source in recipe.sources if source.claim is not None)
-        if any(source.state is State.ON_HOST for source in sources):
+        if any(source.state is State.ON_HOST for source in recipe.saved_sources):
             return False
         return self._budget.fits_now(self._beside_bytes(recipe, saved))
 
@@ -144,13 +145,13 @@ class Rebuilds:
     def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
         """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
         storages = self._sources_of(recipe, compute, restore)
-        needed = [exclude, *(source.claim.saved for source in recipe.sources if source.claim is not None)]
+        needed = [exclude, *recipe.saved_sources]
         self._budget.make_room(recipe.peak_bytes, exclude=needed)
         with self._context.metrics.timing_rebuild(compute):
             return self._run(recipe, storages, compute, exclude=needed)
 
     def _sources_of(self, recipe: Recipe, compute: Stream, restore: Restore) -> list[torch.UntypedStorage]:
-        """What `recipe` is made from, on the device and as it was."""
+        """Storages that `recipe` reads, on the device, in its order. Raises eager's error for one that was written to."""
         self._budget.allocated_bytes()  # the model may have allocated since memory was checked
         storages = []
         for source in recipe.sources:
@@ -232,7 +233,7 @@ def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
             continue
         seen.add(id(one))
         stack.append((one, True))
-        stack.extend((source.claim.saved, False) for source in one.form.recipe.sources if source.claim is not None)
+        stack.extend((source, False) for source in one.form.recipe.saved_sources)
     return order
 
 

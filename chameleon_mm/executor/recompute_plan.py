@@ -26,7 +26,7 @@ class Followed(Protocol):
 
     @property
     def recompute(self) -> RecomputePlan | None:
-        """What is made again in the step, as far as it is known by now; None: nothing."""
+        """The plan's part about recomputation, as far as the step is known by now; None: nothing is made again."""
 
     @property
     def may_recompute(self) -> bool:

@@ -12,7 +12,6 @@ What differs is refused from then on, and so is what any later audit finds.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -21,9 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.audits import Audits
-from chameleon_mm.executor.rebuilds import NO_ROOM, Rebuilds, Restore
+from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value, has_plain_storage
@@ -37,8 +35,6 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes, VersionProbe
 from chameleon_mm.units import KIB
-
-_log = logging.getLogger(__name__)
 
 SNAPSHOT_BYTES = 64 * KIB
 """Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not
@@ -136,8 +132,8 @@ class Recomputing:
         self._follow()
         return self.watch
 
-    def _follow(self) -> RecomputePlan | None:
-        """Follow the plan of now: at any hook the step may turn out to be another one. Returns it."""
+    def _follow(self) -> None:
+        """Follow the plan of now: at any hook the step may turn out to be another one."""
         followed, watch = self._followed, self.watch
         plan = None if followed is None else followed.recompute
         if watch is not None and followed is not None and not followed.may_recompute:
@@ -153,7 +149,6 @@ class Recomputing:
                 plan.is_typical = watch is not None and not self._is_untypical
                 self._rebuilds.inner_bytes = plan.inner_bytes
                 self.audits.is_on_trial = plan.is_on_trial
-        return plan
 
     def _note_untypical(self) -> None:
         """Note that the step takes another time than others under its plan will."""
@@ -247,9 +242,8 @@ class Recomputing:
             return Refusal("it has moved", lasts=False)  # memory was short for the proof
         value = self.watch.value_of(saved.device)
         assert value is not None and value.call is not None and value.result is not None
-        for source in recipe.sources:
-            if source.claim is not None:
-                source.claim.saved.add_view()
+        for source in recipe.saved_sources:
+            source.add_view()
         me = weakref.ref(saved)
         for one in sources:
             one.dependents.append(me)
@@ -340,20 +334,11 @@ class Recomputing:
 
     def _disproof(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Refusal | None:
         """Why the recipe does not stand for `saved`; None: it makes its bits."""
-        try:
-            compared = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
-            if isinstance(compared, Refusal):
-                return compared
-            self._metrics.totals.proofs += 1
-            differs = bool(compared.item())
-        except torch.OutOfMemoryError:
-            return NO_ROOM
-        except ChameleonError:
-            raise
-        except RuntimeError as error:  # an operator's own; the original is still there
-            _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
-            return Refusal("an error when it runs again", ", ".join(recipe.operators))
-        return Refusal("other bits than the original", ", ".join(recipe.operators)) if differs else None
+        differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
+        if isinstance(differs, Refusal):
+            return differs
+        self._metrics.totals.proofs += 1
+        return Refusal("other bits than the original", ", ".join(recipe.operators)) if bool(differs.item()) else None
 
     def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
         """Compare what a recipe of one of `finished` makes with it, where the step has an audit to do."""

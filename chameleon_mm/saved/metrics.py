@@ -198,7 +198,7 @@ class Metrics:
         self._moves: deque[tuple[Move, str]] = deque()
         self._rebuilds: deque[tuple[Event, Event]] = deque()
         self._resolving = threading.Lock()
-        """One resolver at a time; others only append to the deques above, which is atomic."""
+        """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed = timed

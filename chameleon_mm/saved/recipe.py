@@ -145,6 +145,11 @@ class Recipe:
         """Names of the operators that run again, in order."""
         return [base_name(step.operation.func.name()) for step in self._steps]
 
+    @property
+    def saved_sources(self) -> list[SavedStorage]:
+        """Saved storages among its sources, in order."""
+        return [source.claim.saved for source in self.sources if source.claim is not None]
+
     def replay(self, storages: Sequence[torch.UntypedStorage]) -> Remade:
         """Run the calls on the current stream and return what they made. `storages`: those of `sources`, in that order, ready
         for it.

@@ -114,8 +114,9 @@ def test_a_raised_budget_swaps_less() -> None:
     training.assert_exact()
 
 
-def test_a_budget_that_no_plan_reaches_is_refused_and_the_old_one_holds() -> None:
-    training = Training(0.7, [PLAIN] * 6, recompute=False)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_budget_that_no_plan_reaches_is_refused_and_the_old_one_holds(recompute: bool) -> None:
+    training = Training(0.7, [PLAIN] * 6, recompute=recompute)
     session = training.session
     budget = session.hbm_budget
     with session:

@@ -24,6 +24,7 @@ from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import StepRecord
@@ -286,18 +287,15 @@ class Adaptation:
 
     def _add_plans(self, planned: PlannedStep, *, at_most: int = TRIAL_PLANS) -> None:
         """Make plans for the step from what is known of it now."""
-        with annotation("chameleon::plan"):
-            self._make_plans(planned, at_most)
-
-    def _make_plans(self, planned: PlannedStep, at_most: int) -> None:
         began = perf_counter()
         link = self._link_cost()
         plans: list[SwapPlan] = []
         lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
-        try:
-            plans = self._plans_for(planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
-        except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
-            _log_refusal(planned.record.num_hooks, refusal)
+        with annotation("chameleon::plan"):
+            try:
+                plans = self._plans_for(planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+            except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
+                _log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
         planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
@@ -327,6 +325,7 @@ class Adaptation:
                     drafts=DRAFTS,
                     recompute=planned.replayable,
                     refused=planned.refused,
+                    copied_up_to=SNAPSHOT_BYTES,
                 )
             except InfeasibleBudget:
                 if spare_bytes == 0:

@@ -50,6 +50,8 @@ class PlanLimits:
     cost: LinkCost
     lead_us: PerTensor
     lag_us: PerTensor
+    copied_up_to: int = 0
+    """Bytes up to which an input that was there before the step and that autograd does not save is copied for a recipe."""
 
 
 def hybrid_plans(
@@ -152,17 +154,19 @@ class HybridSearch:
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
         for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
+            copies_bytes = rewritten.rebuilds.copies_bytes(self._trace, limits.copied_up_to)
+            budget = limits.budget - copies_bytes
             problem = Problem.of(rewritten.trace)
-            if problem.least_bytes <= limits.budget:
+            if problem.least_bytes <= budget:
                 break
-            spared = self._too_large(rewritten, problem, gently=repair < _REPAIRS // 2)
+            spared = self._too_large(rewritten, problem, budget, gently=repair < _REPAIRS // 2)
             if not spared:
                 return
             dropped -= spared
         else:
             return
-        search = Search(problem, limits.budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
-        if problem.peak_bytes <= limits.budget:
+        search = Search(problem, budget, limits.host_budget, limits.cost, lead_us=limits.lead_us, lag_us=limits.lag_us)
+        if problem.peak_bytes <= budget:
             found = Found(scheduled=Scheduled([], problem.moves([], [], [], [], [])), peak_bytes=problem.peak_bytes)
         else:
             search.try_ranks()
@@ -173,7 +177,7 @@ class HybridSearch:
         moves = rewritten.to_step(found.scheduled.moves)
         swaps = moves.actions([problem.tensor[i] for i in found.scheduled.who])
         timeline = self._simulator.run_rewritten(rewritten, swaps)
-        if timeline.peak_bytes > limits.budget:
+        if timeline.peak_bytes > budget:
             return
         if limits.host_budget is not None and timeline.host_bytes > limits.host_budget:
             return
@@ -183,7 +187,7 @@ class HybridSearch:
                 num_hooks=len(self._trace.hook_tick),
                 actions=swaps + choice_actions(self._recipes, rewritten),
                 hbm_budget_bytes=limits.budget,
-                peak_bytes=timeline.peak_bytes,
+                peak_bytes=timeline.peak_bytes + copies_bytes,
                 host_bytes=timeline.host_bytes,
                 step_us=timeline.step_us,
                 stall_us=timeline.stall_us,
@@ -191,8 +195,8 @@ class HybridSearch:
             )
         )
 
-    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, *, gently: bool) -> set[int]:
-        """Dropped storages without whose rebuilds there is more room, where the budget has too little, whatever is swapped: all
+    def _too_large(self, rewritten: RewrittenTrace, problem: Problem, budget: int, *, gently: bool) -> set[int]:
+        """Dropped storages without whose rebuilds there is more room, where `budget` has too little, whatever is swapped: all
         that is there again by then, and all that is made next. `gently`: what is used there, if that makes others as well, else
         what is made there, if anything is."""
         c, recipes = problem.candidates, self._recipes
@@ -201,7 +205,7 @@ class HybridSearch:
         last_use = recipes.candidates.last_use[recipes.row].tolist()
         made_at = rewritten.made_at
         spared = set[int]()
-        for hook in np.unique(rewritten.origin[level > self._limits.budget]).tolist():
+        for hook in np.unique(rewritten.origin[level > budget]).tolist():
             made = [j for j, at in made_at.items() if at == hook]
             used = [j for j in made if use[j] == hook]
             if not gently or not made:

@@ -15,7 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.trace import StepPhase, Trace
+from chameleon_mm.units import allocated_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,17 @@ class Rebuilds:
     """The dropped storages, by number: those that are not needed again before they could be dropped."""
     held: tuple[int, ...]
     """The held ones, by number: those that a rebuild reads."""
+
+    def copies_bytes(self, trace: Trace, up_to: int) -> int:
+        """Bytes of copies of all that they read which was there before the step, such as biases, has up to so many bytes each,
+        and is not read in backward: autograd saves that, and keeps the original."""
+        again = np.unique([op for rebuild in self.rebuilds for op in rebuild.ops])
+        reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
+        read = np.unique(trace.read_tensors[np.isin(reader, again)])
+        saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
+        read = np.setdiff1d(read[trace.tensor_born[read] < 0], saved)
+        nbytes = trace.tensor_bytes[read]
+        return int(allocated_size(nbytes[nbytes <= up_to]).sum())
 
 
 def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Rebuilds:

@@ -89,7 +89,7 @@ def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
         training.step()
         start = _begin(device)
         budget = start + above_bytes
-        session = SwapSession(budget, device=device, min_bytes=_MIN_BYTES, model=training.model, recompute=False)
+        session = SwapSession(budget, device=device, min_bytes=_MIN_BYTES, model=training.model)
         with session.pool, session:
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
                 with session.step():

@@ -12,22 +12,23 @@ Every step is fingerprinted, in every phase. A wrong expectation costs time, nev
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
 from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
+from chameleon_mm.adaptive.structure import Structure, Structures
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.profiler.step_record import StepRecord
+from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
 from chameleon_mm.trace import TensorKind
@@ -71,24 +72,6 @@ WASTED_SHARE = 1 / 64
 trace."""
 
 
-class PlanPhase(enum.Enum):
-    """Phases of a session: whether the step that is expected has a plan."""
-
-    PROFILE = "profile"
-    """The expected step has no plan. Begins with the first step; ends when that step has a plan."""
-    PLAN = "plan"
-    """A recorded step has ended. Ends when its plan is made, before the next step begins."""
-    STEADY = "steady"
-    """The expected step has a plan. Begins with that step; ends before one without a plan."""
-
-
-_NEXT = {
-    PlanPhase.PROFILE: (PlanPhase.PROFILE, PlanPhase.PLAN, PlanPhase.STEADY),
-    PlanPhase.PLAN: (PlanPhase.PROFILE, PlanPhase.STEADY),
-    PlanPhase.STEADY: (PlanPhase.STEADY, PlanPhase.PROFILE, PlanPhase.PLAN),
-}
-
-
 StepEntry = CachedStep[PlannedStep | None]
 """A step that came before. Its plan is None where it has no trace."""
 Steps = StepCache[PlannedStep | None]
@@ -120,7 +103,7 @@ class Adaptation:
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
     is known of the link; `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
-    that may run again, and nothing is recomputed where it is empty.
+    that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
     """
 
     def __init__(
@@ -133,6 +116,7 @@ class Adaptation:
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
         replayable: frozenset[str] = frozenset(),
+        min_bytes: int = 0,
     ) -> None:
         self.phase = PlanPhase.PROFILE
         self.detailed_steps = 0
@@ -153,6 +137,7 @@ class Adaptation:
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
+        self._structures = Structures(min_bytes)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
@@ -237,7 +222,11 @@ class Adaptation:
         return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
-        return entry.plan is None and self._flawed.count(entry.fingerprint) < RECORDINGS
+        """Whether a trace of this cached step is missing."""
+        if entry.plan is not None or self._flawed.count(entry.fingerprint) >= RECORDINGS:
+            return False
+        structure = self._structures.of(entry.record)
+        return structure is None or structure.wants_trace
 
     def end_step(self, step: FollowedStep, recorder: Recorder | None, compute: Stream, *, completed: bool) -> StepKind:
         """End `step` and return its kind. It is learned from if it `completed`."""
@@ -269,7 +258,7 @@ class Adaptation:
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             trace = there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER})
-            planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
+            planned = self._planned_step(record, trace, self._structures.note(record, trace))
             self._add_plans(planned)
             self.steps.put(record, planned)
             self.latest = planned
@@ -282,6 +271,35 @@ class Adaptation:
         self._hooks += record.num_hooks
         self._wasted_hooks += wasted
         return kind
+
+    # --- steps of other sizes than the recorded ones
+
+    def predict(self, features: Sequence[Feature], saves: Sequence[int]) -> tuple[StepRecord, PlannedStep] | None:
+        """The step that begins with these hooks, as those that were recorded tell it, with a plan; None: they do not. `saves`:
+        as in a `StepRecord`."""
+        for structure in self._structures.beginning_with(features, saves):
+            record = structure.predict(features)
+            if record is not None:
+                return record, self._predicted(record, structure)
+        return None
+
+    def plan_entry(self, entry: StepEntry) -> None:
+        """Have a cached step that was not recorded planned, where it can be predicted."""
+        structure = self._structures.of(entry.record) if entry.plan is None else None
+        if structure is not None and structure.predicts and structure.predict(entry.record.features) is not None:
+            entry.plan = self._predicted(entry.record, structure)
+
+    def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
+        planned = self._planned_step(record, structure.trace_of(record), structure)
+        planned.predicted_by = structure
+        planned.reset_for(structure.extra)
+        self._add_plans(planned, at_most=1)
+        return planned
+
+    def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
+        planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
+        planned.proven, planned.refused = structure.proven(trace), structure.refused
+        return planned
 
     # --- plans
 
@@ -353,6 +371,8 @@ class Adaptation:
         return True
 
     def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
+        if planned.predicted_by is not None:
+            planned.predicted_by.note_extra(step.extra)
         extra = planned.note_extra(step.extra, self._spare_bytes)
         if step.exceeded_plan:
             extra = planned.extra | step.extra
@@ -372,6 +392,8 @@ class Adaptation:
             if trial not in planned.trials:
                 continue
             planned.add_time(trial, time)
+            if planned.predicted_by is not None:
+                planned.predicted_by.note_slowdown(planned.trace, planned.slowdown_under(trial))
             if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
                 planned.correct_times()
                 self._add_plans(planned)
@@ -382,7 +404,7 @@ class Adaptation:
                 self._add_plans(planned, at_most=1)
 
     def _to(self, phase: PlanPhase) -> None:
-        if phase not in _NEXT[self.phase]:
+        if phase not in FOLLOWED_BY[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
 

@@ -42,6 +42,9 @@ from chameleon_mm.saved.state import State
 _NONE = -1
 """In place of a hook of the cached step: none of them."""
 
+PREDICTIONS = 4
+"""Number of times in a step that sizes which were not known yet may make it another one than predicted."""
+
 _NOTHING_DUE = DueActions([], [], [], [])
 
 
@@ -104,6 +107,9 @@ class PlanFollower(Director):
             followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
         )
         self._last_entry = None if self._diverged else self._entry
+        for fingerprint in self._predicted:
+            if fingerprint != step.record.fingerprint:
+                self.adaptation.steps.forget(fingerprint)
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
 
@@ -118,6 +124,8 @@ class PlanFollower(Director):
         """The cached step that this one agrees with, or did last."""
         self._recorded_hooks = 0
         """Number of hooks that a recorder saw before it was stopped."""
+        self._predicted: list[int] = []
+        """Fingerprints of the steps that this one was taken for because of its sizes."""
         self._diverged = False
         """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
@@ -226,7 +234,7 @@ class PlanFollower(Director):
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
-        if steps.follow(hook, self.light.feature):
+        if steps.follow(hook, self.light.feature) or self._predict(steps, hook):
             another = steps.current is not self._entry
             if another:
                 self._follow(steps.current, budget)
@@ -243,6 +251,17 @@ class PlanFollower(Director):
             budget.forecast = budget.highest_forecast
             if self._matcher is not None:
                 self._matcher.begin_step(hook)
+
+    def _predict(self, steps: Steps, hook: int) -> bool:
+        """Take the step for one that those recorded tell of: the same but for its sizes."""
+        if len(self._predicted) >= PREDICTIONS:
+            return False
+        predicted = self.adaptation.predict(*self.light.beginning)
+        if predicted is None:
+            return False
+        steps.adopt(hook, *predicted)
+        self._predicted.append(predicted[0].fingerprint)
+        return True
 
     def _compare_memory(self, budget: Budget) -> None:
         """Have the plan made again if it counts on less memory than is allocated at the first hook: it would pass its
@@ -305,6 +324,7 @@ class PlanFollower(Director):
         """Follow `entry` from now on, with which the hooks of the step agree so far."""
         self._entry = entry
         if entry is not None:
+            self.adaptation.plan_entry(entry)
             self.light.follow(entry.record)
         planned = None if entry is None else entry.plan
         self.followed = None if planned is None else planned.current
@@ -392,6 +412,7 @@ def plan_steps(
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,
+        min_bytes=executor.rule.min_bytes,
         link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
     )
     executor.director = PlanFollower(adaptation)

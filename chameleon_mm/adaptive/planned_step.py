@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ import numpy as np
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
+from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.policy.memory import Candidates
@@ -123,7 +125,8 @@ class PlannedStep:
         """The link that the latest plans were made for."""
         self._planned_without: tuple[int, int] = (0, 0)
         """How many were refused, and how many operators banned, when plans were made."""
-        self.matcher = Matcher(record)
+        self.predicted_by: Structure | None = None
+        """What its trace was predicted by; None: it was recorded."""
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """Tick of each hook, and of the step's end."""
@@ -136,6 +139,11 @@ class PlannedStep:
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self.reset_for(ExtraMemory())
+
+    @cached_property
+    def matcher(self) -> Matcher:
+        """Matches the hooks of steps that diverge from this one."""
+        return Matcher(self.record)
 
     def reset_for(self, extra: ExtraMemory) -> None:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
@@ -282,11 +290,13 @@ class PlannedStep:
     def slowdown(self) -> float:
         """Measured time of the operators by the trace's time of them; 1 until the kept plan was measured enough."""
         current = self._measured
-        if current is None:
-            return 1.0
-        plan, predicted_us = current.schedule.plan, self.trace.duration_us
+        return 1.0 if current is None else self.slowdown_under(current)
+
+    def slowdown_under(self, trial: PlanTrial) -> float:
+        """The same by the steps that followed `trial`, which was measured."""
+        plan, predicted_us = trial.schedule.plan, self.trace.duration_us
         copies_us = plan.head_copy_us(predicted_us)  # no operator's
-        took_us = median(current.busy_us) - copies_us
+        took_us = median(trial.busy_us) - copies_us
         predicted_us += plan.recompute_us
         return took_us / predicted_us if min(took_us, predicted_us) > 0 else 1.0
 

@@ -132,6 +132,17 @@ class StepCache(Generic[_Plan]):
         self._diverged = True
         return False
 
+    def adopt(self, hook: int, record: StepRecord, plan: _Plan) -> None:
+        """Put in a step that the running one may be, as it agrees with it up to hook number `hook`, and take it for that."""
+        self.put(record, plan)
+        self._current = self._entries[record.fingerprint]
+        self._agreed = hook + 1
+        self._diverged = False
+
+    def forget(self, fingerprint: int) -> None:
+        """Forget the step with this fingerprint, if it is there. To be called between steps."""
+        self._remove(fingerprint)
+
     @property
     def current(self) -> CachedStep[_Plan] | None:
         """The cached step that the running one agrees with; after a divergence the last one that it agreed with."""

@@ -64,7 +64,7 @@ class Executor:
         codecs: Sequence[Codec] = (),
         verify: bool = False,
     ) -> None:
-        self._rule = rule
+        self.rule = rule
         self._protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         claim_of = partial(_claim_of, weakref.ref(self))
@@ -122,7 +122,7 @@ class Executor:
         return self._hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
-        reason = self._rule.reason_to_keep(facts)
+        reason = self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
         claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
         finished, hook = self._outs.finished() if self._outs.fresh else (), NO_HOOK
@@ -291,11 +291,12 @@ class Executor:
             self._claims.forget(saved)
             group = saved.form.group
             try:
-                saved.retire()
+                with self._recording.paused():  # autograd drops a handle outside of hooks, too: after the operator that used it
+                    saved.retire()
+                    if group is not None and not group.members_left:
+                        self._registry.packed_groups.discard(group)
+                        group.retire()
                 self._recording.retired(saved.traced)
-                if group is not None and not group.members_left:
-                    self._registry.packed_groups.discard(group)
-                    group.retire()
             except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
                 errors.append(error)
             still_held = saved.first()
@@ -346,7 +347,7 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
-        found = self._claims.find(t, saved_bytes, facts, self._rule, compute, whole=self._recording.recorder is not None)
+        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self._recording.recorder is not None)
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)

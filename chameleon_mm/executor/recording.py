@@ -53,9 +53,9 @@ class Recording:
             mode.__enter__()
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context whose work is no part of the recorded step, nor is the time that compute takes for it."""
+        """A context whose work is no part of the recorded step, nor is the time that compute takes for it. May be nested."""
         if self.recorder is not None:
-            return _unrecorded(self.recorder)
+            return nullcontext() if self.recorder.is_paused else _unrecorded(self.recorder)
         return nullcontext() if self.watch is None else self.watch.paused()
 
     def leave_if_needed(self) -> None:

@@ -141,6 +141,11 @@ class LightProfiler:
             raise IndexError("light profiler: expected a hook in this step before its feature is asked for, got none")
         return feature
 
+    @property
+    def beginning(self) -> tuple[list[Feature], list[int]]:
+        """Features of the hooks so far, and for each its save as in a `StepRecord`. While no step is followed."""
+        return cast("list[Feature]", self._features[: self.num_hooks]), self._save_of
+
     def end_step(self) -> StepRecord:
         """End the step and return its record: the very record that was followed, if it was that one."""
         followed, boundaries = self._followed, tuple(self._boundaries)

@@ -1,0 +1,130 @@
+"""Finds how the sizes of a step depend on the few that its data decides, from steps that differ in nothing else.
+
+    forms = SizeForms(num_steps=2)
+    length = forms.of((128, 512))          # the first sizes that differ: a variable
+    forms.of((127, 511))                   # the length less 1
+    forms.of((32768, 131072))              # 256 times the length
+    forms.of((65536, 1048576))             # 4 times its square
+    form.at({variable: 300})               # what it is in another step; None: one of its variables is not known there
+
+A form is a constant, a product of up to two factors and a constant, or one factor, multiplied and shifted. Factors are variables,
+and sizes that are a shifted variable: the tokens that are predicted, of a length less 1. Each form found holds exactly in all the
+steps that it was found from; with more steps fewer wrong ones do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations_with_replacement
+
+Sizes = tuple[int, ...]
+"""One size, as each of the steps has it."""
+
+_FACTORS = 8
+"""Number of factors at most of which products are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A size: `scale` times the product of `factors`, and `shift`."""
+
+    scale: Fraction
+    shift: Fraction
+    factors: tuple[Form | int, ...]
+    """Forms, or numbers of variables."""
+
+    def at(self, values: Mapping[int, int]) -> int | None:
+        """The size where the variables have `values`; None: one that it depends on is missing, or it is no whole number of 0 or
+        more."""
+        product = self.scale
+        for factor in self.factors:
+            value = values.get(factor) if isinstance(factor, int) else factor.at(values)
+            if value is None:
+                return None
+            product *= value
+        size = product + self.shift
+        return int(size) if size.denominator == 1 and size >= 0 else None
+
+    @property
+    def variable(self) -> int | None:
+        """Number of the variable that this is itself; None: it is none."""
+        alone = len(self.factors) == 1 and (self.scale, self.shift) == (1, 0)
+        return self.factors[0] if alone and isinstance(self.factors[0], int) else None
+
+
+class SizeForms:
+    """Forms of the sizes of `num_steps` steps, found one after the other."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._known: dict[Sizes, Form] = {}
+        self._factors: list[tuple[Sizes, Form | int]] = []
+        """Variables and shifted ones, with their values."""
+        self.num_variables = 0
+
+    def of(self, sizes: Sizes) -> Form:
+        """Form of `sizes`, a new variable where none is known. Raises `ValueError` for another number of steps."""
+        form = self.find(sizes)
+        if form is None:
+            form = Form(Fraction(1), Fraction(0), (self.num_variables,))
+            self._factors.append((sizes, self.num_variables))
+            self._known[sizes] = form
+            self.num_variables += 1
+        return form
+
+    def find(self, sizes: Sizes) -> Form | None:
+        """Form of `sizes` by the variables that are known; None: there is none."""
+        if len(sizes) != self._num_steps:
+            raise ValueError(f"size forms: expected the size in each of {self._num_steps} steps, got {len(sizes)} sizes")
+        form = self._known.get(sizes)
+        if form is None:
+            form = self._constant(sizes) or self._product(sizes) or self._shifted(sizes)
+            if form is not None:
+                self._known[sizes] = form
+                if form.shift and len(form.factors) == 1 and len(self._factors) < _FACTORS:
+                    self._factors.append((sizes, form))
+        return form
+
+    @staticmethod
+    def _constant(sizes: Sizes) -> Form | None:
+        return Form(Fraction(0), Fraction(sizes[0]), ()) if len(set(sizes)) == 1 else None
+
+    def _product(self, sizes: Sizes) -> Form | None:
+        for degree in (1, 2):
+            for chosen in combinations_with_replacement(self._factors[:_FACTORS], degree):
+                products = _products([values for values, _ in chosen])
+                if 0 in products or 0 in sizes:
+                    continue
+                if all(size * products[0] == sizes[0] * product for size, product in zip(sizes, products, strict=True)):
+                    return Form(Fraction(sizes[0], products[0]), Fraction(0), tuple(factor for _, factor in chosen))
+        return None
+
+    def _shifted(self, sizes: Sizes) -> Form | None:
+        for values, factor in self._factors:
+            if not isinstance(factor, int):
+                continue
+            scale = _slope(values, sizes)
+            # Of two steps any line goes through both: only one that keeps whole numbers whole says anything.
+            if scale is None or scale <= 0 or scale.denominator != 1:
+                continue
+            shift = sizes[0] - scale * values[0]
+            if all(scale * value + shift == size for value, size in zip(values, sizes, strict=True)):
+                return Form(scale, shift, (factor,))
+        return None
+
+
+def _products(columns: Sequence[Sizes]) -> list[int]:
+    products = [1] * len(columns[0])
+    for column in columns:
+        products = [product * value for product, value in zip(products, column, strict=True)]
+    return products
+
+
+def _slope(values: Sizes, sizes: Sizes) -> Fraction | None:
+    """Growth of `sizes` by `values` between two steps that differ in these."""
+    for value, size in zip(values[1:], sizes[1:], strict=True):
+        if value != values[0]:
+            return Fraction(size - sizes[0], value - values[0])
+    return None

@@ -1,0 +1,328 @@
+"""Steps that agree in everything but sizes are of one structure: what two of them were recorded as tells what others will be.
+
+    structure = structures.note(record, trace)       # after a recorded step
+    structures.of(record)                            # the structure of a step that was seen; None: none was recorded
+    structure.predict(features)                      # record of a step that begins like this: its sizes follow from these
+    structure.trace_of(record)                       # what would have been recorded of it
+
+A length that nobody saw is no reason to record a step: its shapes, its storages' bytes and its operators' times follow from those
+of two others (`size_forms.py`). A storage below `min_bytes` never moves, so a short step has fewer storages than a long one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from math import log2, prod
+from statistics import median
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.size_forms import Form, SizeForms
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord, feature_hash
+from chameleon_mm.saved.recipe import Refusal
+from chameleon_mm.trace import Trace
+from chameleon_mm.trace.trace import Bools, Float64s, Int64s
+from chameleon_mm.units import allocated_size
+
+STRUCTURES = 16
+"""Structures that are kept, the latest used."""
+
+RECORDED = 6
+"""Steps of one structure that are recorded, at most."""
+
+_ALIGNED = ("op_phase", "op_tick", "read_offsets", "read_tensors", "write_offsets", "write_tensors", "hook_tick", "hook_use")
+"""Columns in which traces of one structure agree, beside the operators' names."""
+
+_RECENT = 16
+"""Number of steps whose extra memory and times are planned for in others of the structure."""
+
+_TIMES_OFF = 0.05
+"""Relative error of predicted times from which on they are corrected."""
+
+
+class _Recorded(NamedTuple):
+    record: StepRecord
+    trace: Trace
+    work_bytes: int
+    """Bytes of all that the step makes: what its operators' times go by."""
+
+
+class Structure:
+    """What is known of the steps of one structure. Not thread-safe."""
+
+    def __init__(self, outlines: tuple[Hashable, ...], min_bytes: int) -> None:
+        """`outlines`: by hook, the feature without its sizes. `min_bytes`: storages below that never move."""
+        self.outlines = outlines
+        self.refused: dict[int, Refusal] = {}
+        """Numbers of the storages that cannot be made again, and why."""
+        self._min_bytes = min_bytes
+        self._proven: dict[int, set[int]] = {}
+        self._recorded: list[_Recorded] = []
+        """Recordings that agree in all columns but sizes and times, the oldest first."""
+        self._recordings = 0
+        self._mispredicted = False
+        self._extra: deque[ExtraMemory] = deque(maxlen=_RECENT)
+        self._slowdowns: dict[int, deque[float]] = {}
+
+    @property
+    def predicts(self) -> bool:
+        """Whether steps of other sizes can be told from those that were recorded."""
+        return len(self._recorded) > 1 and not self._mispredicted
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether one more recording may help."""
+        return not self.predicts and self._recordings < RECORDED
+
+    def note(self, record: StepRecord, trace: Trace) -> None:
+        """Note a recorded step."""
+        self._recordings += 1
+        self._mispredicted = False
+        recorded = _Recorded(record, trace, _work_bytes(trace, trace.tensor_bytes))
+        if self._recorded and not _are_aligned(self._recorded[0].trace, trace):
+            # The first step makes what the optimizer keeps, and is like no other.
+            self._recorded, self.refused, self._proven = [], {}, {}
+            self._extra.clear()
+        self._recorded = [one for one in self._recorded if one.record.features != record.features] + [recorded]
+        if len(self._recorded) > 1:
+            self._fit()
+
+    def _fit(self) -> None:
+        """Find the forms of all sizes."""
+        self._recorded.sort(key=lambda one: one.work_bytes)
+        self._base = self._recorded[-1]
+        self._forms = SizeForms(len(self._recorded))
+        self._observed: list[tuple[int, int]] = []
+        """Hook and dimension at which each variable is seen first."""
+        self._shapes: dict[tuple[int, ...], tuple[Form, ...]] = {}
+        self._shape_at: list[tuple[int, ...] | None] = []
+        """By hook: key of its sizes in `_shapes`; None: nothing about it changes."""
+        for hook, features in enumerate(zip(*(one.record.features for one in self._recorded), strict=True)):
+            sizes = [_sizes(cast("Feature", feature)) for feature in features]
+            if self._base.record.save_of[hook] != NOT_A_USE or not all(map(_are_whole, sizes)):
+                self._shape_at.append(None)  # a use, or a nested tensor, whose sizes are every batch's own
+                continue
+            key = tuple(map(id, features))
+            self._shape_at.append(key)
+            if key in self._shapes:
+                continue
+            forms = []
+            for dimension, of_dimension in enumerate(zip(*cast("list[tuple[int, ...]]", sizes), strict=True)):
+                forms.append(self._forms.of(tuple(map(int, of_dimension))))
+                if len(self._observed) < self._forms.num_variables:
+                    self._observed.append((hook, dimension))
+            self._shapes[key] = tuple(forms)
+        traces = [one.trace for one in self._recorded]
+        self._tensor_bytes = _Column(self._forms, [trace.tensor_bytes for trace in traces])
+        self._inner_bytes = _Column(self._forms, [trace.op_inner_bytes for trace in traces])
+        self._times = np.stack([trace.op_us for trace in traces])
+        self._works = np.array([one.work_bytes for one in self._recorded], np.float64)
+
+    # --- what steps of other sizes are
+
+    def predict(self, features: Sequence[Feature]) -> StepRecord | None:
+        """Record of the step that begins with these; None: they do not tell, or there is none like that."""
+        values = self._values(features)
+        predicted = self._features(values)
+        if predicted is None or predicted[: len(features)] != list(features):
+            self._mispredicted = True
+            return None
+        base = self._base.record
+        return StepRecord.of(predicted, base.save_of, base.boundaries)
+
+    def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
+        """Values of the variables: of those that are not seen yet, the recorded ones."""
+        values = {}
+        for variable, (hook, dimension) in enumerate(self._observed):
+            of = features if hook < len(features) else self._base.record.features
+            values[variable] = int(cast("tuple[int, ...]", _sizes(cast("Feature", of[hook])))[dimension])
+        return values
+
+    def _features(self, values: Mapping[int, int]) -> list[Feature] | None:
+        nbytes = self._tensor_bytes.at(values, self._works)
+        small: list[bool] = np.append(nbytes < self._min_bytes, False)[self._base.trace.hook_tensor].tolist()
+        shapes = {key: [form.at(values) for form in forms] for key, forms in self._shapes.items()}
+        if any(size is None for sizes in shapes.values() for size in sizes):
+            return None
+        made: dict[tuple[bool, tuple[int, ...]], Feature] = {}
+        features: list[Feature] = []
+        for feature, shape_at, is_small in zip(self._base.record.features, self._shape_at, small, strict=True):
+            of = cast("Feature", feature)
+            if shape_at is None:
+                features.append(of)
+                continue
+            key = (is_small, shape_at)
+            if key not in made:
+                made[key] = self._resized(of, tuple(cast("list[int]", shapes[shape_at])), is_small=is_small)
+            features.append(made[key])
+        return features
+
+    def _resized(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
+        """The feature of a save with other sizes."""
+        kind, before, dtype, operators, since, *phase = save
+        itemsize = cast("torch.dtype", dtype).itemsize
+        if is_small:
+            since = FIXED_STORAGE
+        elif since == FIXED_STORAGE and prod(cast("tuple[int, ...]", before)) * itemsize < self._min_bytes <= prod(sizes) * itemsize:
+            since = NEW_STORAGE  # it was too small to move; most storages are saved once
+        return (kind, sizes, dtype, operators, since, *phase)
+
+    def trace_of(self, record: StepRecord) -> Trace:
+        """Trace of a step with this record, of this structure."""
+        values, base = self._values(record.features), self._base.trace
+        tensor_bytes = self._tensor_bytes.at(values, self._works)
+        work_bytes = _work_bytes(base, tensor_bytes)
+        before = base.tensor_born < 0
+        more_bytes = int((allocated_size(tensor_bytes[before]) - allocated_size(base.tensor_bytes[before])).sum())
+        moves: Bools = np.append(tensor_bytes >= self._min_bytes, False)
+        hashes = {id(feature): feature_hash(cast("Feature", feature)) for feature in record.features}
+        return dataclasses.replace(
+            base,
+            fingerprint=record.fingerprint,
+            start_bytes=max(0, base.start_bytes + more_bytes),
+            tensor_bytes=tensor_bytes,
+            op_inner_bytes=self._inner_bytes.at(values, self._works),
+            op_us=_interpolated(self._works, self._times, work_bytes) * self._slowdown(work_bytes),
+            hook_tensor=np.where(moves[base.hook_tensor], base.hook_tensor, np.int32(-1)).astype(np.int32),
+            hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
+        )
+
+    # --- what steps have taught that holds for others
+
+    def proven(self, trace: Trace) -> set[int]:
+        """Numbers of the storages that were made again bit for bit in steps of about this size. Another kernel may run where
+        sizes are others: from one power of two to the next recipes are proven anew."""
+        return self._proven.setdefault(_octave(_work_bytes(trace, trace.tensor_bytes)), set())
+
+    @property
+    def extra(self) -> ExtraMemory:
+        """The most memory beyond what is predicted that the latest steps took."""
+        most = ExtraMemory()
+        for extra in self._extra:
+            most |= extra
+        return most
+
+    def note_extra(self, extra: ExtraMemory) -> None:
+        """Note what a step took beyond its predicted trace."""
+        self._extra.append(extra)
+
+    def note_slowdown(self, trace: Trace, slowdown: float) -> None:
+        """Note that operators of a step with this trace, which was predicted, took that much longer than it says."""
+        work_bytes = _work_bytes(trace, trace.tensor_bytes)
+        known = self._slowdowns.setdefault(_octave(work_bytes), deque(maxlen=_RECENT))
+        known.append(slowdown * self._slowdown(work_bytes))
+
+    def _slowdown(self, work_bytes: int) -> float:
+        known = self._slowdowns.get(_octave(work_bytes))
+        slowdown = median(known) if known else 1.0
+        return slowdown if abs(slowdown - 1) > _TIMES_OFF else 1.0
+
+
+class Structures:
+    """The structures of the steps that were recorded."""
+
+    def __init__(self, min_bytes: int) -> None:
+        self._min_bytes = min_bytes
+        self._known: OrderedDict[tuple[Hashable, ...], Structure] = OrderedDict()
+        self._by_fingerprint: OrderedDict[int, Structure | None] = OrderedDict()
+        """Structures of the records that were asked for."""
+
+    def note(self, record: StepRecord, trace: Trace) -> Structure:
+        """Note a recorded step. Returns its structure."""
+        key = outlines_of(record)
+        structure = self._known.pop(key, None) or Structure(key, self._min_bytes)
+        structure.note(record, trace)
+        self._known[key] = structure
+        self._by_fingerprint.clear()
+        while len(self._known) > STRUCTURES:
+            self._known.popitem(last=False)
+        return structure
+
+    def of(self, record: StepRecord) -> Structure | None:
+        """Structure of a step; None: none like it was recorded."""
+        if record.fingerprint not in self._by_fingerprint:
+            self._by_fingerprint[record.fingerprint] = self._known.get(outlines_of(record))
+            while len(self._by_fingerprint) > 8 * STRUCTURES:
+                self._by_fingerprint.popitem(last=False)
+        return self._by_fingerprint[record.fingerprint]
+
+    def beginning_with(self, features: Sequence[Feature], saves: Sequence[int]) -> list[Structure]:
+        """Structures that predict, the latest first, whose first hooks are like these. `saves`: as `StepRecord.save_of`."""
+        outlines = tuple(outline(f, is_save=save == NOT_A_USE) for f, save in zip(features, saves, strict=True))
+        n = len(outlines)
+        return [one for one in reversed(self._known.values()) if one.predicts and one.outlines[:n] == outlines]
+
+
+def outline(feature: Feature, *, is_save: bool) -> Hashable:
+    """A feature without its sizes, and without whether its storage is large enough to move."""
+    if not is_save:
+        return feature
+    kind, sizes, dtype, operators, _, *phase = feature
+    return (kind, len(sizes) if isinstance(sizes, tuple) else None, dtype, operators, *phase)
+
+
+def outlines_of(record: StepRecord) -> tuple[Hashable, ...]:
+    """Outlines of all hooks of a step."""
+    made: dict[int, Hashable] = {}
+    for feature, save in zip(record.features, record.save_of, strict=True):
+        if id(feature) not in made:
+            made[id(feature)] = outline(cast("Feature", feature), is_save=save == NOT_A_USE)
+    return tuple(made[id(feature)] for feature in record.features)
+
+
+class _Column:
+    """Sizes of a trace's column, by the variables."""
+
+    def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
+        rows, self._row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        self._rows = rows
+        self._forms = [forms.find(tuple(row)) for row in rows.tolist()]
+
+    def at(self, values: Mapping[int, int], works: Float64s) -> Int64s:
+        """The sizes; those that have no form are the largest of the recorded ones."""
+        sizes = [form.at(values) if form is not None else None for form in self._forms]
+        known = [int(row.max()) if size is None else size for size, row in zip(sizes, self._rows, strict=True)]
+        return np.array(known, np.int64)[self._row.reshape(-1)]
+
+
+def _sizes(feature: Feature) -> Hashable:
+    return feature[1] if len(feature) > 2 else None  # noqa: PLR2004 - a use has two parts
+
+
+def _are_whole(sizes: Hashable) -> bool:
+    return isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes)
+
+
+def _are_aligned(one: Trace, other: Trace) -> bool:
+    """Whether two steps ran the same operators on the same storages."""
+    if len(one.tensor_bytes) != len(other.tensor_bytes) or len(one.op_us) != len(other.op_us):
+        return False
+    if not all(np.array_equal(getattr(one, column), getattr(other, column)) for column in _ALIGNED):
+        return False
+    names, others = np.array(one.op_names), np.array(other.op_names)
+    return bool((names[one.op_name] == others[other.op_name]).all())
+
+
+def _work_bytes(trace: Trace, tensor_bytes: Int64s) -> int:
+    return int(tensor_bytes[trace.tensor_born >= 0].sum())
+
+
+def _octave(nbytes: int) -> int:
+    return int(log2(max(1, nbytes)))
+
+
+def _interpolated(works: Float64s, times: Float64s, work: float) -> Float64s:
+    """Times at `work`, between those at `works`, which rise, or beyond the nearest two: as a power of the work, 0 to 2."""
+    above = int(np.clip(np.searchsorted(works, work), 1, len(works) - 1))
+    low, high = times[above - 1], times[above]
+    span = np.log(max(works[above], 1.0) / max(works[above - 1], 1.0))
+    part = np.log(max(work, 1.0) / max(works[above - 1], 1.0)) / span if span > 0 else 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        growth = np.clip(np.log(high / low), 0.0, 2.0 * span)
+    return np.where((low > 0) & (high > 0), low * np.exp(growth * part), np.maximum(low, high))

@@ -18,7 +18,7 @@ from functools import cache
 import pytest
 from torch import nn
 
-from chameleon_mm.adaptive.adaptation import SLACK_PART
+from chameleon_mm.adaptive.planning import SLACK_PART
 from chameleon_mm.bench._memory_models import MODELS
 from chameleon_mm.bench._memory_steps import Seen, bounds, foreign_names, inner_bytes, swapped, unswapped
 from chameleon_mm.device import SimDevice

@@ -315,7 +315,7 @@ def _moving(action: Action, nbytes: int) -> Action:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", in_part(Random(seed)))
+    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(seed)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     expected, parameters = train(seed, far_ahead())
@@ -326,7 +326,7 @@ def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, mon
 
 
 def test_a_graph_kept_for_a_second_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", in_part(Random(1)))
+    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(1)))
     device = far_ahead()
     pool = cm.PinnedPool("64MiB", device=device)
     executor = planning(device, pool=pool)

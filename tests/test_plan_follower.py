@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.adaptation import RECORDINGS, PlanPhase
+from chameleon_mm.adaptive.adaptation import RECORDINGS
+from chameleon_mm.adaptive.plan_phase import PlanPhase
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
 from chameleon_mm.saved.metrics import StepKind
@@ -31,7 +32,7 @@ def _all_that_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return [generate_plan(trace, least_memory(trace).nbytes, None, link_of(SLOW_GPU))]
 
-    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", plans)
 
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import chameleon_mm as cm
-from chameleon_mm.adaptive.adaptation import SLACK_PART, SPARE_PART
+from chameleon_mm.adaptive.planning import SLACK_PART, SPARE_PART
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.device.specs import GpuSpec
@@ -44,7 +44,7 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
     def plans(trace: Trace, hbm_budget: int, host_budget: int, link: LinkCost, **_: Any) -> Sequence[SwapPlan]:
         return planner(trace, link)
 
-    monkeypatch.setattr("chameleon_mm.adaptive.adaptation.candidate_plans", plans)
+    monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", plans)
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:
@@ -114,7 +114,7 @@ def test_a_plan_leaves_room_for_blocks_that_are_larger_than_asked_for(slack_byte
     for slack in (slack_bytes, 0):
         device = far_ahead()
         executor = planning(device, budget)
-        adaptation_of(executor)._slack_bytes = slack
+        adaptation_of(executor).planning.slack_bytes = slack
         train(seed, device, executor, steps=2)
         plan = adaptation_of(executor).latest_plan
         assert plan is not None
@@ -128,7 +128,7 @@ def test_where_there_is_no_room_for_their_slack_the_smaller_part_is_left() -> No
     (budget,) = budgets_of(0, (0.0,))
     device = far_ahead()
     executor = planning(device, budget)
-    adaptation_of(executor)._slack_bytes = 1 << 20
+    adaptation_of(executor).planning.slack_bytes = 1 << 20
     train(0, device, executor, steps=2)
     plan = adaptation_of(executor).latest_plan
     assert plan is not None

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import cast
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
 from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
+from chameleon_mm.adaptive.planning import Planning, log_refusal
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.adaptive.structure import Structure, Structures
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
-from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
+from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
-from chameleon_mm.trace import TensorKind
+from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import there_before
 
 _log = logging.getLogger(__name__)
@@ -45,20 +46,6 @@ TRIAL_PLANS = 2
 RECORDINGS = 3
 """Recordings of one step that may fail to give a plan. After them the step runs by the default rule, without a recorder's
 cost."""
-
-DRAFTS = 1000
-"""Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
-
-SPARE_PART = 256
-"""A plan leaves one part in this many of the budget free, where it can: a step of the same fingerprint may differ in what the
-hooks do not see, such as a scalar that the loop keeps."""
-
-SLACK_BLOCKS = 4
-"""Number of blocks, at a step's peak, that may be larger than what was asked for, each by the device's `block_slack_bytes`. A
-plan leaves room for them as well."""
-
-SLACK_PART = 32
-"""A plan leaves at most one part in this many of the budget free for the slack of blocks."""
 
 TIMES_OFF = 0.05
 """Relative error of the trace's operator times above which the step is planned again with corrected ones. A recorded step is
@@ -75,27 +62,6 @@ trace."""
 StepEntry = CachedStep[PlannedStep | None]
 """A step that came before. Its plan is None where it has no trace."""
 Steps = StepCache[PlannedStep | None]
-
-
-class FollowedStep(NamedTuple):
-    """Facts about a step that ended."""
-
-    record: StepRecord
-    followed: PlanTrial | None
-    """The plan that it followed last."""
-    whole: bool
-    """Whether a recorder saw all of it."""
-    recorded_hooks: int
-    """Number of hooks that a recorder saw, from the first one on."""
-    extra: ExtraMemory
-    """Memory that it took beyond its trace's, as far as it agreed with a cached step."""
-    unused: dict[tuple[int, int], int]
-    """Bytes that the recorded step allocated between two hooks and this one did not, by the two hooks."""
-    exceeded_plan: bool
-    """Whether it took so much more memory that its plan was no longer trusted."""
-    had_plan: bool
-    """Whether some hook of it belonged to a plan; `followed_plan`: all did, to one plan that was trusted to the end."""
-    followed_plan: bool
 
 
 class Adaptation:
@@ -130,13 +96,13 @@ class Adaptation:
         """The step that was planned last."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
-        self._slack_bytes = slack_bytes
-        self._host_budget = host_budget
+        self.planning = Planning(slack_bytes, host_budget)
         self._make_recorder = make_recorder
         self._link_cost = link_cost
         self._replayable = replayable
         self._banned: set[str] = set()
         self.steps: Steps = StepCache(CACHED_STEPS)
+        self._min_bytes = min_bytes
         self._structures = Structures(min_bytes)
         self._flawed: deque[int] = deque(maxlen=CACHED_STEPS * RECORDINGS)
         """Fingerprints of the latest steps whose recordings gave no plan."""
@@ -158,11 +124,7 @@ class Adaptation:
 
     @property
     def _spare_bytes(self) -> int:
-        return self._spare_of(self._hbm_budget_bytes)
-
-    def _spare_of(self, budget: int) -> int:
-        """Bytes of the budget that a plan leaves free, where it can."""
-        return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
+        return self.planning.spare_bytes(self._hbm_budget_bytes)
 
     def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
         """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Raises
@@ -173,7 +135,7 @@ class Adaptation:
         before = self._hbm_budget_bytes
         if not must_fit:
             self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
-            self.steps = StepCache(CACHED_STEPS)
+            self.steps, self._structures = StepCache(CACHED_STEPS), Structures(self._min_bytes)
             self._measuring.clear()
             return
         if hbm_budget_bytes == before:
@@ -184,12 +146,13 @@ class Adaptation:
         for planned in planned_steps:
             if planned.has_plans_for(hbm_budget_bytes):
                 continue
+            at_most = TRIAL_PLANS if planned.predicted_by is None else 1
             try:
-                made[id(planned)] = self._plans_for(planned, hbm_budget_bytes, link, at_most=TRIAL_PLANS)
+                made[id(planned)] = self.planning.plans_for(planned, hbm_budget_bytes, link, at_most=at_most)
             except InfeasibleBudget as refusal:
                 if planned.trials:
                     raise
-                _log_refusal(planned.record.num_hooks, refusal)
+                log_refusal(planned.record.num_hooks, refusal)
                 made[id(planned)] = []
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
@@ -286,7 +249,11 @@ class Adaptation:
     def plan_entry(self, entry: StepEntry) -> None:
         """Have a cached step that was not recorded planned, where it can be predicted."""
         structure = self._structures.of(entry.record) if entry.plan is None else None
-        if structure is not None and structure.predicts and structure.predict(entry.record.features) is not None:
+        if (
+            structure is not None
+            and structure.predicts
+            and structure.predict(cast("Sequence[Feature]", entry.record.features)) is not None
+        ):
             entry.plan = self._predicted(entry.record, structure)
 
     def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
@@ -311,44 +278,14 @@ class Adaptation:
         lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
         with annotation("chameleon::plan"):
             try:
-                plans = self._plans_for(planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+                plans = self.planning.plans_for(
+                    planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most
+                )
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
-                _log_refusal(planned.record.num_hooks, refusal)
+                log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
         planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
-
-    def _plans_for(
-        self,
-        planned: PlannedStep,
-        hbm_budget_bytes: int,
-        link: LinkCost,
-        *,
-        lead_us: Mapping[int, float] | float = 0.0,
-        lag_us: Mapping[int, float] | float = 0.0,
-        at_most: int,
-    ) -> list[SwapPlan]:
-        """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
-        spare = self._spare_of(hbm_budget_bytes), hbm_budget_bytes // SPARE_PART, 0
-        for spare_bytes in dict.fromkeys(spare):
-            try:
-                return candidate_plans(
-                    planned.trace,
-                    hbm_budget_bytes - spare_bytes,
-                    self._host_budget(),
-                    link,
-                    lead_us=lead_us,
-                    lag_us=lag_us,
-                    at_most=at_most,
-                    drafts=DRAFTS,
-                    recompute=planned.replayable,
-                    refused=planned.refused,
-                    copied_up_to=SNAPSHOT_BYTES,
-                )
-            except InfeasibleBudget:
-                if spare_bytes == 0:
-                    raise
-        raise AssertionError("without spare bytes there is a plan or an error")
 
     # --- what steps teach
 
@@ -407,14 +344,3 @@ class Adaptation:
         if phase not in FOLLOWED_BY[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
-
-
-def _log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
-    """Log that there is no plan for a step of so many hooks."""
-    if num_hooks:
-        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
-    else:
-        _log.warning(
-            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
-            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
-        )

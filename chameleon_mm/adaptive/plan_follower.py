@@ -1,6 +1,6 @@
 """Follows a running step along the cached step that it agrees with, and says what that one's plan has due at each hook.
 
-    adaptation = plan_steps(executor, pool)      # from the next step on: recorded, planned, followed
+    executor.director = PlanFollower(adaptation)    # from the next step on (`plan_steps.py`)
 
 A step follows the cached step that it agrees with so far. Once it agrees with none, it has diverged: its hooks are matched by
 features with those of the last one that it agreed with. What is found there goes by that plan, what is not falls to the default
@@ -10,27 +10,24 @@ the order in which they are called: `executor/director.py`.
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from chameleon_mm.adaptive.adaptation import Adaptation, FollowedStep, StepEntry, Steps
+from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
-from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, rates_of
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.planned_step import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
-from chameleon_mm.executor.executor import Executor
 from chameleon_mm.executor.forecasts import PlanForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
-from chameleon_mm.pinned import PinnedPool
-from chameleon_mm.policy import ActionKind, LinkCost, StorageAction
+from chameleon_mm.policy import ActionKind, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
@@ -384,36 +381,3 @@ def _recomputes(entry: StepEntry) -> bool:
     """Whether the plan of a cached step that would be followed makes something again."""
     current = None if entry.plan is None else entry.plan.current
     return current is not None and current.recompute is not None
-
-
-def plan_steps(
-    executor: Executor,
-    pool: PinnedPool,
-    *,
-    model: nn.Module | None = None,
-    link_cost: LinkCost | None = None,
-    replayable: frozenset[str] = frozenset(),
-) -> Adaptation:
-    """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
-
-    Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
-    timed. `replayable`: base names of operators that may run again.
-    """
-    me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
-    device = executor.device
-    adaptation = Adaptation(
-        metrics,
-        hbm_budget_bytes=executor.budget.hbm_budget_bytes,
-        slack_bytes=device.block_slack_bytes,
-        host_budget=lambda: pool.limit_bytes,
-        make_recorder=lambda: Recorder(
-            device,
-            model=model,
-            reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
-        ),
-        replayable=replayable,
-        min_bytes=executor.rule.min_bytes,
-        link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
-    )
-    executor.director = PlanFollower(adaptation)
-    return adaptation

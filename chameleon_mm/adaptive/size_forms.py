@@ -7,9 +7,9 @@
     forms.of((65536, 1048576))             # 4 times its square
     form.at({variable: 300})               # what it is in another step; None: one of its variables is not known there
 
-A form is a constant, a product of up to two factors and a constant, or one factor, multiplied and shifted. Factors are variables,
-and sizes that are a shifted variable: the tokens that are predicted, of a length less 1. Each form found holds exactly in all the
-steps that it was found from; with more steps fewer wrong ones do.
+A form is a constant, a product of a constant and up to two factors, or a variable, multiplied and shifted. Factors are
+variables, and sizes that are a shifted variable, such as the tokens that are predicted: the length less 1. Each form holds
+exactly in all the steps that it was found from; the more steps there are, the fewer forms hold by chance.
 """
 
 from __future__ import annotations
@@ -46,12 +46,6 @@ class Form:
             product *= value
         size = product + self.shift
         return int(size) if size.denominator == 1 and size >= 0 else None
-
-    @property
-    def variable(self) -> int | None:
-        """Number of the variable that this is itself; None: it is none."""
-        alone = len(self.factors) == 1 and (self.scale, self.shift) == (1, 0)
-        return self.factors[0] if alone and isinstance(self.factors[0], int) else None
 
 
 class SizeForms:

@@ -5,8 +5,8 @@
     structure.predict(features)                      # record of a step that begins like this: its sizes follow from these
     structure.trace_of(record)                       # what would have been recorded of it
 
-A length that nobody saw is no reason to record a step: its shapes, its storages' bytes and its operators' times follow from those
-of two others (`size_forms.py`). A storage below `min_bytes` never moves, so a short step has fewer storages than a long one.
+A length that nobody saw is no reason to record a step: its shapes, its storages' bytes and its operators' times follow from
+those of two others (`size_forms.py`). A storage below `min_bytes` never moves, so in a short step fewer may than in a long one.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ class Structure:
         itemsize = cast("torch.dtype", dtype).itemsize
         if is_small:
             since = FIXED_STORAGE
-        elif since == FIXED_STORAGE and prod(cast("tuple[int, ...]", before)) * itemsize < self._min_bytes <= prod(sizes) * itemsize:
+        elif (
+            since == FIXED_STORAGE
+            and prod(cast("tuple[int, ...]", before)) * itemsize < self._min_bytes <= prod(sizes) * itemsize
+        ):
             since = NEW_STORAGE  # it was too small to move; most storages are saved once
         return (kind, sizes, dtype, operators, since, *phase)
 
@@ -292,7 +295,7 @@ class _Column:
 
 
 def _sizes(feature: Feature) -> Hashable:
-    return feature[1] if len(feature) > 2 else None  # noqa: PLR2004 - a use has two parts
+    return feature[1] if len(feature) > 2 else None
 
 
 def _are_whole(sizes: Hashable) -> bool:
@@ -325,4 +328,5 @@ def _interpolated(works: Float64s, times: Float64s, work: float) -> Float64s:
     part = np.log(max(work, 1.0) / max(works[above - 1], 1.0)) / span if span > 0 else 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
         growth = np.clip(np.log(high / low), 0.0, 2.0 * span)
-    return np.where((low > 0) & (high > 0), low * np.exp(growth * part), np.maximum(low, high))
+    times_us: Float64s = np.where((low > 0) & (high > 0), low * np.exp(growth * part), np.maximum(low, high))
+    return times_us

@@ -11,6 +11,7 @@ THEMES: dict[str, str] = {
     "codec": "chameleon_mm.bench.codec",
     "copy": "chameleon_mm.bench.copy",
     "hooks": "chameleon_mm.bench.hooks",
+    "lengths": "chameleon_mm.bench.lengths",
     "memory": "chameleon_mm.bench.memory",
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",

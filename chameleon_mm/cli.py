@@ -83,6 +83,7 @@ _BENCH = {
     "codec": "lossless codecs on what a model really saves: share that is exact, ratio, and rates of the kernels",
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
     "hooks": "what a saved tensor costs the host, save and use, over hooks that do nothing: where it stays, where it moves",
+    "lengths": "training whose batch length changes with every step, simulated: recorded, followed, over the budget; --svg",
     "memory": "a step's peak on the simulator and by torch's caching allocator, side by side, and what is reserved",
     "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
     "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",

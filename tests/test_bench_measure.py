@@ -196,6 +196,19 @@ def test_buffers_are_random_and_given_back(device: Device, no_gc: None) -> None:
 
 
 def test_every_theme_names_a_module_of_the_package() -> None:
-    themes = {"codec", "copy", "hooks", "memory", "overlap", "pack", "pinned", "planner", "profiler", "timeline", "training"}
+    themes = {
+        "codec",
+        "copy",
+        "hooks",
+        "lengths",
+        "memory",
+        "overlap",
+        "pack",
+        "pinned",
+        "planner",
+        "profiler",
+        "timeline",
+        "training",
+    }
     assert set(THEMES) == themes
     assert all(path.removesuffix(".command") == f"chameleon_mm.bench.{theme}" for theme, path in THEMES.items())

@@ -33,7 +33,7 @@ from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
 from chameleon_mm.trace import TensorKind, Trace
-from chameleon_mm.trace.recurring import there_before
+from chameleon_mm.trace.recurring import renumbered, there_before
 
 _log = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class Adaptation:
             self.detailed_steps += 1
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
-            trace = there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER})
+            trace = renumbered(there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             planned = self._planned_step(record, trace, self._structures.note(record, trace))
             self._add_plans(planned)
             self.steps.put(record, planned)

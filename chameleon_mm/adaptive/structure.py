@@ -23,7 +23,7 @@ import torch
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.size_forms import Form, SizeForms
-from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
+from chameleon_mm.profiler.light import FIXED_STORAGE
 from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord, feature_hash
 from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace import Trace
@@ -173,7 +173,7 @@ class Structure:
             since == FIXED_STORAGE
             and prod(cast("tuple[int, ...]", before)) * itemsize < self._min_bytes <= prod(sizes) * itemsize
         ):
-            since = NEW_STORAGE  # it was too small to move; most storages are saved once
+            since = _ANY_SINCE  # it was too small to move: nobody looked where it was saved before
         return (kind, sizes, dtype, operators, since, *phase)
 
     def trace_of(self, record: StepRecord) -> Trace:
@@ -277,6 +277,19 @@ def outlines_of(record: StepRecord) -> tuple[Hashable, ...]:
         if id(feature) not in made:
             made[id(feature)] = outline(cast("Feature", feature), is_save=save == NOT_A_USE)
     return tuple(made[id(feature)] for feature in record.features)
+
+
+class _AnySince:
+    """A save of its storage that may be the first or a later one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, int) or other is self
+
+    def __hash__(self) -> int:
+        return hash(_AnySince)
+
+
+_ANY_SINCE = _AnySince()
 
 
 class _Column:

@@ -284,6 +284,10 @@ class Executor:
 
     def _retire(self, ended: deque[SavedStorage]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""
+        with self._recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
+            return self._retire_unseen(ended)
+
+    def _retire_unseen(self, ended: deque[SavedStorage]) -> list[BaseException]:
         retired, errors = bool(ended), list[BaseException]()
         while ended:
             saved = ended.popleft()
@@ -291,12 +295,11 @@ class Executor:
             self._claims.forget(saved)
             group = saved.form.group
             try:
-                with self._recording.paused():  # autograd drops a handle outside of hooks, too: after the operator that used it
-                    saved.retire()
-                    if group is not None and not group.members_left:
-                        self._registry.packed_groups.discard(group)
-                        group.retire()
+                saved.retire()
                 self._recording.retired(saved.traced)
+                if group is not None and not group.members_left:
+                    self._registry.packed_groups.discard(group)
+                    group.retire()
             except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
                 errors.append(error)
             still_held = saved.first()

@@ -4,6 +4,7 @@ again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first opt
 again = with_extra(trace, nbytes)                        # something else is there too, all the time
 again = with_spikes(trace, {tick: nbytes})               # ... or for one tick
 again = with_times(trace, 0.8)                           # operators take less than they did
+again = renumbered(trace)                                # storages in the order of the operators
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from chameleon_mm.trace.trace import NEVER, TensorKind, Trace
+from chameleon_mm.trace.trace import COLUMNS, NEVER, TensorKind, Trace
 from chameleon_mm.units import allocated_size
 
 
@@ -65,6 +66,21 @@ def with_spikes(trace: Trace, spikes: Mapping[int, int]) -> Trace:
 def with_times(trace: Trace, factor: float) -> Trace:
     """`trace` with each operator's time multiplied by `factor`."""
     return dataclasses.replace(trace, op_us=trace.op_us * factor)
+
+
+def renumbered(trace: Trace) -> Trace:
+    """`trace` with its storages numbered in the order in which operators first read or write them, and then those that none
+    does: a number then says the same in every step of these operators."""
+    ops = np.arange(len(trace.op_us))
+    op = np.concatenate([np.repeat(ops, np.diff(offsets)) for offsets in (trace.read_offsets, trace.write_offsets)])
+    seen = np.concatenate([trace.read_tensors, trace.write_tensors])[np.argsort(op, kind="stable")]  # reads before writes
+    named, first = np.unique(seen, return_index=True)
+    old = np.concatenate([named[np.argsort(first)], np.setdiff1d(np.arange(len(trace.tensor_bytes)), named)])
+    new = np.empty(len(old) + 1, np.int32)
+    new[old], new[-1] = np.arange(len(old)), -1
+    columns = {name: getattr(trace, name)[old] for name in COLUMNS if name.startswith("tensor_")}
+    numbers = {name: new[getattr(trace, name)] for name in ("read_tensors", "write_tensors", "hook_tensor")}
+    return dataclasses.replace(trace, **columns, **numbers)
 
 
 def _outliving(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

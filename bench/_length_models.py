@@ -1,0 +1,118 @@
+"""Models that take batches of any length, and lengths as training has them.
+
+model = MODELS["llama"]()
+loss = model(tokens)                     # (rows, length), int64: next token, or the tokens that were masked
+lengths_of("log-normal", 200, Random(0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SHORTEST, LONGEST = 20, 2048
+MEDIAN_LENGTH, SIGMA = 180, 0.9
+"""Of the log-normal distribution: about what instruction data has, a long tail of long answers."""
+DISTRIBUTIONS = ("uniform", "log-normal")
+
+
+class LengthModel(nn.Module):
+    """A model that returns the loss of a batch of tokens."""
+
+    vocabulary = 256
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, *, is_causal: bool, bias: bool) -> None:
+        super().__init__()
+        self.projections, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+        self.heads, self.is_causal = heads, is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.projections(x).view(rows, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        mixed: Tensor = self.out(attended.transpose(1, 2).reshape(rows, length, width))
+        return mixed
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(width), _Attention(width, heads, is_causal=True, bias=False)
+        self.ffn_norm = nn.RMSNorm(width)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        h = self.ffn_norm(x)
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+class Llama(LengthModel):
+    """Pre-norm blocks with SwiGLU; the loss is of the next token."""
+
+    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.vocabulary, width)
+        self.blocks = nn.ModuleList(_LlamaBlock(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, self.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, self.vocabulary), tokens[:, 1:].reshape(-1))
+
+
+class _BertBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention, self.norm = _Attention(width, heads, is_causal=False, bias=True), nn.LayerNorm(width)
+        self.up, self.down, self.ffn_norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x + F.dropout(self.attention(x), 0.1, self.training))
+        out: Tensor = self.ffn_norm(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training))
+        return out
+
+
+class Bert(LengthModel):
+    """Post-norm blocks with dropout and learned positions; the loss is of every seventh token, which is masked."""
+
+    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(self.vocabulary, width), nn.Embedding(LONGEST, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(_BertBlock(width, heads) for _ in range(layers))
+        self.head = nn.Linear(width, self.vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        is_masked = (torch.arange(tokens.shape[1], device=tokens.device) % 7 == 0).expand_as(tokens)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.norm(self.embedding(tokens.masked_fill(is_masked, 0)) + self.positions(places))
+        for block in self.blocks:
+            x = block(x)
+        targets = tokens.masked_fill(~is_masked, -100)
+        return F.cross_entropy(self.head(x).reshape(-1, self.vocabulary), targets.reshape(-1))
+
+
+MODELS: dict[str, Callable[[], LengthModel]] = {"llama": Llama, "bert": Bert}
+
+
+def lengths_of(distribution: str, steps: int, rng: Random, *, longest: int = LONGEST) -> list[int]:
+    """Length of each of `steps` batches, from `SHORTEST` to `longest`. Raises `ValueError` for another distribution."""
+    if distribution == "uniform":
+        return [rng.randint(SHORTEST, longest) for _ in range(steps)]
+    if distribution == "log-normal":
+        scale = longest / LONGEST
+        drawn = (int(scale * MEDIAN_LENGTH * rng.lognormvariate(0.0, SIGMA)) for _ in range(steps))
+        return [min(longest, max(SHORTEST, length)) for length in drawn]
+    raise ValueError(f"--distribution: expected one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")

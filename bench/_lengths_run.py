@@ -1,0 +1,69 @@
+"""Runs a model on batches of changing lengths on a simulated GPU, in a session or without one, and notes each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from chameleon_mm.bench._length_models import LengthModel
+from chameleon_mm.device import SPECS, SimDevice
+from chameleon_mm.device.sim import CostModel
+from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.session import SwapSession
+from chameleon_mm.units import KIB
+
+MIN_BYTES = 8 * KIB
+
+SMALL_GPU = dataclasses.replace(
+    SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
+)
+"""A GPU that is as slow as the models are small, so that copies and kernels take about as long as each other."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LengthRun:
+    """A run of some steps."""
+
+    lengths: list[int]
+    losses: list[float]
+    peaks: list[int]
+    """Bytes allocated at most, by step."""
+    times_us: list[float]
+    """Virtual time of each step."""
+    kinds: list[str]
+    """Kind of each step, as `StepKind` names it; empty without a session."""
+
+
+def run_lengths(
+    make: Callable[[], LengthModel], rows: int, lengths: Sequence[int], budget: int | None, *, plans: bool = True
+) -> LengthRun:
+    """Train on random tokens of these lengths; `budget` None: without a session."""
+    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0), check_races=False)
+    torch.manual_seed(0)
+    with device.compute():
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    session = None if budget is None else SwapSession(budget, "1GiB", device, MIN_BYTES, model=model, plans=plans)
+    run = LengthRun(lengths=list(lengths), losses=[], peaks=[], times_us=[], kinds=[])
+    with session or device.compute():
+        for number, length in enumerate(lengths):
+            tokens = torch.randint(0, model.vocabulary, (rows, length), generator=torch.Generator().manual_seed(number))
+            before = {} if session is None else session.report().steps_by_phase
+            device.synchronize()
+            device.reset_peaks()
+            began_us = device.host_us
+            with nullcontext() if session is None else session.step():
+                loss = model(tokens)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.losses.append(loss.item())
+            device.synchronize()
+            run.times_us.append(device.host_us - began_us)
+            run.peaks.append(device.peak_allocated_bytes())
+            after = {} if session is None else session.report().steps_by_phase
+            run.kinds.extend(kind.value for kind in StepKind if after.get(kind.value, 0) > before.get(kind.value, 0))
+    return run

@@ -1,0 +1,50 @@
+"""The picture of a run whose lengths change: each step's length, its peak under the budget, and what kind of step it was."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from chameleon_mm.bench._lengths_run import LengthRun
+from chameleon_mm.units import MIB
+
+_COLOURS = {"recorded": "#c23b22", "partly planned": "#e0a100", "planned": "#2b6cb0", "by rule": "#6b7280"}
+_LABELS = {
+    "recorded": "recorded",
+    "partly planned": "matched in part, the rest by the default rule",
+    "planned": "followed a plan",
+    "by rule": "by the default rule",
+}
+
+
+def lengths_svg(session: LengthRun, unswapped: LengthRun, hbm_budget_bytes: int, title: str) -> str:
+    """SVG of a run in a session beside the same without one. Needs matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
+
+    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
+        figure = Figure(figsize=(10, 5.4), layout="constrained")
+        FigureCanvasSVG(figure)
+        memory, lengths = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
+        numbers = range(1, len(session.peaks) + 1)
+        memory.plot(
+            numbers, [peak / MIB for peak in unswapped.peaks], color="#b8bec8", linewidth=0.9, label="peak without a session"
+        )
+        memory.axhline(hbm_budget_bytes / MIB, color="#111827", linewidth=1.1, linestyle="--", label="budget")
+        for kind, colour in _COLOURS.items():
+            of_kind = [i for i, one in enumerate(session.kinds) if one == kind]
+            if of_kind:
+                peaks = [session.peaks[i] / MIB for i in of_kind]
+                label = f"{_LABELS[kind]} ({len(of_kind)})"
+                memory.scatter([i + 1 for i in of_kind], peaks, s=13, color=colour, label=label, zorder=3)
+        memory.set_ylabel("peak (MiB)")
+        memory.set_ylim(bottom=0)
+        memory.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), ncols=3, fontsize=8, frameon=False)
+        lengths.bar(numbers, session.lengths, width=0.8, color="#94a3b8")
+        lengths.set_ylabel("length")
+        lengths.set_xlabel("step")
+        lengths.set_xlim(0, len(session.peaks) + 1)
+        figure.suptitle(title, fontsize=11)
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

@@ -1,0 +1,100 @@
+"""`chameleon-mm bench lengths`: training on batches whose length changes with every step, on a simulated GPU.
+
+    no session        each step's time and peak, nothing swapped
+    plans=False       all saved tensors swapped by the default rule
+    session           steps recorded, matched and followed; none over the budget
+
+    chameleon-mm bench lengths --svg lengths.svg
+
+Only on the simulator, whose GPU is made as slow as the models are small. The picture in docs/adaptation.md is this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+
+from chameleon_mm.bench._environment import write_text
+from chameleon_mm.bench._length_models import DISTRIBUTIONS, MODELS, lengths_of
+from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
+from chameleon_mm.bench._lengths_svg import lengths_svg
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.device import SimDevice
+from chameleon_mm.units import MIB, format_size
+
+COLUMNS = (
+    Column(key="time", title="time", formula="virtual time of all steps / that without a session", simulated=True),
+    Column(key="peak", title="peak MiB", formula="most bytes allocated in any step / 2**20", simulated=True),
+    Column(key="recorded", title="recorded", formula="steps that a recorder saw whole", simulated=True),
+    Column(key="matched", title="matched", formula="steps in which some hooks followed a plan", simulated=True),
+    Column(key="followed", title="followed", formula="steps in which all hooks followed a plan", simulated=True),
+)
+_NO_SESSION = Waived("no session: nothing is recorded")
+_NO_PLANS = Waived("plans=False: nothing is recorded")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Register the options of `chameleon-mm bench lengths`."""
+    add_output_arguments(parser)
+    parser.set_defaults(device="sim")
+    parser.add_argument("--model", choices=tuple(MODELS), default="llama", help="shape of the model (default: %(default)s)")
+    parser.add_argument(
+        "--distribution", choices=DISTRIBUTIONS, default="log-normal", help="of the lengths (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="steps, each of another length (default: %(default)s)"
+    )
+    parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a batch (default: %(default)s)")
+    parser.add_argument(
+        "--share", type=float, default=0.5, metavar="SHARE",
+        help="of the longest step's peak, what the budget is, 0 < share < 1 (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Run all three, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
+    if args.device != "sim":
+        raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
+    if not 0 < args.share < 1:
+        raise ValueError(f"--share: expected more than 0 and less than 1, got {args.share}")
+    for name in ("steps", "rows"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
+    make, lengths = MODELS[args.model], lengths_of(args.distribution, args.steps, Random(5))
+    with console.status("running ..."):
+        unswapped = run_lengths(make, args.rows, lengths, None)
+        budget = int(max(unswapped.peaks) * args.share)
+        by_rule = run_lengths(make, args.rows, lengths, budget, plans=False)
+        planned = run_lengths(make, args.rows, lengths, budget)
+    results = Results("lengths", SimDevice(SMALL_GPU), COLUMNS)
+    results.notes += [
+        f"{args.model}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows {args.rows}",
+        f"HBM budget {format_size(budget)}; losses equal to those without a session in all steps: "
+        + ("yes" if planned.losses == by_rule.losses == unswapped.losses else "NO"),
+    ]
+    for name, one in (("no session", unswapped), ("plans=False", by_rule), ("session", planned)):
+        results.add(name, {"budget_bytes": budget}, _cells(one, unswapped, name))
+    results.deliver(args, console)
+    if args.svg:
+        title = f"{args.steps} steps of {args.distribution} lengths, {args.model}-shaped model (simulated)"
+        write_text(Path(args.svg), lengths_svg(planned, unswapped, budget, title), results.header)
+    return 0
+
+
+def _cells(run: LengthRun, unswapped: LengthRun, name: str) -> dict[str, Cell]:
+    cells: dict[str, Cell] = {
+        "time": _figure(sum(run.times_us) / sum(unswapped.times_us), "ratio"),
+        "peak": _figure(max(run.peaks) / MIB, "MiB"),
+    }
+    if name != "session":
+        return cells | dict.fromkeys(("recorded", "matched", "followed"), _NO_PLANS if run.kinds else _NO_SESSION)
+    kinds = {"recorded": "recorded", "matched": "partly planned", "followed": "planned"}
+    return cells | {key: _figure(run.kinds.count(kind), "steps") for key, kind in kinds.items()}
+
+
+def _figure(value: float, unit: str) -> Figure:
+    return Figure.of([value], unit, simulated=True)

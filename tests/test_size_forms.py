@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chameleon_mm.adaptive.size_forms import SizeForms
 
-LENGTHS = st.lists(st.integers(2, 4096), min_size=3, max_size=5, unique=True)
+LENGTHS = st.lists(st.integers(20, 4096), min_size=3, max_size=5, unique=True)
 
 SIZES: dict[str, Callable[[int], int]] = {
     "constant": lambda _: 64,

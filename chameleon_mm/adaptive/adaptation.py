@@ -344,3 +344,9 @@ class Adaptation:
         if phase not in FOLLOWED_BY[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
+
+
+def recomputes(entry: StepEntry) -> bool:
+    """Whether the plan of a cached step that would be followed makes something again."""
+    current = None if entry.plan is None else entry.plan.current
+    return current is not None and current.recompute is not None

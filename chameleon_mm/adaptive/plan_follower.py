@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps
+from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
@@ -25,7 +25,7 @@ from chameleon_mm.adaptive.planned_step import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
-from chameleon_mm.executor.forecasts import PlanForecast
+from chameleon_mm.executor.forecasts import PlanForecast, TraceForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import ActionKind, StorageAction
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfiler
@@ -58,6 +58,7 @@ class PlanFollower(Director):
         self.adaptation = adaptation
         self.light = LightProfiler()
         self._plan_forecast = PlanForecast()
+        self._trace_forecast = TraceForecast()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
@@ -84,7 +85,7 @@ class PlanFollower(Director):
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
         self._follow(self.adaptation.steps.current, budget)
-        self._may_recompute = any(map(_recomputes, self.adaptation.steps.entries()))
+        self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
@@ -152,6 +153,7 @@ class PlanFollower(Director):
         self._unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self._exceeded_plan = self._had_plan = False
+        self._trace_forecast.growth_after = lambda _hook, _hooks: 0
         if self._budget is not None:
             self._budget.forecast = self._budget.learned_forecast
         self._budget = None
@@ -178,6 +180,8 @@ class PlanFollower(Director):
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             self._assign_action(saved, cached_hook)
+            if self._predicted and not self._diverged:
+                self._compare_size(saved, hook)
         return hook
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
@@ -220,6 +224,8 @@ class PlanFollower(Director):
         cached_hook = self._matched(save) if self._diverged else hook
         if self._schedule is not None and self._budget.forecast.follows_plan:
             self._plan_forecast.growth_bytes = self._schedule.growth[cached_hook]
+        elif self._budget.forecast is self._trace_forecast:
+            self._trace_forecast.hook = cached_hook
         self._cached_hooks.append(cached_hook)
         if cached_hook > self._reached:
             self._reached = cached_hook
@@ -239,15 +245,19 @@ class PlanFollower(Director):
                 self._first_bytes = budget.allocated_bytes()
             if hook == 0 or another:
                 self._compare_memory(budget)
-            self._may_recompute = self._may_recompute and any(map(_recomputes, steps.agreeing()))
+            self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
         else:
-            self._diverged = True
-            budget.forecast = budget.highest_forecast
-            if self._matcher is not None:
-                self._matcher.begin_step(hook)
+            self._diverge(budget, hook)
+
+    def _diverge(self, budget: Budget, hook: int) -> None:
+        """Follow no step any more from hook number `hook` on."""
+        self._diverged = True
+        budget.forecast = budget.highest_forecast
+        if self._matcher is not None:
+            self._matcher.begin_step(hook)
 
     def _predict(self, steps: Steps, hook: int) -> bool:
         """Take the step for one that those recorded tell of: the same but for its sizes."""
@@ -338,7 +348,11 @@ class PlanFollower(Director):
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
-        elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
+        elif planned is not None and (self.light.num_hooks > 0 or entry is not self._last_entry):
+            self._trace_forecast.growth_after = planned.growth_after
+            self._trace_forecast.hook = self.light.num_hooks - 1
+            budget.forecast = self._trace_forecast
+        elif planned is None:
             budget.forecast = budget.highest_forecast  # it may be like no step before
         else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast
@@ -350,6 +364,15 @@ class PlanFollower(Director):
         saved.assign(action)
         if action is not None:
             self._storages[action.tensor] = saved
+
+    def _compare_size(self, saved: SavedStorage, hook: int) -> None:
+        """Trust what was predicted no more if it has another size for `saved`."""
+        planned = None if self._entry is None else self._entry.plan
+        if planned is None or saved.planned is None or self._budget is None:
+            return
+        if planned.predicted_by is not None and planned.trace.tensor_bytes[saved.planned.tensor] != saved.nbytes:
+            planned.predicted_by.note_misprediction()
+            self._diverge(self._budget, hook + 1)
 
     # --- what is due
 
@@ -375,9 +398,3 @@ class PlanFollower(Director):
         to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
         return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)
-
-
-def _recomputes(entry: StepEntry) -> bool:
-    """Whether the plan of a cached step that would be followed makes something again."""
-    current = None if entry.plan is None else entry.plan.current
-    return current is not None and current.recompute is not None

@@ -34,6 +34,7 @@ from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace import StepPhase, Trace
 from chameleon_mm.trace.recurring import with_times
 from chameleon_mm.trace.replayable import base_name
+from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
 
 SAMPLES = 2
@@ -149,6 +150,8 @@ class PlannedStep:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
+        self._curve: Int64s | None = None
+        """Bytes allocated during each tick of `trace`, once somebody asked."""
         self._aside: dict[int, _Plans] = {}
         """Plans for other budgets, by the bytes of each budget, the latest last."""
         self._forget_plans()
@@ -327,6 +330,16 @@ class PlannedStep:
         end."""
         until = self._allocated_until
         return until[later] - (until[hook] if hook >= 0 else 0)
+
+    def growth_after(self, hook: int, hooks: int) -> int:
+        """Bytes that allocation grows at most from a hook until so many hooks behind the next one, if nothing moves meanwhile.
+        -1: from the step's beginning."""
+        if self._curve is None:
+            self._curve = memory_curve(self.trace)
+        begin = self._by_hook[hook] if hook >= 0 else 0
+        end = self._by_hook[min(hook + hooks + 1, len(self._by_hook) - 1)]
+        before = self._curve[begin] if hook >= 0 else self.trace.start_bytes
+        return int(self._curve[begin : end + 1].max(initial=before) - before)
 
     def ticks_between(self, hook: int, later: int) -> slice:
         """Ticks of the operators between two hooks, as above; where there are none, the first hook's own."""

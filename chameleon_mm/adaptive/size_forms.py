@@ -24,6 +24,8 @@ Sizes = tuple[int, ...]
 
 _FACTORS = 8
 """Number of factors at most of which products are looked for."""
+_SHIFTS = (-1, 1)
+"""Shifts of a variable that are looked for in products: the tokens behind the first one, one more for the whole text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class SizeForms:
         self._known: dict[Sizes, Form] = {}
         self._factors: list[tuple[Sizes, Form | int]] = []
         """Variables and shifted ones, with their values."""
+        self._shifted_factors: list[tuple[Sizes, Form | int]] = []
         self.num_variables = 0
 
     def of(self, sizes: Sizes) -> Form:
@@ -65,6 +68,9 @@ class SizeForms:
             form = Form(Fraction(1), Fraction(0), (self.num_variables,))
             self._factors.append((sizes, self.num_variables))
             self._known[sizes] = form
+            for shift in _SHIFTS:  # before anything has such a size of its own, it may be a factor of one
+                shifted = Form(Fraction(1), Fraction(shift), (self.num_variables,))
+                self._shifted_factors.append((tuple(size + shift for size in sizes), shifted))
             self.num_variables += 1
         return form
 
@@ -86,13 +92,17 @@ class SizeForms:
         return Form(Fraction(0), Fraction(sizes[0]), ()) if len(set(sizes)) == 1 else None
 
     def _product(self, sizes: Sizes) -> Form | None:
-        for degree in (1, 2):
-            for chosen in combinations_with_replacement(self._factors[:_FACTORS], degree):
+        factors = self._factors[:_FACTORS]
+        for degree, among in ((1, factors), (2, factors), (2, factors + self._shifted_factors[:_FACTORS])):
+            for chosen in combinations_with_replacement(among, degree):
                 products = _products([values for values, _ in chosen])
                 if 0 in products or 0 in sizes:
                     continue
-                if all(size * products[0] == sizes[0] * product for size, product in zip(sizes, products, strict=True)):
-                    return Form(Fraction(sizes[0], products[0]), Fraction(0), tuple(factor for _, factor in chosen))
+                scale = Fraction(sizes[0], products[0])
+                if scale.denominator != 1 and among is not factors:
+                    continue  # a factor that nothing has alone: it agrees by chance too easily
+                if all(scale * product == size for size, product in zip(sizes, products, strict=True)):
+                    return Form(scale, Fraction(0), tuple(factor for _, factor in chosen))
         return None
 
     def _shifted(self, sizes: Sizes) -> Form | None:

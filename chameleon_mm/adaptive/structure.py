@@ -137,11 +137,15 @@ class Structure:
         return StepRecord.of(predicted, base.save_of, base.boundaries)
 
     def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
-        """Values of the variables: of those that are not seen yet, the recorded ones."""
-        values = {}
+        """Values of the variables: of those that are not seen yet, the recorded ones in proportion to those that are."""
+        values, proportion = {}, 1.0
         for variable, (hook, dimension) in enumerate(self._observed):
-            of = features if hook < len(features) else self._base.record.features
-            values[variable] = int(cast("tuple[int, ...]", _sizes(cast("Feature", of[hook])))[dimension])
+            recorded = _size_at(self._base.record.features[hook], dimension)
+            if hook < len(features):
+                values[variable] = _size_at(features[hook], dimension)
+                proportion *= values[variable] / max(1, recorded)
+            else:
+                values[variable] = round(recorded * proportion)
         return values
 
     def _features(self, values: Mapping[int, int]) -> list[Feature] | None:
@@ -214,6 +218,10 @@ class Structure:
     def note_extra(self, extra: ExtraMemory) -> None:
         """Note what a step took beyond its predicted trace."""
         self._extra.append(extra)
+
+    def note_misprediction(self) -> None:
+        """Note that a step was not as predicted: nothing is until another one is recorded."""
+        self._mispredicted = True
 
     def note_slowdown(self, trace: Trace, slowdown: float) -> None:
         """Note that operators of a step with this trace, which was predicted, took that much longer than it says."""
@@ -309,6 +317,10 @@ class _Column:
 
 def _sizes(feature: Feature) -> Hashable:
     return feature[1] if len(feature) > 2 else None
+
+
+def _size_at(feature: Hashable, dimension: int) -> int:
+    return int(cast("tuple[int, ...]", _sizes(cast("Feature", feature)))[dimension])
 
 
 def _are_whole(sizes: Hashable) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from chameleon_mm.policy import Headroom
 
@@ -36,6 +37,19 @@ class HighestForecast(Forecast):
 
     def growth(self, checks: int = 0) -> int | None:
         return self._headroom.most()
+
+
+class TraceForecast(Forecast):
+    """Forecast of a step that is known hook for hook, while nobody can say what of it is on the device."""
+
+    def __init__(self) -> None:
+        self.hook = -1
+        """Number of the latest hook; -1: none yet."""
+        self.growth_after: Callable[[int, int], int] = lambda _hook, _hooks: 0
+        """Bytes that allocation grows at most from one hook until so many hooks behind the next one."""
+
+    def growth(self, checks: int = 0) -> int:
+        return self.growth_after(self.hook, checks)
 
 
 class PlanForecast(Forecast):

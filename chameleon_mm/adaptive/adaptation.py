@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+from chameleon_mm.adaptive.budgets import Budgets, log_refusal, plans_within
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
 from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
@@ -164,37 +166,33 @@ class Adaptation:
         """Bytes of the budget that a plan leaves free, where it can."""
         return max(budget // SPARE_PART, min(SLACK_BLOCKS * self._slack_bytes, budget // SLACK_PART))
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Raises
+    @property
+    def _budgets(self) -> Budgets:
+        return Budgets(self._hbm_budget_bytes, self._host_budget())
+
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        """Plan every cached step for other budgets from its trace; plans made for these budgets earlier are taken again. Raises
         `InfeasibleBudget`, with nothing changed, where a step that has a plan now would have none. Called between steps.
 
-        `must_fit` off: all steps are forgotten instead, as their traces may be of steps that found no memory.
+        `host_budget_bytes`: what `host_budget` is about to say; None: what it says now. `must_fit` off: all steps are forgotten
+        instead, as their traces may be of steps that found no memory.
         """
-        before = self._hbm_budget_bytes
+        before = self._budgets
+        budgets = Budgets(hbm_budget_bytes, before.host_bytes if host_budget_bytes is None else host_budget_bytes)
         if not must_fit:
             self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
             self.steps = StepCache(CACHED_STEPS)
             self._measuring.clear()
             return
-        if hbm_budget_bytes == before:
+        if budgets == before:
             return
         planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
-        link, made = self._link_cost(), dict[int, list[SwapPlan]]()
-        began = perf_counter()
-        for planned in planned_steps:
-            if planned.has_plans_for(hbm_budget_bytes):
-                continue
-            try:
-                made[id(planned)] = self._plans_for(planned, hbm_budget_bytes, link, at_most=TRIAL_PLANS)
-            except InfeasibleBudget as refusal:
-                if planned.trials:
-                    raise
-                _log_refusal(planned.record.num_hooks, refusal)
-                made[id(planned)] = []
+        link, began = self._link_cost(), perf_counter()
+        made = plans_within(budgets, planned_steps, partial(self._plans_for, link=link, at_most=TRIAL_PLANS), before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
         for planned in planned_steps:
-            planned.change_budget(before, hbm_budget_bytes)
+            planned.change_budget(before, budgets)
             if id(planned) in made:
                 planned.add_plans(made[id(planned)], link)
                 self.plans += len(made[id(planned)])
@@ -311,9 +309,9 @@ class Adaptation:
         lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
         with annotation("chameleon::plan"):
             try:
-                plans = self._plans_for(planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
+                plans = self._plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
-                _log_refusal(planned.record.num_hooks, refusal)
+                log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)
         planned.add_plans(plans, link)
         self.planning_us += (perf_counter() - began) * 1e6
@@ -321,7 +319,7 @@ class Adaptation:
     def _plans_for(
         self,
         planned: PlannedStep,
-        hbm_budget_bytes: int,
+        budgets: Budgets,
         link: LinkCost,
         *,
         lead_us: Mapping[int, float] | float = 0.0,
@@ -329,13 +327,13 @@ class Adaptation:
         at_most: int,
     ) -> list[SwapPlan]:
         """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
-        spare = self._spare_of(hbm_budget_bytes), hbm_budget_bytes // SPARE_PART, 0
+        spare = self._spare_of(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0
         for spare_bytes in dict.fromkeys(spare):
             try:
                 return candidate_plans(
                     planned.trace,
-                    hbm_budget_bytes - spare_bytes,
-                    self._host_budget(),
+                    budgets.hbm_bytes - spare_bytes,
+                    budgets.host_bytes,
                     link,
                     lead_us=lead_us,
                     lag_us=lag_us,
@@ -407,14 +405,3 @@ class Adaptation:
         if phase not in FOLLOWED_BY[self.phase]:
             raise RuntimeError(f"a step in phase {self.phase.value} cannot be followed by one in {phase.value}")
         self.phase = phase
-
-
-def _log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
-    """Log that there is no plan for a step of so many hooks."""
-    if num_hooks:
-        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
-    else:
-        _log.warning(
-            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
-            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
-        )

@@ -113,8 +113,8 @@ class PlanFollower(Director):
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        self.adaptation.change_budget(hbm_budget_bytes, must_fit=must_fit)
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)
 
     def _forget_step(self) -> None:
         """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
@@ -54,11 +55,11 @@ LINK_OFF = 0.1
 
 
 OTHER_BUDGETS = 4
-"""Budgets other than the one of now whose plans a step keeps."""
+"""Pairs of budgets other than the one of now whose plans a step keeps."""
 
 
 class _Plans(NamedTuple):
-    """Plans for one budget and what steps under them have taught: see the attributes of `PlannedStep`."""
+    """Plans for one pair of budgets and what steps under them have taught: see the attributes of `PlannedStep`."""
 
     trials: list[PlanTrial]
     lead_us: dict[int, float]
@@ -149,8 +150,8 @@ class PlannedStep:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
         self.trace = extra.added_to(self._recorded)
-        self._aside: dict[int, _Plans] = {}
-        """Plans for other budgets, by the bytes of each budget, the latest last."""
+        self._aside: dict[Budgets, _Plans] = {}
+        """Plans for other budgets, the latest last."""
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -169,13 +170,13 @@ class PlannedStep:
 
     # --- other budgets
 
-    def has_plans_for(self, hbm_budget_bytes: int) -> bool:
-        """Whether plans that were made for that budget are kept, beside those for the one of now."""
-        aside = self._aside.get(hbm_budget_bytes)
+    def has_plans_for(self, budgets: Budgets) -> bool:
+        """Whether plans that were made for these budgets are kept, beside those for the ones of now."""
+        aside = self._aside.get(budgets)
         return aside is not None and bool(aside.trials)
 
-    def change_budget(self, before: int, now: int) -> None:
-        """Set the plans for the budget `before` aside, and go on with those for `now`, if there are any."""
+    def change_budget(self, before: Budgets, now: Budgets) -> None:
+        """Set the plans for the budgets `before` aside, and go on with those for `now`, if there are any."""
         self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link)
         kept = self._aside.pop(now, None)
         while len(self._aside) > OTHER_BUDGETS:

@@ -216,11 +216,12 @@ class Executor:
 
     # --- steps
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool = False) -> None:
-        """Set another budget from the next step on; `must_fit` as for the director. Not to be called in a step."""
+    def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
+        """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
         with self._hook_lock.entered():
-            self.director.change_budget(hbm_budget_bytes, must_fit=must_fit)
-            self.budget.change_budget(hbm_budget_bytes)
+            hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
+            self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
+            self.budget.change_budget(hbm_bytes)
 
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.

@@ -311,9 +311,7 @@ class SwapSession:
         nbytes = parse_size(size, what="host_budget")
         self._expect_between_steps("host_budget")
         if not self._owns_pool:
-            raise ValueError(
-                "host_budget: expected a session with a pool of its own, got one given by pool=; set pool.limit_bytes"
-            )
+            raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
 
@@ -352,8 +350,8 @@ class SwapSession:
     def _expect_between_steps(self, what: str) -> None:
         if self._phase in (Phase.IN_STEP, Phase.CLOSED):
             raise SessionClosedError(
-                f"{what}: expected to be set between steps of an open session, got one that is {self._phase.value}; set it after "
-                f"the step"
+                f"{what}: expected to be set between steps of an open session, got one that is {self._phase.value}; set it "
+                f"after the step"
             )
 
     def _to(self, phase: Phase) -> None:

@@ -51,7 +51,7 @@ def test_ten_changes_in_forty_steps(recompute: bool, sizes: tuple[int | str, ...
     report = session.report()
     assert report.steps_by_phase == {"recorded": 1, "planned": 39}
     assert report.budget_misses == 0
-    if not recompute:  # else a first proof may need room that only ordinary memory has
+    if not recompute:  # else an audit that makes room may take ordinary memory for it
         assert (report.fallbacks, report.pageable_swap_outs) == (0, 0)
 
 

@@ -58,6 +58,7 @@ class Interrupt:
 
 def use(pool: PinnedPool) -> None:
     """Chunks come, are merged into a larger one, refused, reserved, trimmed; the limit is four chunks, for a moment one."""
+    pool.limit_bytes = 4 * CHUNK  # also where an earlier use was interrupted while it was lower
     blocks = [pool.allocate(CHUNK) for _ in range(3)]
     for block in blocks:
         block.release(after=ManualEvent())

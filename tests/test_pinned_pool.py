@@ -563,9 +563,10 @@ def test_raising_the_limit_ends_the_refusals(pool: PinnedPool) -> None:
 
 
 def test_a_limit_that_is_no_size_or_of_a_closed_pool_is_refused(pool: PinnedPool, ledgered: Ledgered) -> None:
-    for size, error in (("auto", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)):
+    sizes: list[tuple[Any, type[Exception]]] = [("auto", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)]
+    for size, error in sizes:
         with pytest.raises(error, match="limit_bytes"):
-            pool.limit_bytes = size  # type: ignore[assignment]
+            pool.limit_bytes = size
     assert pool.limit_bytes == 64 * KIB
     closed = PinnedPool("64KiB", ledgered)
     closed.close()

@@ -4,10 +4,6 @@
     print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
 
 A figure that was not measured is None in the dict and "not measured" in the text. Simulated times say so.
-
-`PeakWatch` bounds the peak of device memory in a stretch of time, from a device that tells it since the process began or
-somebody reset it. A peak that the process reached before says nothing of the stretch but that it was no higher; then what hooks
-saw is a lower bound. The library itself resets nothing: what a user reads is the user's.
 """
 
 from __future__ import annotations
@@ -19,51 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from chameleon_mm.adaptive import Adaptation
+from chameleon_mm.adaptive.budgets import host_bytes_wanted
 from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics, StepKind
 from chameleon_mm.units import format_size, format_us
-
-
-class Peak(NamedTuple):
-    """Bounds of a peak; it is known itself where both are the same."""
-
-    at_least_bytes: int
-    at_most_bytes: int | None
-    """Upper bound; None: not known."""
-
-
-class PeakWatch:
-    """Watches a device's peak over a stretch of time. A reset is seen where the device tells less than at the last `note`: note
-    often."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._before_bytes = self._last_bytes = device.peak_allocated_bytes()
-        self._most_bytes = device.allocated_bytes()
-        self._was_reset = False
-
-    def note(self) -> None:
-        """Read the device's peak."""
-        now = self._device.peak_allocated_bytes()
-        if now < self._last_bytes:
-            # Somebody reset it: what is told from here on is of this stretch alone, and what there was before that is lost.
-            self._was_reset, self._before_bytes = True, 0
-        if now > self._before_bytes:
-            self._most_bytes = max(self._most_bytes, now)
-        self._last_bytes = now
-
-    def peak(self, seen_bytes: int) -> Peak:
-        """Bounds of the peak, as far as it was noted; `seen_bytes`: what was seen allocated at some moment."""
-        at_least = max(self._most_bytes, seen_bytes)
-        if self._was_reset:
-            return Peak(at_least, None)
-        return Peak(at_least, max(at_least, self._last_bytes))
-
 
 _LANES = {"out": (1, "d2h: swap out"), "in": (2, "h2d: swap in")}
 
@@ -137,6 +98,8 @@ class SwapReport(Counters):
     """The most pinned memory that live blocks held."""
     host_reserved_bytes: int
     """Pinned memory that the pool has got from the device."""
+    host_bytes_wanted: int | None
+    """The most pinned memory that a step needs by its plan, over all known steps; None: none has a plan."""
     kept_by_reason: dict[str, int]
     """Saved tensors that stayed on the device, by reason."""
     not_recomputed_by_reason: dict[str, int]
@@ -200,6 +163,7 @@ class SwapReport(Counters):
             hbm_budget_bytes=hbm_budget_bytes,
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
+            host_bytes_wanted=None if adaptation is None else host_bytes_wanted(adaptation.steps.entries()),
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             recipes_banned=() if adaptation is None else adaptation.banned,
@@ -229,7 +193,9 @@ class SwapReport(Counters):
     def rows(self) -> list[tuple[str, str]]:
         """Label and text of each figure, for tables."""
         clock = " (simulated)" if self.simulated else ""
-        host = format_size(self.peak_host_bytes)
+        host = f"{format_size(self.peak_host_bytes)} live at most, {format_size(self.host_reserved_bytes)} reserved"
+        if self.host_bytes_wanted is not None:
+            host += f", {format_size(self.host_bytes_wanted)} wanted by plans"
         kept = ", ".join(f"{count} {reason}" for reason, count in self.kept_by_reason.items()) or "none"
         phases = ", ".join(f"{count} {phase}" for phase, count in self.steps_by_phase.items()) or "none ended"
         tried = sorted({*self.encoded_by_codec, *self.refused_by_codec})
@@ -255,7 +221,7 @@ class SwapReport(Counters):
             ("uses found on the device", str(self.uses_on_device)),
             (f"hidden share of copy time{clock}", _measured(self.hidden_fraction, lambda x: f"{100 * x:.1f} %")),
             (f"stall{clock}", _measured(self.stall_us, format_us)),
-            ("pinned host memory", f"{host} live at most, {format_size(self.host_reserved_bytes)} reserved"),
+            ("pinned host memory", host),
             ("kept on the device", kept),
             ("views gathered, packs of small ones", f"{self.gathers}, {self.packed_groups}"),
             *([("by codec", codecs)] if codecs else []),

@@ -27,12 +27,13 @@ from torch import nn
 from chameleon_mm.adaptive import link_cost_for, plan_steps
 from chameleon_mm.arguments import check_type, describe, uncompiled
 from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
-from chameleon_mm.report import Peak, PeakWatch, SwapReport
+from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for
@@ -126,6 +127,7 @@ class SwapSession:
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
+        self._owns_pool = pool is None
         self.device = self.pool.device
         self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
         self._model = model
@@ -277,11 +279,7 @@ class SwapSession:
     @hbm_budget.setter
     def hbm_budget(self, size: int | str) -> None:
         nbytes = parse_size(size, what="hbm_budget")
-        if self._phase in (Phase.IN_STEP, Phase.CLOSED):
-            raise SessionClosedError(
-                f"hbm_budget: expected to be set between steps of an open session, got one that is {self._phase.value}; set it "
-                f"after the step"
-            )
+        self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
             self._check_budget(nbytes)
         self._executor.change_budget(nbytes, must_fit=True)
@@ -293,6 +291,29 @@ class SwapSession:
             self._executor.budget.peak_seen_bytes = 0
             if lowered:
                 self.device.release_unused()
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes of pinned host memory that the session reserves at most. Set it between two steps, up or down, as `hbm_budget`:
+        steps that are known follow plans made for it, without being recorded again. Pinned memory beyond it goes back to the
+        driver at once, but for what saved tensors that are still alive lie in: that goes with them, and until then nothing
+        else is pinned.
+
+        Setting it raises `TypeError` and `ValueError` for what is no size, `SessionClosedError` inside of a step and after the
+        session, and `InfeasibleBudget`, whose `smallest_host_bytes` is enough, for less than a step needs that has a plan now.
+        The budget is as before then. It raises `ValueError` for a session that was given its `pool`: others may use that too,
+        so the limit is set where it belongs, as `pool.limit_bytes`, and holds for the plans that are made after that.
+        """
+        return self.pool.limit_bytes
+
+    @host_budget.setter
+    def host_budget(self, size: int | str) -> None:
+        nbytes = parse_size(size, what="host_budget")
+        self._expect_between_steps("host_budget")
+        if not self._owns_pool:
+            raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
+        self._executor.change_budget(host_bytes=nbytes, must_fit=True)
+        self.pool.limit_bytes = nbytes
 
     @property
     def audit_every(self) -> int:
@@ -324,6 +345,13 @@ class SwapSession:
             raise SessionClosedError(
                 f"session.{what}(): expected an open session, got one that is {self._phase.value}; use it inside "
                 f"`with session:`, one step at a time"
+            )
+
+    def _expect_between_steps(self, what: str) -> None:
+        if self._phase in (Phase.IN_STEP, Phase.CLOSED):
+            raise SessionClosedError(
+                f"{what}: expected to be set between steps of an open session, got one that is {self._phase.value}; set it "
+                f"after the step"
             )
 
     def _to(self, phase: Phase) -> None:

@@ -57,7 +57,8 @@ class Interrupt:
 
 
 def use(pool: PinnedPool) -> None:
-    """Chunks come, are merged into a larger one, refused, reserved, trimmed; the limit is four chunks."""
+    """Chunks come, are merged into a larger one, refused, reserved, trimmed; the limit is four chunks, for a moment one."""
+    pool.limit_bytes = 4 * CHUNK  # also where an earlier use was interrupted while it was lower
     blocks = [pool.allocate(CHUNK) for _ in range(3)]
     for block in blocks:
         block.release(after=ManualEvent())
@@ -66,7 +67,10 @@ def use(pool: PinnedPool) -> None:
     # Not pytest.raises: its record of the error makes a cycle of frames, which only the collector takes apart.
     with suppress(HostMemoryExhausted):
         kept = pool.allocate(4 * CHUNK)
+    pool.limit_bytes = CHUNK
     kept.release()
+    pool.take_back()
+    pool.limit_bytes = 4 * CHUNK
     pool.trim()
     with suppress(HostMemoryExhausted):  # where chunks of an earlier use wait for their events
         pool.reserve(CHUNK)

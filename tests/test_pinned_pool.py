@@ -135,7 +135,13 @@ def test_past_the_limit_the_error_says_what_and_the_pool_stays_usable(pool: Pinn
     with pytest.raises(HostMemoryExhausted) as caught:
         pool.allocate(5000)
     said = str(caught.value)
-    for figure in ("asked for 5000 bytes", "limit is 65536", "49152 live in 4 blocks", "largest free block 4096", "max_bytes"):
+    for figure in (
+        "asked for 5000 bytes",
+        "limit is 65536",
+        "49152 live in 4 blocks",
+        "largest free block 4096",
+        "limit_bytes",
+    ):
         assert figure in said
     assert isinstance(caught.value, MemoryError)
     assert pool.stats() == before
@@ -495,6 +501,88 @@ def test_a_block_born_in_inference_mode_can_be_written_and_saved_for_backward_ou
     assert torch.equal(weight.grad, torch.zeros(4))
 
 
+# --- a limit that changes
+
+
+def test_a_lowered_limit_gives_back_as_few_unused_chunks_as_will_do(pool: PinnedPool, ledgered: Ledgered) -> None:
+    kept, waiting, *idle = (pool.allocate(16 * KIB) for _ in range(4))
+    event = ManualEvent()
+    waiting.release(after=event)
+    idle.clear()
+    pool.limit_bytes = "50KiB"
+    assert (pool.limit_bytes, pool.stats().reserved_bytes, event.syncs) == (50 * KIB, 48 * KIB, 0)
+    pool.limit_bytes = 16 * KIB
+    assert event.syncs == 1, "the device still used the last chunk that had to go"
+    assert list(ledgered.chunks) == [kept.buffer.data_ptr()]
+    with pytest.raises(HostMemoryExhausted, match=r"limit is 16384 bytes.*raise limit_bytes"):
+        pool.allocate(1)
+    pool.limit_bytes = 32 * KIB
+    assert pool.allocate(16 * KIB).buffer.data_ptr() != kept.buffer.data_ptr()
+
+
+def test_while_live_blocks_hold_more_than_a_lowered_limit_new_ones_are_refused(pool: PinnedPool, ledgered: Ledgered) -> None:
+    first, second, third = (pool.allocate(3 * PAGE) for _ in range(3))
+    fill(first, 7)
+    pool.limit_bytes = 32 * KIB
+    assert pool.stats().reserved_bytes == 48 * KIB
+    for nbytes in (PAGE, 16 * KIB):
+        with pytest.raises(HostMemoryExhausted, match=r"lowered to 32768 bytes and 49152 are still reserved"):
+            pool.allocate(nbytes)
+    with pytest.raises(HostMemoryExhausted, match="reserve at most 0"):
+        pool.reserve(PAGE)
+    assert (pool.allocate(0).nbytes, holds(first, 7)) == (0, True)
+    event = ManualEvent()
+    third.release(after=event)
+    pool.take_back()
+    assert (len(ledgered.chunks), event.syncs) == (3, 0), "the device has not done with it, and nobody waits"
+    event.complete = True
+    pool.take_back()
+    assert len(ledgered.chunks) == 2
+    block = pool.allocate(PAGE)
+    assert block.buffer.data_ptr() in {first.buffer.data_ptr() + 3 * PAGE, second.buffer.data_ptr() + 3 * PAGE}
+
+
+def test_an_allocation_waits_for_the_device_where_a_chunk_has_to_go_first(pool: PinnedPool) -> None:
+    blocks = [pool.allocate(16 * KIB) for _ in range(2)]
+    pool.limit_bytes = 16 * KIB
+    event = ManualEvent()
+    blocks.pop().release(after=event)
+    with pytest.raises(HostMemoryExhausted, match="limit is 16384 bytes"):
+        pool.allocate(1)
+    assert (event.syncs, pool.stats().reserved_bytes) == (1, 16 * KIB)
+
+
+def test_raising_the_limit_ends_the_refusals(pool: PinnedPool) -> None:
+    blocks = [pool.allocate(3 * PAGE) for _ in range(4)]
+    pool.limit_bytes = 0
+    with pytest.raises(HostMemoryExhausted, match="lowered to 0 bytes"):
+        pool.allocate(PAGE)
+    pool.limit_bytes = 80 * KIB
+    blocks += [pool.allocate(16 * KIB), pool.allocate(PAGE)]
+    assert pool.stats().reserved_bytes == 80 * KIB
+
+
+def test_a_limit_that_is_no_size_or_of_a_closed_pool_is_refused(pool: PinnedPool, ledgered: Ledgered) -> None:
+    sizes: list[tuple[Any, type[Exception]]] = [("auto", ValueError), (-1, ValueError), (1.5, TypeError), (None, TypeError)]
+    for size, error in sizes:
+        with pytest.raises(error, match="limit_bytes"):
+            pool.limit_bytes = size
+    assert pool.limit_bytes == 64 * KIB
+    closed = PinnedPool("64KiB", ledgered)
+    closed.close()
+    with pytest.raises(PoolStateError, match="limit_bytes"):
+        closed.limit_bytes = 1
+
+
+def test_a_set_limit_does_not_follow_the_machine(ledgered: Ledgered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chameleon_mm.pinned.host_memory.available_host_bytes", lambda: 64 * MIB)
+    with PinnedPool("auto", ledgered) as pool:
+        pool.limit_bytes = 8 * PAGE
+        with pytest.raises(HostMemoryExhausted):
+            pool.allocate(9 * PAGE)
+        assert pool.limit_bytes == 8 * PAGE
+
+
 # --- everything at once, against an oracle
 
 
@@ -509,6 +597,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.device = Ledgered()
         self.device.before_free = self.chunk_goes
+        self.limit = self.highest_limit = self.LIMIT
         self.pool = PinnedPool(self.LIMIT, self.device, self.CHUNK)
         self.blocks: list[tuple[PinnedBlock, int]] = []
         self.waits: dict[int, set[Any]] = {}  # page's address -> events of its last owners
@@ -523,10 +612,10 @@ class PoolMachine(RuleBasedStateMachine):
     def live_pages(self) -> list[int]:
         return sorted(page for block, _ in self.blocks if not block.pageable for page in self.pages(block))
 
-    def holes(self) -> list[int]:
-        """Sizes of the free blocks, worked out from the chunks and the live blocks alone."""
+    def holes(self, chunks: dict[int, int] | None = None) -> list[int]:
+        """Sizes of the free blocks in `chunks`, None: in all, worked out from the chunks and the live blocks alone."""
         sizes, live = [], set(self.live_pages())
-        for base, nbytes in self.device.chunks.items():
+        for base, nbytes in (self.device.chunks if chunks is None else chunks).items():
             run = 0
             for page in range(base, base + nbytes, PAGE):
                 run = 0 if page in live else run + PAGE
@@ -534,11 +623,17 @@ class PoolMachine(RuleBasedStateMachine):
                     sizes.append(run)
         return sizes
 
-    def could_be_reserved(self) -> int:
-        """Room below the limit, unused chunks given back."""
+    def used(self) -> dict[int, int]:
+        """The chunks that hold a block."""
         live = self.live_pages()
-        used = sum(n for base, n in self.device.chunks.items() if any(base <= page < base + n for page in live))
-        return self.LIMIT - used
+        return {base: n for base, n in self.device.chunks.items() if any(base <= page < base + n for page in live)}
+
+    def could_be_served(self) -> int:
+        """Size of the largest block that there is room for, unused chunks given back."""
+        used = self.used()
+        room = self.limit - sum(used.values())
+        must_shrink = sum(self.device.chunks.values()) > self.limit
+        return max([room, *self.holes(used if must_shrink else None)]) if room >= 0 else 0
 
     def chunk_goes(self, address: int, nbytes: int) -> None:
         assert not any(address <= page < address + nbytes for page in self.live_pages()), "a chunk went under a live block"
@@ -555,7 +650,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(0, 12 * PAGE), write=st.booleans())
     def allocate(self, nbytes: int, write: bool) -> None:
         need = -(-nbytes // PAGE) * PAGE
-        served = need <= max([0, self.could_be_reserved(), *self.holes()])
+        served = need <= self.could_be_served()
         try:
             block = self.pool.allocate(nbytes)
         except HostMemoryExhausted:
@@ -607,17 +702,33 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.trim()
         assert [event.syncs for event in self.events] == syncs
 
+    @rule(pages=st.integers(0, 32))
+    def set_limit(self, pages: int) -> None:
+        before = sum(self.device.chunks.values())
+        self.limit = self.pool.limit_bytes = pages * PAGE
+        self.highest_limit = max(self.highest_limit, self.limit)
+        reserved = sum(self.device.chunks.values())
+        assert reserved <= max(self.limit, sum(self.used().values()))
+        assert reserved == before or before > self.limit, "nothing goes that need not"
+
+    @rule()
+    def take_back(self) -> None:
+        syncs = [event.syncs for event in self.events]
+        self.pool.take_back()
+        assert [event.syncs for event in self.events] == syncs
+
     @rule(nbytes=st.integers(0, 12 * PAGE))
     def reserve(self, nbytes: int) -> None:
         before, need = sum(self.device.chunks.values()), -(-nbytes // PAGE) * PAGE
         try:
             reservation = self.pool.reserve(nbytes)
         except HostMemoryExhausted:
-            assert before + need > self.LIMIT
+            assert before + need > self.limit
             assert sum(self.device.chunks.values()) == before
             return
         assert (reservation.done, reservation.reserved_bytes) == (True, need)
-        assert sum(self.device.chunks.values()) == before + need <= self.LIMIT
+        assert sum(self.device.chunks.values()) == before + need
+        assert before + need <= self.limit or not need
 
     @invariant()
     def stats_agree(self) -> None:
@@ -633,7 +744,8 @@ class PoolMachine(RuleBasedStateMachine):
         holes = self.holes()
         assert stats.largest_free_bytes == max(holes, default=0)
         assert sum(holes) + stats.live_bytes == stats.reserved_bytes, "free + live = capacity"
-        assert stats.live_bytes <= stats.peak_live_bytes <= stats.peak_reserved_bytes <= stats.limit_bytes == self.LIMIT
+        assert stats.live_bytes <= stats.peak_live_bytes <= stats.peak_reserved_bytes <= self.highest_limit
+        assert stats.limit_bytes == self.limit
         live = sum(block.nbytes for block, _ in self.blocks if block.pageable)
         assert live <= stats.pageable_bytes <= stats.peak_pageable_bytes
 

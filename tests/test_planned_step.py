@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import (
     MOST_PLANS,
     RECENT_STEPS,
     SAMPLES,
     WORTH_A_PLAN,
     PlannedStep,
-    PlanTrial,
 )
 from chameleon_mm.policy import Action, Candidates, SwapPlan, memory_curve, simulate
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord

@@ -23,7 +23,7 @@ PROMISED = {
     "steps", "detailed_steps", "plans", "plan_cache_hits", "bytes_swapped_out", "bytes_swapped_in", "bytes_reclaimed",
     "hidden_fraction", "stall_us", "peak_hbm_bytes", "hbm_budget_bytes", "peak_host_bytes", "host_reserved_bytes",
     "kept_by_reason", "fallbacks", "oom_retries", "simulated", "device", "bytes_recomputed", "bytes_held", "recompute_us",
-    "recipes_banned",
+    "recipes_banned", "host_bytes_wanted",
 }  # fmt: skip
 
 
@@ -63,6 +63,7 @@ def made_up(**changed: object) -> cm.SwapReport:
         budget_misses=0,
         peak_host_bytes=10 * MIB,
         host_reserved_bytes=1024 * MIB,
+        host_bytes_wanted=9 * MIB,
         kept_by_reason={"leaf": 2, "small": 5},
         fallbacks=0,
         gathers=0,
@@ -174,6 +175,11 @@ def test_the_text_says_what_was_recorded_planned_and_known() -> None:
     assert lines["steps that had a plan already"] == "2"
     assert lines["latest plan's step (simulated)"] == "9.00 ms predicted, 9.10 ms measured"
     assert lines["latest plan's peak"] == "30.0 MiB predicted"
+
+
+def test_the_text_says_what_pinned_memory_the_plans_want() -> None:
+    assert dict(made_up().rows())["pinned host memory"] == "10.0 MiB live at most, 1.00 GiB reserved, 9.00 MiB wanted by plans"
+    assert "wanted" not in str(made_up(host_bytes_wanted=None))
 
 
 def test_a_plan_that_no_timed_step_went_by_was_not_measured() -> None:

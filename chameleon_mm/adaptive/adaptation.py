@@ -18,11 +18,13 @@ from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import cast
 
+from chameleon_mm.adaptive.budgets import Budgets, log_refusal, plans_within
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
-from chameleon_mm.adaptive.planned_step import PlannedStep, PlanTrial
-from chameleon_mm.adaptive.planning import Planning, log_refusal
+from chameleon_mm.adaptive.plan_trial import PlanTrial
+from chameleon_mm.adaptive.planned_step import PlannedStep
+from chameleon_mm.adaptive.planning import Planning
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.adaptive.structure import Structure, Structures
 from chameleon_mm.device import Stream
@@ -96,7 +98,8 @@ class Adaptation:
         """The step that was planned last."""
         self._metrics = metrics
         self._hbm_budget_bytes = hbm_budget_bytes
-        self.planning = Planning(slack_bytes, host_budget)
+        self.planning = Planning(slack_bytes)
+        self._host_budget = host_budget
         self._make_recorder = make_recorder
         self._link_cost = link_cost
         self._replayable = replayable
@@ -126,38 +129,38 @@ class Adaptation:
     def _spare_bytes(self) -> int:
         return self.planning.spare_bytes(self._hbm_budget_bytes)
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        """Plan every cached step for another budget from its trace; plans made for that budget earlier are taken again. Raises
+    @property
+    def _budgets(self) -> Budgets:
+        return Budgets(self._hbm_budget_bytes, self._host_budget())
+
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        """Plan every cached step for other budgets from its trace; plans made for these budgets earlier are taken again. Raises
         `InfeasibleBudget`, with nothing changed, where a step that has a plan now would have none. Called between steps.
 
-        `must_fit` off: all steps are forgotten instead, as their traces may be of steps that found no memory.
+        `host_budget_bytes`: what `host_budget` is about to say; None: what it says now. `must_fit` off: all steps are forgotten
+        instead, as their traces may be of steps that found no memory.
         """
-        before = self._hbm_budget_bytes
+        before = self._budgets
+        budgets = Budgets(hbm_budget_bytes, before.host_bytes if host_budget_bytes is None else host_budget_bytes)
         if not must_fit:
             self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
             self.steps, self._structures = StepCache(CACHED_STEPS), Structures(self._min_bytes)
             self._measuring.clear()
             return
-        if hbm_budget_bytes == before:
+        if budgets == before:
             return
         planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
-        link, made = self._link_cost(), dict[int, list[SwapPlan]]()
-        began = perf_counter()
-        for planned in planned_steps:
-            if planned.has_plans_for(hbm_budget_bytes):
-                continue
+        link, began = self._link_cost(), perf_counter()
+
+        def make_plans(planned: PlannedStep, budgets: Budgets) -> list[SwapPlan]:
             at_most = TRIAL_PLANS if planned.predicted_by is None else 1
-            try:
-                made[id(planned)] = self.planning.plans_for(planned, hbm_budget_bytes, link, at_most=at_most)
-            except InfeasibleBudget as refusal:
-                if planned.trials:
-                    raise
-                log_refusal(planned.record.num_hooks, refusal)
-                made[id(planned)] = []
+            return self.planning.plans_for(planned, budgets, link, at_most=at_most)
+
+        made = plans_within(budgets, planned_steps, make_plans, before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
         for planned in planned_steps:
-            planned.change_budget(before, hbm_budget_bytes)
+            planned.change_budget(before, budgets)
             if id(planned) in made:
                 planned.add_plans(made[id(planned)], link)
                 self.plans += len(made[id(planned)])
@@ -278,9 +281,7 @@ class Adaptation:
         lead_us, lag_us = planned.lead_us or 0.0, planned.lag_us or 0.0
         with annotation("chameleon::plan"):
             try:
-                plans = self.planning.plans_for(
-                    planned, self._hbm_budget_bytes, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most
-                )
+                plans = self.planning.plans_for(planned, self._budgets, link, lead_us=lead_us, lag_us=lag_us, at_most=at_most)
             except InfeasibleBudget as refusal:  # the default rule may still do, with stalls that no plan would take
                 log_refusal(planned.record.num_hooks, refusal)
         self.plans += len(plans)

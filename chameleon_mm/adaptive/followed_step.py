@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
-from chameleon_mm.adaptive.planned_step import PlanTrial
+from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.profiler.step_record import StepRecord
 
 

@@ -21,7 +21,7 @@ from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
-from chameleon_mm.adaptive.planned_step import PlanTrial
+from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
@@ -111,8 +111,8 @@ class PlanFollower(Director):
         self._forget_step()
         return self.adaptation.end_step(step, recorder, compute, completed=completed)
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        self.adaptation.change_budget(hbm_budget_bytes, must_fit=must_fit)
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        self.adaptation.change_budget(hbm_budget_bytes, host_budget_bytes, must_fit=must_fit)
 
     def _forget_step(self) -> None:
         """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""

@@ -21,9 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
+from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.structure import Structure
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
@@ -55,57 +57,17 @@ LINK_OFF = 0.1
 
 
 OTHER_BUDGETS = 4
-"""Budgets other than the one of now whose plans a step keeps."""
+"""Pairs of budgets other than the one of now whose plans a step keeps."""
 
 
 class _Plans(NamedTuple):
-    """Plans for one budget and what steps under them have taught: see the attributes of `PlannedStep`."""
+    """Plans for one pair of budgets and what steps under them have taught: see the attributes of `PlannedStep`."""
 
     trials: list[PlanTrial]
     lead_us: dict[int, float]
     lag_us: dict[int, float]
     nothing_better: bool
     link: LinkCost | None
-
-
-class PlanTrial:
-    """A plan, and the times of the steps that followed it. `predicted_out_us`, `predicted_in_us`: its simulated stalls, by
-    storage."""
-
-    __slots__ = ("busy_us", "predicted_in_us", "predicted_out_us", "recompute", "schedule", "time", "times_us")
-
-    def __init__(
-        self,
-        schedule: HookSchedule,
-        predicted_out_us: Mapping[int, float],
-        predicted_in_us: Mapping[int, float],
-        recompute: RecomputePlan | None,
-    ) -> None:
-        self.schedule = schedule
-        self.recompute = recompute
-        """What is made again, for the executor; None: nothing."""
-        self.predicted_out_us = predicted_out_us
-        self.predicted_in_us = predicted_in_us
-        self.times_us: list[float] = []
-        self.busy_us: list[float] = []
-        """Time of each of these steps in which compute was not waiting for copies."""
-        self.time: StepTime | None = None
-        """Times of the latest step."""
-
-    @property
-    def step_us(self) -> float:
-        """Median of the measured step times; before there are any, the plan's prediction."""
-        return median(self.times_us) if self.times_us else self.schedule.plan.step_us
-
-    @property
-    def excess_out_us(self) -> dict[int, float]:
-        """Stalls at reclaims beyond the plan's prediction in the latest step, by storage."""
-        return {} if self.time is None else _beyond(self.time.out_stalls_us, self.predicted_out_us)
-
-    @property
-    def excess_in_us(self) -> dict[int, float]:
-        """Stalls for copies back beyond the plan's prediction in the latest step, by storage."""
-        return {} if self.time is None else _beyond(self.time.in_stalls_us, self.predicted_in_us)
 
 
 class PlannedStep:
@@ -152,8 +114,8 @@ class PlannedStep:
         self.trace = extra.added_to(self._recorded)
         self._curve: Int64s | None = None
         """Bytes allocated during each tick of `trace`, once somebody asked."""
-        self._aside: dict[int, _Plans] = {}
-        """Plans for other budgets, by the bytes of each budget, the latest last."""
+        self._aside: dict[Budgets, _Plans] = {}
+        """Plans for other budgets, the latest last."""
         self._forget_plans()
 
     def _forget_plans(self) -> None:
@@ -172,13 +134,13 @@ class PlannedStep:
 
     # --- other budgets
 
-    def has_plans_for(self, hbm_budget_bytes: int) -> bool:
-        """Whether plans that were made for that budget are kept, beside those for the one of now."""
-        aside = self._aside.get(hbm_budget_bytes)
+    def has_plans_for(self, budgets: Budgets) -> bool:
+        """Whether plans that were made for these budgets are kept, beside those for the ones of now."""
+        aside = self._aside.get(budgets)
         return aside is not None and bool(aside.trials)
 
-    def change_budget(self, before: int, now: int) -> None:
-        """Set the plans for the budget `before` aside, and go on with those for `now`, if there are any."""
+    def change_budget(self, before: Budgets, now: Budgets) -> None:
+        """Set the plans for the budgets `before` aside, and go on with those for `now`, if there are any."""
         self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link)
         kept = self._aside.pop(now, None)
         while len(self._aside) > OTHER_BUDGETS:
@@ -396,8 +358,3 @@ def _stalls(trace: Trace, plan: SwapPlan, link: LinkCost) -> tuple[Mapping[int, 
     except ValueError:  # a wrong plan costs time, never a step: what nobody can carry out is not foreseen either
         return {}, {}
     return timeline.out_stalls_us, timeline.in_stalls_us
-
-
-def _beyond(measured: Mapping[int, float], predicted: Mapping[int, float]) -> dict[int, float]:
-    more = {tensor: us - predicted.get(tensor, 0.0) for tensor, us in measured.items()}
-    return {tensor: us for tensor, us in more.items() if us > 0}

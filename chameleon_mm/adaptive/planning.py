@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
+from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
-
-_log = logging.getLogger(__name__)
 
 DRAFTS = 1000
 """Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
@@ -28,14 +26,10 @@ SLACK_PART = 32
 
 
 class Planning:
-    """Makes plans.
+    """Makes plans. `slack_bytes` is the device's `block_slack_bytes`."""
 
-    `slack_bytes` is the device's `block_slack_bytes`; `host_budget` tells how much pinned memory there may be.
-    """
-
-    def __init__(self, slack_bytes: int, host_budget: Callable[[], int]) -> None:
+    def __init__(self, slack_bytes: int) -> None:
         self.slack_bytes = slack_bytes
-        self._host_budget = host_budget
 
     def spare_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes of the budget that a plan leaves free, where it can."""
@@ -45,7 +39,7 @@ class Planning:
     def plans_for(
         self,
         planned: PlannedStep,
-        hbm_budget_bytes: int,
+        budgets: Budgets,
         link: LinkCost,
         *,
         lead_us: Mapping[int, float] | float = 0.0,
@@ -53,12 +47,12 @@ class Planning:
         at_most: int,
     ) -> list[SwapPlan]:
         """Plans for the step, best first. Raises `InfeasibleBudget`, with the smallest budget that has one."""
-        for spare_bytes in dict.fromkeys((self.spare_bytes(hbm_budget_bytes), hbm_budget_bytes // SPARE_PART, 0)):
+        for spare_bytes in dict.fromkeys((self.spare_bytes(budgets.hbm_bytes), budgets.hbm_bytes // SPARE_PART, 0)):
             try:
                 return candidate_plans(
                     planned.trace,
-                    hbm_budget_bytes - spare_bytes,
-                    self._host_budget(),
+                    budgets.hbm_bytes - spare_bytes,
+                    budgets.host_bytes,
                     link,
                     lead_us=lead_us,
                     lag_us=lag_us,
@@ -72,14 +66,3 @@ class Planning:
                 if spare_bytes == 0:
                     raise
         raise AssertionError("without spare bytes there is a plan or an error")
-
-
-def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
-    """Log that there is no plan for a step of so many hooks."""
-    if num_hooks:
-        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
-    else:
-        _log.warning(
-            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
-            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
-        )

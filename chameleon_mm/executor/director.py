@@ -97,6 +97,7 @@ class Director:
         """End the step, of which something is learned if it `completed`. `growth_bytes` as in `note_growth`."""
         return StepKind.BY_RULE if completed else StepKind.FAILED
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool) -> None:
-        """Set another budget from the next step on. Called between steps. `must_fit`: steps that are known keep to it, and it
-        raises `InfeasibleBudget`, with nothing changed, where one that has a plan would have none; else they are forgotten."""
+    def change_budget(self, hbm_budget_bytes: int, host_budget_bytes: int | None, *, must_fit: bool) -> None:
+        """Set other budgets from the next step on; None: as it is. Called between steps, before the pool has its new limit.
+        `must_fit`: steps that are known keep to them, and it raises `InfeasibleBudget`, with nothing changed, where one that
+        has a plan would have none; else they are forgotten."""

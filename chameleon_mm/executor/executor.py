@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
 
 LONGEST_UNNAMED_STEP = 16_384
-"""Storages that may be saved outside of any step before a new one begins: a graph that is kept for ever must not make one step
-of all the rest."""
+"""Storages that may be saved outside of any step before a new one begins, as a graph may be kept for ever."""
 
 
 class Executor:
@@ -216,11 +215,12 @@ class Executor:
 
     # --- steps
 
-    def change_budget(self, hbm_budget_bytes: int, *, must_fit: bool = False) -> None:
-        """Set another budget from the next step on; `must_fit` as for the director. Not to be called in a step."""
+    def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
+        """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
         with self._hook_lock.entered():
-            self.director.change_budget(hbm_budget_bytes, must_fit=must_fit)
-            self.budget.change_budget(hbm_budget_bytes)
+            hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
+            self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
+            self.budget.change_budget(hbm_bytes)
 
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.

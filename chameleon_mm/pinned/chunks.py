@@ -133,12 +133,9 @@ class Chunks:
         unused = self.unused()
         if self.room(limit) + sum(chunk.nbytes for chunk in unused) < size:
             raise HostMemoryExhausted(self._refusal(nbytes, size, limit))
-        # Those that the device is done with first, then the large ones: as few as will do.
-        idle = {chunk.base: chunk.pending.drop_complete() for chunk in unused}
-        unused.sort(key=lambda chunk: (not idle[chunk.base], -chunk.nbytes))
         given = 0
-        for chunk in unused:
-            if given >= size or (not idle[chunk.base] and self.room(limit) >= size):
+        for chunk, idle in self._in_order_of_leaving(unused):
+            if given >= size or (not idle and self.room(limit) >= size):
                 break
             self.detach(chunk)
             given += chunk.nbytes
@@ -148,6 +145,21 @@ class Chunks:
     def unused(self) -> list[Chunk]:
         """Chunks that hold no block."""
         return [chunk for chunk in self._chunks if self.free_list.is_region_free(chunk.base)]
+
+    def shrink(self, limit: int, *, wait: bool) -> bool:
+        """Detach unused chunks until no more than `limit` bytes are reserved. `wait`: also chunks that the device still uses.
+        Returns whether that was enough."""
+        for chunk, idle in self._in_order_of_leaving(self.unused()):
+            if self.reserved_bytes <= limit or not (idle or wait):
+                break
+            self.detach(chunk)
+        return self.reserved_bytes <= limit
+
+    def _in_order_of_leaving(self, unused: list[Chunk]) -> list[tuple[Chunk, bool]]:
+        """`unused` chunks, each with whether the device is done with it: those first, then the large ones, so that as few go as
+        will do."""
+        idle = [(chunk, chunk.pending.drop_complete()) for chunk in unused]
+        return sorted(idle, key=lambda item: (not item[1], -item[0].nbytes))
 
     def detach(self, chunk: Chunk) -> None:
         """Take an unused chunk out of the pool; `free` hands its memory to the device."""
@@ -192,6 +204,5 @@ class Chunks:
         return (
             f"pinned pool: asked for {nbytes} bytes{rounded}, but the limit is {limit} bytes: "
             f"{units.live_bytes} live in {units.num_live} blocks, largest free block {units.largest_free}, "
-            f"{self.room(limit)} not reserved yet; release blocks, ask for less at once, or make the pool with a larger "
-            f"max_bytes"
+            f"{self.room(limit)} not reserved yet; release blocks, ask for less at once, or raise limit_bytes"
         )

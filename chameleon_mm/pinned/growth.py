@@ -140,6 +140,14 @@ class Growth:
                     block = ledger.allocate(owner, nbytes)
                 if block is not None:
                     return block
+                if ledger.shrinking:
+                    if not self._shrink(wait=True):
+                        raise HostMemoryExhausted(
+                            f"pinned pool: asked for {nbytes} bytes, but the limit was lowered to {limit.nbytes} bytes and "
+                            f"{chunks.reserved_bytes} are still reserved, in chunks with live blocks; release these, or raise "
+                            f"limit_bytes"
+                        )
+                    continue
                 limit.grow(chunks.reserved_bytes)
                 with ledger.lock:
                     wanted = chunks.make_room(nbytes, limit.nbytes)
@@ -195,8 +203,34 @@ class Growth:
         if total > room:
             raise HostMemoryExhausted(
                 f"reserve: asked for {asked} bytes more, but the limit is {limit.nbytes} bytes and {chunks.reserved_bytes} "
-                f"are reserved; reserve at most {room}, or make the pool with a larger max_bytes"
+                f"are reserved; reserve at most {room}, or raise limit_bytes"
             )
+
+    def set_limit(self, nbytes: int) -> None:
+        """Set the limit, and free unused chunks until no more than that is reserved, if they are enough. The host waits for
+        the device where it still uses a chunk that has to go."""
+        with self._resizing:
+            with self._ledger.lock:
+                self._ledger.check_open("limit_bytes")
+                self._ledger.shrinking = True  # first: after an interrupt the next allocation finds out what is left to do
+            self._limit.set(nbytes)
+            self._shrink(wait=True)
+
+    def shrink(self) -> None:
+        """Free unused chunks that the device is done with, as far as more is reserved than the limit."""
+        with self._resizing:
+            self._shrink(wait=False)
+
+    def _shrink(self, *, wait: bool) -> bool:
+        """Free unused chunks beyond the limit, under `_resizing`. Returns whether no more than that is reserved now."""
+        ledger, chunks = self._ledger, self._chunks
+        with ledger.lock:
+            ledger.drain()
+            chunks.admit()
+            enough = chunks.shrink(self._limit.nbytes, wait=wait)
+            ledger.shrinking = not enough
+        chunks.free()
+        return enough
 
     def free_unused(self, *, wait: bool) -> int:
         """Free the chunks without a block; returns their bytes. `wait`: also those that the device still uses."""

@@ -222,6 +222,10 @@ class MemoryLimit:
                 'that is; give a size, such as "8GiB"'
             )
 
+    def set(self, nbytes: int) -> None:
+        """Make it `nbytes`, whatever the machine has from then on."""
+        self._auto, self.nbytes = False, nbytes
+
     def grow(self, held_bytes: int) -> None:
         """Look again, where the limit follows the machine: a virtual one's memory may grow as it is used, so what was available
         at the start says too little. `held_bytes` is what the pool has reserved. Never shrinks: see `auto_limit_bytes`."""

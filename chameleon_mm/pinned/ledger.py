@@ -25,7 +25,8 @@ from chameleon_mm.pinned.pageable import PageableLedger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Statistics of a pool: `requested_bytes <= live_bytes <= reserved_bytes <= limit_bytes`, always. All sizes in bytes."""
+    """Statistics of a pool, all sizes in bytes: `requested_bytes <= live_bytes <= reserved_bytes` always, `reserved_bytes <=
+    limit_bytes` but for blocks that were live when the limit was lowered."""
 
     limit_bytes: int
     """Bytes that the pool may reserve at most."""
@@ -62,6 +63,7 @@ class Ledger:
 
     __slots__ = (
         "_free_list", "_live", "_serial", "chunks", "closed", "lock", "pageable", "returned",
+        "shrinking",
     )  # fmt: skip
 
     def __init__(self, chunks: Chunks) -> None:
@@ -70,6 +72,8 @@ class Ledger:
         self.pageable = PageableLedger()
         self.returned: deque[tuple[Ticket, tuple[Event, ...]]] = deque()
         self.closed = False
+        self.shrinking = False
+        """Whether more may be reserved than the limit, as it was lowered. Then no block is allocated."""
         self._free_list = chunks.free_list
         self._live: dict[int, int] = {}  # serial -> bytes as asked for; of pageable blocks their own ledger knows
         self._serial = 0
@@ -109,8 +113,11 @@ class Ledger:
                 self.chunks.of(offset).pending.add(offset, offset + size, events)
 
     def allocate(self, owner: Owner, nbytes: int) -> PinnedBlock | None:
-        """Allocate a block of what is reserved and free, for `owner`; None where none is large enough."""
+        """Allocate a block of what is reserved and free, for `owner`; None where none is large enough, or while chunks have to
+        go."""
         if nbytes:
+            if self.shrinking:
+                return None
             units = self._free_list
             offset = units.allocate(nbytes)
             if offset is None:

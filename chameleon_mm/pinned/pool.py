@@ -3,6 +3,7 @@
     allocate(n, stream): returned blocks back to the free list                          `ledger`
                          best fit over all chunks  |  else another chunk  |  else `on_full`      `growth`
                          the block takes the events left on its bytes; stream waits for them, the host does not
+    limit_bytes = n:     unused chunks go; while live blocks hold more, new ones are refused   `growth`
     release(after):      a ticket onto a deque; nothing else, for it runs in the middle of any line
     reserve(n):          chunks ahead of need, on a thread of its own if asked          `growth`
 
@@ -105,8 +106,19 @@ class PinnedPool:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that the pool reserves at most."""
+        """Bytes that the pool reserves at most. Set it, to bytes or text such as "4GiB", to have it shrink or grow; a limit of
+        "auto" is a fixed one from then on.
+
+        Chunks that hold no block are freed at once until no more is reserved; the host waits for the device where it still
+        uses one that has to go. Chunks with live blocks stay. While they hold more than the limit, `allocate` refuses, and
+        they are freed as their last blocks return: at the next `allocate` or `take_back`. Setting it raises `TypeError` and
+        `ValueError` for what is no size, `PoolStateError` for a closed pool.
+        """
         return self._limit.nbytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, nbytes: int | str) -> None:
+        self._growth.set_limit(parse_size(nbytes, what="limit_bytes"))
 
     # --- blocks
 
@@ -176,11 +188,13 @@ class PinnedPool:
         return ReplayPool(self, plan)
 
     def take_back(self) -> None:
-        """Put blocks that were released back among the free ones: work that the next allocation would have, done when there is
-        time."""
+        """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
+        allocation would have, done when there is time."""
         ledger = self._ledger
         with ledger.lock:
             ledger.drain()
+        if ledger.shrinking:
+            self._growth.shrink()
 
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; called by blocks alone. An append is atomic, and takes no lock that its own thread

@@ -22,7 +22,7 @@ from chameleon_mm.bench._length_models import DISTRIBUTIONS, MODELS, lengths_of
 from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
 from chameleon_mm.bench._lengths_svg import lengths_svg
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
-from chameleon_mm.device import SimDevice
+from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
 COLUMNS = (
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run all three, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
-    if args.device != "sim":
+    if not isinstance(resolve_device(args.device), SimDevice) or args.device != "sim":
         raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
     if not 0 < args.share < 1:
         raise ValueError(f"--share: expected more than 0 and less than 1, got {args.share}")

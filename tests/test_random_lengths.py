@@ -98,27 +98,26 @@ def assert_within(run: Run, budget: int) -> None:
     assert (run.report.budget_misses, run.report.oom_retries) == (0, 0)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "recompute"), [("llama", True), ("bert", False)])
 def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, recompute: bool) -> None:
-    make, shapes = MODELS[name], [(2, n) for n in lengths_of("uniform", 30, Random(1), longest=512)]
+    make, shapes = MODELS[name], [(2, n) for n in lengths_of("uniform", 24, Random(1), longest=400)]
     budget = budget_of(make, max(shapes), 0.6)
     run = swapped(make, shapes, budget, recompute=recompute)
     assert_exact(run, make, shapes)
     assert_within(run, budget)
     assert run.report.detailed_steps == 3
-    assert run.report.steps_by_phase == {"recorded": 3, "partly planned": 1, "planned": 26}
+    assert run.report.steps_by_phase == {"recorded": 3, "partly planned": 1, "planned": 20}
 
 
 def test_rows_and_length_change_apart() -> None:
     rng = Random(2)
-    make, shapes = MODELS["llama"], [(rng.randint(1, 5), rng.randint(40, 300)) for _ in range(30)]
+    make, shapes = MODELS["llama"], [(rng.randint(1, 5), rng.randint(40, 300)) for _ in range(20)]
     budget = budget_of(make, (5, 300), 0.6)
     run = swapped(make, shapes, budget)
     assert_exact(run, make, shapes)
     assert_within(run, budget)
     assert run.report.detailed_steps <= RECORDED
-    assert run.report.steps_by_phase["planned"] >= 22
+    assert run.report.steps_by_phase["planned"] >= 14
 
 
 def test_one_longer_than_all_known_is_within_the_budget_at_once() -> None:
@@ -165,7 +164,7 @@ class Padded(LengthModel):
 
 
 def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
-    shapes = [(4, n) for n in lengths_of("uniform", 24, Random(4), longest=400)]
+    shapes = [(4, n) for n in lengths_of("uniform", 16, Random(4), longest=400)]
     budget = budget_of(Padded, (4, 400), 0.9)
     run = swapped(Padded, shapes, budget)
     assert_exact(run, Padded, shapes)
@@ -174,7 +173,7 @@ def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "distribution"), [("llama", "uniform"), ("bert", "log-normal")])
+@pytest.mark.parametrize(("name", "distribution"), [("llama", "log-normal"), ("bert", "uniform")])
 def test_two_hundred_random_lengths(name: str, distribution: str) -> None:
     make, shapes = MODELS[name], [(1, n) for n in lengths_of(distribution, 200, Random(5), longest=2048)]
     budget = budget_of(make, max(shapes), 0.5)

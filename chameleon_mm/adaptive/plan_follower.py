@@ -348,11 +348,11 @@ class PlanFollower(Director):
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
-        elif planned is not None and (self.light.num_hooks > 0 or entry is not self._last_entry):
+        elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.growth_after = planned.growth_after
             self._trace_forecast.hook = self.light.num_hooks - 1
             budget.forecast = self._trace_forecast
-        elif planned is None:
+        elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
             budget.forecast = budget.highest_forecast  # it may be like no step before
         else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -173,12 +174,45 @@ def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "distribution"), [("llama", "log-normal"), ("bert", "uniform")])
-def test_two_hundred_random_lengths(name: str, distribution: str) -> None:
-    make, shapes = MODELS[name], [(1, n) for n in lengths_of(distribution, 200, Random(5), longest=2048)]
+@pytest.mark.parametrize(("name", "distribution", "longest"), [("llama", "log-normal", 2048), ("bert", "uniform", 1024)])
+def test_two_hundred_random_lengths(name: str, distribution: str, longest: int) -> None:
+    make, shapes = MODELS[name], [(1, n) for n in lengths_of(distribution, 200, Random(5), longest=longest)]
     budget = budget_of(make, max(shapes), 0.5)
     run = swapped(make, shapes, budget)
     assert_exact(run, make, shapes)
     assert_within(run, budget)
     assert run.report.detailed_steps <= 6
     assert sum(run.times_us) < sum(swapped(make, shapes, budget, plans=False).times_us)
+
+
+@pytest.mark.gpu
+def test_random_lengths_on_cuda() -> None:
+    device, lengths = cm.CudaDevice(), lengths_of("uniform", 16, Random(6), longest=400)
+    torch.manual_seed(0)
+    model = MODELS["llama"]().to(device.torch_device)
+
+    def train(session: cm.SwapSession | None) -> tuple[list[Tensor], list[int]]:
+        """Gradients and allocated peaks of all steps."""
+        grads: list[Tensor] = []
+        peaks = []
+        for number, length in enumerate(lengths):
+            tokens = torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(number)).to(device.torch_device)
+            device.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            with nullcontext() if session is None else session.step():
+                model(tokens).backward()
+                grads += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+            device.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+        return grads, peaks
+
+    expected, unswapped = train(None)
+    budget = int(0.8 * max(unswapped))
+    session = cm.SwapSession(budget, "256MiB", device, MIN_BYTES, model=model)
+    with session:
+        got, peaks = train(session)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert max(peaks) <= budget
+    assert session.report().detailed_steps <= RECORDED
+    assert session.report().steps_by_phase["planned"] >= 10

@@ -36,8 +36,8 @@ STRUCTURES = 16
 RECORDED = 6
 """Steps of one structure that are recorded, at most."""
 
-_ALIGNED = ("op_phase", "op_tick", "read_offsets", "read_tensors", "write_offsets", "write_tensors", "hook_tick", "hook_use")
-"""Columns in which traces of one structure agree, beside the operators' names."""
+_ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick", "hook_use")
+"""Columns in which traces of one structure agree, beside the operators' names and storages."""
 
 _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
@@ -333,6 +333,11 @@ def _are_aligned(one: Trace, other: Trace) -> bool:
         return False
     if not all(np.array_equal(getattr(one, column), getattr(other, column)) for column in _ALIGNED):
         return False
+    for offsets, tensors in (("read_offsets", "read_tensors"), ("write_offsets", "write_tensors")):
+        op = np.repeat(np.arange(len(one.op_us)), np.diff(getattr(one, offsets)))
+        mine, theirs = (column[np.lexsort((column, op))] for column in (getattr(one, tensors), getattr(other, tensors)))
+        if not np.array_equal(mine, theirs):  # an operator's are in no order
+            return False
     names, others = np.array(one.op_names), np.array(other.op_names)
     return bool((names[one.op_name] == others[other.op_name]).all())
 

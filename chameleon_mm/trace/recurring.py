@@ -69,13 +69,15 @@ def with_times(trace: Trace, factor: float) -> Trace:
 
 
 def renumbered(trace: Trace) -> Trace:
-    """`trace` with its storages numbered in the order in which operators first read or write them, and then those that none
-    does: a number then says the same in every step of these operators."""
+    """`trace` with its storages numbered in the order in which operators use them, by the first use, then by the next ones: a
+    number then says the same in every step of these operators. Those that none uses come last."""
     ops = np.arange(len(trace.op_us))
-    op = np.concatenate([np.repeat(ops, np.diff(offsets)) for offsets in (trace.read_offsets, trace.write_offsets)])
-    seen = np.concatenate([trace.read_tensors, trace.write_tensors])[np.argsort(op, kind="stable")]  # reads before writes
-    named, first = np.unique(seen, return_index=True)
-    old = np.concatenate([named[np.argsort(first)], np.setdiff1d(np.arange(len(trace.tensor_bytes)), named)])
+    used_by: list[list[int]] = [[] for _ in trace.tensor_bytes]
+    reads = zip(np.repeat(2 * ops, np.diff(trace.read_offsets)).tolist(), trace.read_tensors.tolist(), strict=True)
+    writes = zip(np.repeat(2 * ops + 1, np.diff(trace.write_offsets)).tolist(), trace.write_tensors.tolist(), strict=True)
+    for use, tensor in sorted((*reads, *writes)):
+        used_by[tensor].append(use)
+    old = np.array(sorted(range(len(used_by)), key=lambda tensor: (not used_by[tensor], used_by[tensor])), np.int64)
     new = np.empty(len(old) + 1, np.int32)
     new[old], new[-1] = np.arange(len(old)), -1
     columns = {name: getattr(trace, name)[old] for name in COLUMNS if name.startswith("tensor_")}

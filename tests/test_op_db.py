@@ -7,6 +7,7 @@ The reference has nothing of ours around it. Against it: the simulator's compute
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -128,4 +129,19 @@ def test_every_operator(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", OTHER_UNDER_A_MODE | OTHER_FORWARD_UNDER_A_MODE)
 def test_what_is_listed_does_differ_under_a_mode_that_does_nothing(name: str) -> None:
     """In some sample: other factors are multiplied, or strides differ. No CPU rounds all of that to the same."""
-    assert differs_under_a_mode(name, DTYPES, at_most=20), f"{name}: take it off the list"
+    differs = differs_under_a_mode(name, DTYPES, at_most=20)
+    if name in {"matmul", "__rmatmul__"}:  # the samples are few: some CPUs round them to the same
+        differs = differs or one_product_differs_from_each()
+    assert differs, f"{name}: take it off the list"
+
+
+def one_product_differs_from_each() -> bool:
+    """Whether a batch of matrices times one matrix has other bits than a product for each, which `matmul` becomes under a
+    mode."""
+    random = torch.Generator().manual_seed(0)
+    for rows, inner, columns in itertools.product((1, 5, 10), repeat=3):
+        batch, one = torch.randn(10, rows, inner, generator=random), torch.randn(inner, columns, generator=random)
+        product = torch.mm(batch.reshape(-1, inner), one).reshape(10, rows, columns)
+        if not torch.equal(product, torch.bmm(batch, one.expand(10, inner, columns))):
+            return True
+    return False

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 SHORTEST, LONGEST = 20, 2048
 MEDIAN_LENGTH, SIGMA = 180, 0.9
-"""Of the log-normal distribution: about what instruction data has, a long tail of long answers."""
+"""Median and width of the log-normal distribution: about those of instruction data, with its tail of long answers."""
 DISTRIBUTIONS = ("uniform", "log-normal")
 
 
@@ -116,3 +116,17 @@ def lengths_of(distribution: str, steps: int, rng: Random, *, longest: int = LON
         drawn = (int(scale * MEDIAN_LENGTH * rng.lognormvariate(0.0, SIGMA)) for _ in range(steps))
         return [min(longest, max(SHORTEST, length)) for length in drawn]
     raise ValueError(f"--distribution: expected one of {', '.join(DISTRIBUTIONS)}, got {distribution!r}")
+
+
+def batch_of(model: LengthModel, shape: tuple[int, int], number: int) -> Tensor:
+    """Random tokens of the step with this number: (rows, length), int64, on the CPU."""
+    return torch.randint(0, model.vocabulary, shape, generator=torch.Generator().manual_seed(number))
+
+
+def training_step(model: LengthModel, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    """Run a step, gradients freed at its end. Returns its loss."""
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.item())

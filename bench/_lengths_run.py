@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from chameleon_mm.bench._length_models import LengthModel
+from chameleon_mm.bench._length_models import LengthModel, batch_of, training_step
 from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.device.sim import CostModel
+from chameleon_mm.report import SwapReport
 from chameleon_mm.saved.metrics import StepKind
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import KIB
@@ -23,47 +26,47 @@ SMALL_GPU = dataclasses.replace(
 """A GPU that is as slow as the models are small, so that copies and kernels take about as long as each other."""
 
 
+Shape = tuple[int, int]
+"""Rows and length of a batch."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthRun:
     """A run of some steps."""
 
-    lengths: list[int]
-    losses: list[float]
-    peaks: list[int]
+    losses: list[float] = dataclasses.field(default_factory=list)
+    parameters: list[Tensor] = dataclasses.field(default_factory=list)
+    """Parameters after the last step."""
+    peaks: list[int] = dataclasses.field(default_factory=list)
     """Bytes allocated at most, by step."""
-    times_us: list[float]
+    times_us: list[float] = dataclasses.field(default_factory=list)
     """Virtual time of each step."""
-    kinds: list[str]
+    kinds: list[str] = dataclasses.field(default_factory=list)
     """Kind of each step, as `StepKind` names it; empty without a session."""
+    report: SwapReport | None = None
 
 
-def run_lengths(
-    make: Callable[[], LengthModel], rows: int, lengths: Sequence[int], budget: int | None, *, plans: bool = True
-) -> LengthRun:
-    """Train on random tokens of these lengths; `budget` None: without a session."""
+def run_lengths(make: Callable[[], LengthModel], shapes: Sequence[Shape], budget: int | None, **given: Any) -> LengthRun:
+    """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it."""
     device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0), check_races=False)
     torch.manual_seed(0)
     with device.compute():
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    session = None if budget is None else SwapSession(budget, "1GiB", device, MIN_BYTES, model=model, plans=plans)
-    run = LengthRun(lengths=list(lengths), losses=[], peaks=[], times_us=[], kinds=[])
+    session = None if budget is None else SwapSession(budget, "1GiB", device, MIN_BYTES, model=model, **given)
+    run = LengthRun()
     with session or device.compute():
-        for number, length in enumerate(lengths):
-            tokens = torch.randint(0, model.vocabulary, (rows, length), generator=torch.Generator().manual_seed(number))
+        for number, shape in enumerate(shapes):
             before = {} if session is None else session.report().steps_by_phase
             device.synchronize()
             device.reset_peaks()
             began_us = device.host_us
             with nullcontext() if session is None else session.step():
-                loss = model(tokens)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                run.losses.append(loss.item())
+                run.losses.append(training_step(model, optimizer, batch_of(model, shape, number)))
             device.synchronize()
             run.times_us.append(device.host_us - began_us)
             run.peaks.append(device.peak_allocated_bytes())
             after = {} if session is None else session.report().steps_by_phase
             run.kinds.extend(kind.value for kind in StepKind if after.get(kind.value, 0) > before.get(kind.value, 0))
-    return run
+    run.parameters.extend(p.detach().clone() for p in model.parameters())
+    return run if session is None else dataclasses.replace(run, report=session.report())

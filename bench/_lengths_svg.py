@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 
 from chameleon_mm.bench._lengths_run import LengthRun
@@ -16,7 +17,7 @@ _LABELS = {
 }
 
 
-def lengths_svg(session: LengthRun, unswapped: LengthRun, hbm_budget_bytes: int, title: str) -> str:
+def lengths_svg(session: LengthRun, unswapped: LengthRun, lengths: Sequence[int], hbm_budget_bytes: int, title: str) -> str:
     """SVG of a run in a session beside the same without one. Needs matplotlib."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -25,7 +26,7 @@ def lengths_svg(session: LengthRun, unswapped: LengthRun, hbm_budget_bytes: int,
     with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
         figure = Figure(figsize=(10, 5.4), layout="constrained")
         FigureCanvasSVG(figure)
-        memory, lengths = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
+        memory, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
         numbers = range(1, len(session.peaks) + 1)
         memory.plot(
             numbers, [peak / MIB for peak in unswapped.peaks], color="#b8bec8", linewidth=0.9, label="peak without a session"
@@ -40,10 +41,10 @@ def lengths_svg(session: LengthRun, unswapped: LengthRun, hbm_budget_bytes: int,
         memory.set_ylabel("peak (MiB)")
         memory.set_ylim(bottom=0)
         memory.legend(loc="upper center", bbox_to_anchor=(0.5, 1.22), ncols=3, fontsize=8, frameon=False)
-        lengths.bar(numbers, session.lengths, width=0.8, color="#94a3b8")
-        lengths.set_ylabel("length")
-        lengths.set_xlabel("step")
-        lengths.set_xlim(0, len(session.peaks) + 1)
+        below.bar(numbers, lengths, width=0.8, color="#94a3b8")
+        below.set_ylabel("length")
+        below.set_xlabel("step")
+        below.set_xlim(0, len(session.peaks) + 1)
         figure.suptitle(title, fontsize=11)
         text = StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})

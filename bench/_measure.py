@@ -320,3 +320,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
     parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown to FILE")
+
+
+def check_share(share: float) -> None:
+    """Raise `ValueError` for a --share that is no part of a whole."""
+    if not 0 < share < 1:
+        raise ValueError(f"--share: expected more than 0 and less than 1, got {share}")

@@ -21,7 +21,7 @@ from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._length_models import DISTRIBUTIONS, MODELS, lengths_of
 from chameleon_mm.bench._lengths_run import SMALL_GPU, LengthRun, run_lengths
 from chameleon_mm.bench._lengths_svg import lengths_svg
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, check_share
 from chameleon_mm.device import SimDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 
@@ -57,19 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Run all three, print, write what was asked for. Returns 0. Raises `ValueError` for bad usage."""
-    if not isinstance(resolve_device(args.device), SimDevice) or args.device != "sim":
+    resolve_device(args.device)  # says what is wrong with one that is none
+    if args.device != "sim":
         raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
-    if not 0 < args.share < 1:
-        raise ValueError(f"--share: expected more than 0 and less than 1, got {args.share}")
+    check_share(args.share)
     for name in ("steps", "rows"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
     make, lengths = MODELS[args.model], lengths_of(args.distribution, args.steps, Random(5))
+    shapes = [(args.rows, length) for length in lengths]
     with console.status("running ..."):
-        unswapped = run_lengths(make, args.rows, lengths, None)
+        unswapped = run_lengths(make, shapes, None)
         budget = int(max(unswapped.peaks) * args.share)
-        by_rule = run_lengths(make, args.rows, lengths, budget, plans=False)
-        planned = run_lengths(make, args.rows, lengths, budget)
+        by_rule = run_lengths(make, shapes, budget, plans=False)
+        planned = run_lengths(make, shapes, budget)
     results = Results("lengths", SimDevice(SMALL_GPU), COLUMNS)
     results.notes += [
         f"{args.model}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows {args.rows}",
@@ -81,7 +82,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     results.deliver(args, console)
     if args.svg:
         title = f"{args.steps} steps of {args.distribution} lengths, {args.model}-shaped model (simulated)"
-        write_text(Path(args.svg), lengths_svg(planned, unswapped, budget, title), results.header)
+        write_text(Path(args.svg), lengths_svg(planned, unswapped, lengths, budget, title), results.header)
     return 0
 
 

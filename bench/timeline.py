@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, check_share
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import Step
 from chameleon_mm.bench._timeline_svg import timeline_svg
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     device = resolve_device(args.device)
     if not isinstance(device, SimDevice):
         raise ValueError(f"--device: expected a simulated GPU, whose clocks can be read, got {device.name}; take sim:h200")
-    if not 0 < args.share < 1:
-        raise ValueError(f"--share: expected more than 0 and less than 1, got {args.share}")
+    check_share(args.share)
     config = GPTConfig(layers=args.layers, width=64, heads=2, context=args.context)
     with console.status("running ..."):
         found = watched(device.spec, config, args.share)

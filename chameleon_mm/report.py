@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any
 
 from chameleon_mm.adaptive import Adaptation
-from chameleon_mm.adaptive.budgets import host_bytes_wanted
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
@@ -163,7 +162,7 @@ class SwapReport(Counters):
             hbm_budget_bytes=hbm_budget_bytes,
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
-            host_bytes_wanted=None if adaptation is None else host_bytes_wanted(adaptation.steps.entries()),
+            host_bytes_wanted=None if adaptation is None else adaptation.host_bytes_wanted,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
             recipes_banned=() if adaptation is None else adaptation.banned,

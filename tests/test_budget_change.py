@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.saved.state import State
-from tests.test_changing_steps import GPU, MIN_BYTES, PLAIN, Net, Work, run, step
+from tests.test_changing_steps import MIN_BYTES, PLAIN, Net, Work, run, step
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

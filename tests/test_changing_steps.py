@@ -6,7 +6,6 @@ one run, on a simulated GPU.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.adaptive.adaptation import CACHED_STEPS
-from chameleon_mm.device import SPECS
+from chameleon_mm.bench._lengths_run import SMALL_GPU as GPU
 from chameleon_mm.device.sim import CostModel
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -31,10 +30,6 @@ MIN_BYTES = 8 << 10
 SMALL_SHARE = 0.62
 """Of the unswapped peak. Where a block is left out there is no plan below 0.61: parameters, optimizer state and what one
 operator needs are that much of it."""
-
-GPU = dataclasses.replace(
-    SPECS["h200"], bf16_tflops=2.0, fp32_tflops=2.0, hbm_gbps=100.0, h2d_gbps=4.0, d2h_gbps=4.0, duplex_gbps=6.0
-)
 
 
 class Block(nn.Module):

@@ -18,15 +18,15 @@ from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 from typing import cast
 
-from chameleon_mm.adaptive.budgets import Budgets, log_refusal, plans_within
+from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import PlannedStep
-from chameleon_mm.adaptive.planning import Planning
+from chameleon_mm.adaptive.planning import TRIAL_PLANS, Planning, log_refusal
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
-from chameleon_mm.adaptive.structure import Structure, Structures
+from chameleon_mm.adaptive.structure import TIMES_OFF, Structure, Structures
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy import LinkCost, SwapPlan
@@ -42,16 +42,9 @@ _log = logging.getLogger(__name__)
 CACHED_STEPS = 32
 """Steps that the cache keeps, with trace and plans: some MiB each for ten thousand hooks."""
 
-TRIAL_PLANS = 2
-"""Plans that are tried for one step, where their simulated times are close."""
-
 RECORDINGS = 3
 """Recordings of one step that may fail to give a plan. After them the step runs by the default rule, without a recorder's
 cost."""
-
-TIMES_OFF = 0.05
-"""Relative error of the trace's operator times above which the step is planned again with corrected ones. A recorded step is
-slower than others: kernels are loaded in it, and the host has more to do for each operator."""
 
 CORRECTIONS = 2
 """Corrections of one step's operator times, at most."""
@@ -121,6 +114,12 @@ class Adaptation:
         return None if current is None else current.schedule.plan
 
     @property
+    def host_bytes_wanted(self) -> int | None:
+        """The most pinned memory that one of the cached steps needs by the plan that it would follow; None: none has a plan."""
+        followed = (entry.plan.current for entry in self.steps.entries() if entry.plan is not None)
+        return max((trial.schedule.plan.host_bytes for trial in followed if trial is not None), default=None)
+
+    @property
     def banned(self) -> tuple[str, ...]:
         """Base names of the operators that no plan runs again, in order."""
         return tuple(sorted(self._banned))
@@ -151,12 +150,7 @@ class Adaptation:
             return
         planned_steps = [entry.plan for entry in self.steps.entries() if entry.plan is not None]
         link, began = self._link_cost(), perf_counter()
-
-        def make_plans(planned: PlannedStep, budgets: Budgets) -> list[SwapPlan]:
-            at_most = TRIAL_PLANS if planned.predicted_by is None else 1
-            return self.planning.plans_for(planned, budgets, link, at_most=at_most)
-
-        made = plans_within(budgets, planned_steps, make_plans, before=before)
+        made = self.planning.plans_within(budgets, planned_steps, link, before=before)
         self._hbm_budget_bytes = hbm_budget_bytes
         self._measuring.clear()
         for planned in planned_steps:
@@ -240,10 +234,9 @@ class Adaptation:
 
     # --- steps of other sizes than the recorded ones
 
-    def predict(self, features: Sequence[Feature], saves: Sequence[int]) -> tuple[StepRecord, PlannedStep] | None:
-        """The step that begins with these hooks, as those that were recorded tell it, with a plan; None: they do not. `saves`:
-        as in a `StepRecord`."""
-        for structure in self._structures.beginning_with(features, saves):
+    def predict(self, features: Sequence[Feature]) -> tuple[StepRecord, PlannedStep] | None:
+        """The step that begins with these hooks, as those that were recorded tell it, with a plan; None: they do not."""
+        for structure in self._structures.beginning_with(features):
             record = structure.predict(features)
             if record is not None:
                 return record, self._predicted(record, structure)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes
@@ -21,6 +23,11 @@ class ExtraMemory:
         ticks = {*self.spikes, *other.spikes}
         spikes = {tick: max(self.spikes.get(tick, 0), other.spikes.get(tick, 0)) for tick in sorted(ticks)}
         return ExtraMemory(extra_bytes=max(self.extra_bytes, other.extra_bytes), spikes=spikes)
+
+    @classmethod
+    def most_of(cls, taken: Iterable[ExtraMemory]) -> ExtraMemory:
+        """The most that any of `taken` is, all the time and at each tick."""
+        return reduce(or_, taken, cls())
 
     def exceeds(self, other: ExtraMemory, by_bytes: int) -> bool:
         """Whether it is more than `other`, all the time or at some tick, by more than `by_bytes`."""

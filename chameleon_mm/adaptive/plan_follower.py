@@ -153,7 +153,7 @@ class PlanFollower(Director):
         self._unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
         self._exceeded_plan = self._had_plan = False
-        self._trace_forecast.growth_after = lambda _hook, _hooks: 0
+        self._trace_forecast.forget()
         if self._budget is not None:
             self._budget.forecast = self._budget.learned_forecast
         self._budget = None
@@ -263,7 +263,7 @@ class PlanFollower(Director):
         """Take the step for one that those recorded tell of: the same but for its sizes."""
         if len(self._predicted) >= PREDICTIONS:
             return False
-        predicted = self.adaptation.predict(*self.light.beginning)
+        predicted = self.adaptation.predict(self.light.beginning)
         if predicted is None:
             return False
         steps.adopt(hook, *predicted)
@@ -349,8 +349,7 @@ class PlanFollower(Director):
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
-            self._trace_forecast.growth_after = planned.growth_after
-            self._trace_forecast.hook = self.light.num_hooks - 1
+            self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
             budget.forecast = budget.highest_forecast  # it may be like no step before

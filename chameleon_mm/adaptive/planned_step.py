@@ -89,7 +89,7 @@ class PlannedStep:
         self._planned_without: tuple[int, int] = (0, 0)
         """How many were refused, and how many operators banned, when plans were made."""
         self.predicted_by: Structure | None = None
-        """What its trace was predicted by; None: it was recorded."""
+        """Structure that its trace was predicted from; None: it was recorded."""
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """Tick of each hook, and of the step's end."""
@@ -314,9 +314,7 @@ class PlannedStep:
         self._recent.append(extra)
         if len(self._recent) < RECENT_STEPS:
             return None
-        most = ExtraMemory()
-        for taken in self._recent:
-            most |= taken
+        most = ExtraMemory.most_of(self._recent)
         return most if self.extra.exceeds(most, spare_bytes) else None
 
     def learn_inner_memory(self, unused: Mapping[tuple[int, int], int], spare_bytes: int) -> bool:

@@ -1,14 +1,20 @@
-"""Makes plans for a step within a budget, some of which it leaves free where it can."""
+"""Makes plans for steps within budgets; of device memory it leaves some free where it can."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
+
+_log = logging.getLogger(__name__)
+
+TRIAL_PLANS = 2
+"""Plans that are tried for one step, where their simulated times are close."""
 
 DRAFTS = 1000
 """Tentative plans that the planner evaluates for a step with few candidates: a fifth of a second between two steps, once."""
@@ -66,3 +72,44 @@ class Planning:
                 if spare_bytes == 0:
                     raise
         raise AssertionError("without spare bytes there is a plan or an error")
+
+    def plans_within(
+        self, budgets: Budgets, planned_steps: Iterable[PlannedStep], link: LinkCost, *, before: Budgets
+    ) -> dict[int, list[SwapPlan]]:
+        """Plans of these steps within other budgets than those of `before`, by the `id` of each step that keeps none already.
+
+        Raises `InfeasibleBudget` where a step that has a plan now would have none; of several the one that asks for the most,
+        so that what it names is enough for all.
+        """
+        made = dict[int, list[SwapPlan]]()
+        refusals = list[InfeasibleBudget]()
+        for planned in planned_steps:
+            if planned.has_plans_for(budgets):
+                continue
+            at_most = TRIAL_PLANS if planned.predicted_by is None else 1
+            try:
+                made[id(planned)] = self.plans_for(planned, budgets, link, at_most=at_most)
+            except InfeasibleBudget as refusal:
+                if planned.trials:
+                    refusals.append(refusal)
+                else:
+                    log_refusal(planned.record.num_hooks, refusal)
+                    made[id(planned)] = []
+        if refusals:
+            asked = "smallest_bytes" if budgets.host_bytes == before.host_bytes else "smallest_host_bytes"
+            try:
+                raise max(refusals, key=lambda refusal: getattr(refusal, asked) or 0)
+            finally:
+                refusals.clear()  # whose tracebacks hold this frame: a cycle
+        return made
+
+
+def log_refusal(num_hooks: int, refusal: InfeasibleBudget) -> None:
+    """Log that there is no plan for a step of so many hooks."""
+    if num_hooks:
+        _log.warning("chameleon_mm: no plan for a step of %d hooks, the default rule goes on: %s", num_hooks, str(refusal))
+    else:
+        _log.warning(
+            "chameleon_mm: a step takes more than the budget, and nothing in it can be swapped, as none of the session's hooks "
+            "ran: hooks see what autograd saves on the thread that entered the session, with gradients on"
+        )

@@ -20,7 +20,7 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 
 Sizes = tuple[int, ...]
-"""One size, as each of the steps has it."""
+"""Values of one size, one for each step."""
 
 _FACTORS = 8
 """Number of factors at most of which products are looked for."""
@@ -93,14 +93,16 @@ class SizeForms:
 
     def _product(self, sizes: Sizes) -> Form | None:
         factors = self._factors[:_FACTORS]
-        for degree, among in ((1, factors), (2, factors), (2, factors + self._shifted_factors[:_FACTORS])):
+        # What nothing has alone agrees by chance too easily: then the scale must be a whole number.
+        searches = (1, factors, False), (2, factors, False), (2, factors + self._shifted_factors[:_FACTORS], True)
+        for degree, among, must_be_whole in searches:
             for chosen in combinations_with_replacement(among, degree):
                 products = _products([values for values, _ in chosen])
                 if 0 in products or 0 in sizes:
                     continue
                 scale = Fraction(sizes[0], products[0])
-                if scale.denominator != 1 and among is not factors:
-                    continue  # a factor that nothing has alone: it agrees by chance too easily
+                if must_be_whole and scale.denominator != 1:
+                    continue
                 if all(scale * product == size for size, product in zip(sizes, products, strict=True)):
                     return Form(scale, Fraction(0), tuple(factor for _, factor in chosen))
         return None
@@ -110,7 +112,7 @@ class SizeForms:
             if not isinstance(factor, int):
                 continue
             scale = _slope(values, sizes)
-            # Of two steps any line goes through both: only one that keeps whole numbers whole says anything.
+            # A line goes through any two points: only one that keeps whole numbers whole says anything.
             if scale is None or scale <= 0 or scale.denominator != 1:
                 continue
             shift = sizes[0] - scale * values[0]

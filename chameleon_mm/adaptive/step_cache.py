@@ -90,9 +90,9 @@ class StepCache(Generic[_Plan]):
     def put(self, record: StepRecord, plan: _Plan) -> None:
         """Put in `plan` for steps like `record`, in place of an earlier one for them."""
         fingerprint = record.fingerprint
-        self._remove(fingerprint)
+        self.forget(fingerprint)
         while len(self._entries) >= self.capacity:
-            self._remove(next(iter(self._entries)))
+            self.forget(next(iter(self._entries)))
         entry = CachedStep(record=record, plan=plan)
         for other in self._entries.values():
             other.common[fingerprint] = entry.common[other.fingerprint] = _common(record, other.record)
@@ -138,10 +138,6 @@ class StepCache(Generic[_Plan]):
         self._current = self._entries[record.fingerprint]
         self._agreed = hook + 1
         self._diverged = False
-
-    def forget(self, fingerprint: int) -> None:
-        """Forget the step with this fingerprint, if it is there. To be called between steps."""
-        self._remove(fingerprint)
 
     @property
     def current(self) -> CachedStep[_Plan] | None:
@@ -230,7 +226,8 @@ class StepCache(Generic[_Plan]):
         while len(followed_by) > CONTEXTS_PER_STEP * self.capacity:
             del followed_by[next(iter(followed_by))]
 
-    def _remove(self, fingerprint: int) -> None:
+    def forget(self, fingerprint: int) -> None:
+        """Forget the step with this fingerprint, if it is there."""
         if self._entries.pop(fingerprint, None) is not None:
             for other in self._entries.values():
                 del other.common[fingerprint]

@@ -24,7 +24,7 @@ import torch
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.size_forms import Form, SizeForms
 from chameleon_mm.profiler.light import FIXED_STORAGE
-from chameleon_mm.profiler.step_record import NOT_A_USE, Feature, StepRecord, feature_hash
+from chameleon_mm.profiler.step_record import Feature, StepRecord, feature_hash, outline, resized, save_parts, sizes_of
 from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Bools, Float64s, Int64s
@@ -42,8 +42,9 @@ _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick",
 _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
 
-_TIMES_OFF = 0.05
-"""Relative error of predicted times from which on they are corrected."""
+TIMES_OFF = 0.05
+"""Relative error of a trace's operator times above which they are corrected. A recorded step is slower than others: kernels are
+loaded in it, and the host has more to do for each operator."""
 
 
 class _Recorded(NamedTuple):
@@ -54,17 +55,17 @@ class _Recorded(NamedTuple):
 
 
 class Structure:
-    """What is known of the steps of one structure. Not thread-safe."""
+    """Recorded steps of one structure, and what they tell of others. Not thread-safe."""
 
     def __init__(self, outlines: tuple[Hashable, ...], min_bytes: int) -> None:
-        """`outlines`: by hook, the feature without its sizes. `min_bytes`: storages below that never move."""
+        """`outlines`: by hook, the feature without its sizes; `min_bytes`: storages below that never move."""
         self.outlines = outlines
         self.refused: dict[int, Refusal] = {}
         """Numbers of the storages that cannot be made again, and why."""
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []
-        """Recordings that agree in all columns but sizes and times, the oldest first."""
+        """Recordings that agree in all columns but sizes and times, the smallest first."""
         self._recordings = 0
         self._mispredicted = False
         self._extra: deque[ExtraMemory] = deque(maxlen=_RECENT)
@@ -104,8 +105,8 @@ class Structure:
         self._shape_at: list[tuple[int, ...] | None] = []
         """By hook: key of its sizes in `_shapes`; None: nothing about it changes."""
         for hook, features in enumerate(zip(*(one.record.features for one in self._recorded), strict=True)):
-            sizes = [_sizes(cast("Feature", feature)) for feature in features]
-            if self._base.record.save_of[hook] != NOT_A_USE or not all(map(_are_whole, sizes)):
+            sizes = [sizes_of(cast("Feature", feature)) for feature in features]
+            if None in sizes:
                 self._shape_at.append(None)  # a use, or a nested tensor, whose sizes are every batch's own
                 continue
             key = tuple(map(id, features))
@@ -114,7 +115,7 @@ class Structure:
                 continue
             forms = []
             for dimension, of_dimension in enumerate(zip(*cast("list[tuple[int, ...]]", sizes), strict=True)):
-                forms.append(self._forms.of(tuple(map(int, of_dimension))))
+                forms.append(self._forms.of(of_dimension))
                 if len(self._observed) < self._forms.num_variables:
                     self._observed.append((hook, dimension))
             self._shapes[key] = tuple(forms)
@@ -149,7 +150,7 @@ class Structure:
         return values
 
     def _features(self, values: Mapping[int, int]) -> list[Feature] | None:
-        nbytes = self._tensor_bytes.at(values, self._works)
+        nbytes = self._tensor_bytes.at(values)
         small: list[bool] = np.append(nbytes < self._min_bytes, False)[self._base.trace.hook_tensor].tolist()
         shapes = {key: [form.at(values) for form in forms] for key, forms in self._shapes.items()}
         if any(size is None for sizes in shapes.values() for size in sizes):
@@ -169,21 +170,18 @@ class Structure:
 
     def _resized(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
         """The feature of a save with other sizes."""
-        kind, before, dtype, operators, since, *phase = save
-        itemsize = cast("torch.dtype", dtype).itemsize
+        dtype, since = cast("torch.dtype", save[2]), save_parts(save).since
+        before_bytes, nbytes = (prod(some) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if is_small:
-            since = FIXED_STORAGE
-        elif (
-            since == FIXED_STORAGE
-            and prod(cast("tuple[int, ...]", before)) * itemsize < self._min_bytes <= prod(sizes) * itemsize
-        ):
-            since = _ANY_SINCE  # it was too small to move: nobody looked where it was saved before
-        return (kind, sizes, dtype, operators, since, *phase)
+            return resized(save, sizes, FIXED_STORAGE)
+        if since == FIXED_STORAGE and before_bytes < self._min_bytes <= nbytes:
+            return resized(save, sizes, _ANY_SINCE)  # it was too small to move: nobody looked where it was saved before
+        return resized(save, sizes, since)
 
     def trace_of(self, record: StepRecord) -> Trace:
         """Trace of a step with this record, of this structure."""
         values, base = self._values(record.features), self._base.trace
-        tensor_bytes = self._tensor_bytes.at(values, self._works)
+        tensor_bytes = self._tensor_bytes.at(values)
         work_bytes = _work_bytes(base, tensor_bytes)
         before = base.tensor_born < 0
         more_bytes = int((allocated_size(tensor_bytes[before]) - allocated_size(base.tensor_bytes[before])).sum())
@@ -194,7 +192,7 @@ class Structure:
             fingerprint=record.fingerprint,
             start_bytes=max(0, base.start_bytes + more_bytes),
             tensor_bytes=tensor_bytes,
-            op_inner_bytes=self._inner_bytes.at(values, self._works),
+            op_inner_bytes=self._inner_bytes.at(values),
             op_us=_interpolated(self._works, self._times, work_bytes) * self._slowdown(work_bytes),
             hook_tensor=np.where(moves[base.hook_tensor], base.hook_tensor, np.int32(-1)).astype(np.int32),
             hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
@@ -210,10 +208,7 @@ class Structure:
     @property
     def extra(self) -> ExtraMemory:
         """The most memory beyond what is predicted that the latest steps took."""
-        most = ExtraMemory()
-        for extra in self._extra:
-            most |= extra
-        return most
+        return ExtraMemory.most_of(self._extra)
 
     def note_extra(self, extra: ExtraMemory) -> None:
         """Note what a step took beyond its predicted trace."""
@@ -232,7 +227,7 @@ class Structure:
     def _slowdown(self, work_bytes: int) -> float:
         known = self._slowdowns.get(_octave(work_bytes))
         slowdown = median(known) if known else 1.0
-        return slowdown if abs(slowdown - 1) > _TIMES_OFF else 1.0
+        return slowdown if abs(slowdown - 1) > TIMES_OFF else 1.0
 
 
 class Structures:
@@ -246,7 +241,7 @@ class Structures:
 
     def note(self, record: StepRecord, trace: Trace) -> Structure:
         """Note a recorded step. Returns its structure."""
-        key = outlines_of(record)
+        key = outlines_of(record.features)
         structure = self._known.pop(key, None) or Structure(key, self._min_bytes)
         structure.note(record, trace)
         self._known[key] = structure
@@ -258,33 +253,22 @@ class Structures:
     def of(self, record: StepRecord) -> Structure | None:
         """Structure of a step; None: none like it was recorded."""
         if record.fingerprint not in self._by_fingerprint:
-            self._by_fingerprint[record.fingerprint] = self._known.get(outlines_of(record))
+            self._by_fingerprint[record.fingerprint] = self._known.get(outlines_of(record.features))
             while len(self._by_fingerprint) > 8 * STRUCTURES:
                 self._by_fingerprint.popitem(last=False)
         return self._by_fingerprint[record.fingerprint]
 
-    def beginning_with(self, features: Sequence[Feature], saves: Sequence[int]) -> list[Structure]:
-        """Structures that predict, the latest first, whose first hooks are like these. `saves`: as `StepRecord.save_of`."""
-        outlines = tuple(outline(f, is_save=save == NOT_A_USE) for f, save in zip(features, saves, strict=True))
+    def beginning_with(self, features: Sequence[Feature]) -> list[Structure]:
+        """Structures that predict, the latest first, whose first hooks are like these."""
+        outlines = outlines_of(features)
         n = len(outlines)
         return [one for one in reversed(self._known.values()) if one.predicts and one.outlines[:n] == outlines]
 
 
-def outline(feature: Feature, *, is_save: bool) -> Hashable:
-    """A feature without its sizes, and without whether its storage is large enough to move."""
-    if not is_save:
-        return feature
-    kind, sizes, dtype, operators, _, *phase = feature
-    return (kind, len(sizes) if isinstance(sizes, tuple) else None, dtype, operators, *phase)
-
-
-def outlines_of(record: StepRecord) -> tuple[Hashable, ...]:
-    """Outlines of all hooks of a step."""
-    made: dict[int, Hashable] = {}
-    for feature, save in zip(record.features, record.save_of, strict=True):
-        if id(feature) not in made:
-            made[id(feature)] = outline(cast("Feature", feature), is_save=save == NOT_A_USE)
-    return tuple(made[id(feature)] for feature in record.features)
+def outlines_of(features: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """Outlines of all these hooks."""
+    made = {id(feature): outline(cast("Feature", feature)) for feature in features}
+    return tuple(made[id(feature)] for feature in features)
 
 
 class _AnySince:
@@ -304,27 +288,22 @@ class _Column:
     """Sizes of a trace's column, by the variables."""
 
     def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
-        rows, self._row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-        self._rows = rows
-        self._forms = [forms.find(tuple(row)) for row in rows.tolist()]
+        rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        self._row = row.reshape(-1)
+        self._forms = [forms.find(tuple(sizes)) for sizes in rows.tolist()]
+        self._largest: list[int] = rows.max(axis=1).tolist() if len(rows) else []
 
-    def at(self, values: Mapping[int, int], works: Float64s) -> Int64s:
+    def at(self, values: Mapping[int, int]) -> Int64s:
         """The sizes; those that have no form are the largest of the recorded ones."""
         sizes = [form.at(values) if form is not None else None for form in self._forms]
-        known = [int(row.max()) if size is None else size for size, row in zip(sizes, self._rows, strict=True)]
-        return np.array(known, np.int64)[self._row.reshape(-1)]
-
-
-def _sizes(feature: Feature) -> Hashable:
-    return feature[1] if len(feature) > 2 else None
+        known = [largest if size is None else size for size, largest in zip(sizes, self._largest, strict=True)]
+        return np.array(known, np.int64)[self._row]
 
 
 def _size_at(feature: Hashable, dimension: int) -> int:
-    return int(cast("tuple[int, ...]", _sizes(cast("Feature", feature)))[dimension])
-
-
-def _are_whole(sizes: Hashable) -> bool:
-    return isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes)
+    sizes = sizes_of(cast("Feature", feature))
+    assert sizes is not None
+    return sizes[dimension]
 
 
 def _are_aligned(one: Trace, other: Trace) -> bool:

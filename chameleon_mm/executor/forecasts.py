@@ -45,11 +45,19 @@ class TraceForecast(Forecast):
     def __init__(self) -> None:
         self.hook = -1
         """Number of the latest hook; -1: none yet."""
-        self.growth_after: Callable[[int, int], int] = lambda _hook, _hooks: 0
-        """Bytes that allocation grows at most from one hook until so many hooks behind the next one."""
+        self._growth_after: Callable[[int, int], int] | None = None
 
-    def growth(self, checks: int = 0) -> int:
-        return self.growth_after(self.hook, checks)
+    def follow(self, growth_after: Callable[[int, int], int], hook: int) -> None:
+        """Follow the step of which `growth_after` tells how many bytes allocation grows at most from one hook until so many
+        hooks behind the next one. `hook`: the latest."""
+        self._growth_after, self.hook = growth_after, hook
+
+    def forget(self) -> None:
+        """Forget the step."""
+        self._growth_after = None
+
+    def growth(self, checks: int = 0) -> int | None:
+        return None if self._growth_after is None else self._growth_after(self.hook, checks)
 
 
 class PlanForecast(Forecast):

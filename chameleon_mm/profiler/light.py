@@ -142,9 +142,9 @@ class LightProfiler:
         return feature
 
     @property
-    def beginning(self) -> tuple[list[Feature], list[int]]:
-        """Features of the hooks so far, and for each its save as in a `StepRecord`. While no step is followed."""
-        return cast("list[Feature]", self._features[: self.num_hooks]), self._save_of
+    def beginning(self) -> list[Feature]:
+        """Features of the hooks so far."""
+        return cast("list[Feature]", self._features[: self.num_hooks])
 
     def end_step(self) -> StepRecord:
         """End the step and return its record: the very record that was followed, if it was that one."""

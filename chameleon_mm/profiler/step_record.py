@@ -28,6 +28,9 @@ A save: its class or that class's name, sizes, dtype, operators since the last s
 behind them the phase if that is a backward. A use: the operator that asks, and how far its save is from the one used before.
 """
 
+_SAVE_PARTS = 5
+"""Parts of a save's feature, at least; a use has two."""
+
 _UNSIGNED = (1 << 64) - 1
 """Mask that makes Python's signed hashes the unsigned ones of a trace's column."""
 
@@ -54,6 +57,28 @@ def save_parts(feature: Feature) -> SaveParts:
     """Parts of a save's feature."""
     kind, sizes, dtype, operators, since, *phase = feature
     return SaveParts((kind, sizes, dtype, *phase), cast("int", operators), cast("int", since))
+
+
+def sizes_of(feature: Feature) -> tuple[int, ...] | None:
+    """Sizes of what a save saves; None: it is a use, or has no whole number for some dimension, as a nested tensor has."""
+    if len(feature) < _SAVE_PARTS:
+        return None
+    sizes = feature[1]
+    return sizes if isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes) else None
+
+
+def resized(save: Feature, sizes: tuple[int, ...], since: Hashable) -> Feature:
+    """The feature of a save with other sizes and another distance to its storage's last save."""
+    kind, _, dtype, operators, _, *phase = save
+    return (kind, sizes, dtype, operators, since, *phase)
+
+
+def outline(feature: Feature) -> Hashable:
+    """A feature without its sizes, and without whether its storage is large enough to move."""
+    if len(feature) < _SAVE_PARTS:
+        return feature
+    (kind, sizes, *rest), operators, _ = save_parts(feature)
+    return (kind, len(sizes) if isinstance(sizes, tuple) else None, operators, *rest)
 
 
 class Boundary(NamedTuple):

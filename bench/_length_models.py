@@ -72,6 +72,45 @@ class Llama(LengthModel):
         return F.cross_entropy(logits.reshape(-1, self.vocabulary), tokens[:, 1:].reshape(-1))
 
 
+class _MixtureBlock(nn.Module):
+    """Attention, then each token through two of several experts: how many each gets hangs on the data."""
+
+    def __init__(self, width: int, heads: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.RMSNorm(width), _Attention(width, heads, is_causal=True, bias=False)
+        self.ffn_norm, self.router = nn.RMSNorm(width), nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        h = self.ffn_norm(x).flatten(0, 1)
+        weights, chosen = self.router(h).softmax(-1).topk(2)
+        out = torch.zeros_like(h)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(h[token]) * weights[token, place, None])
+        return x + out.view_as(x)
+
+
+class Mixture(LengthModel):
+    """Pre-norm blocks with a mixture of experts; the loss is of the next token."""
+
+    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4, experts: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(self.vocabulary, width)
+        self.blocks = nn.ModuleList(_MixtureBlock(width, heads, experts) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, self.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, self.vocabulary), tokens[:, 1:].reshape(-1))
+
+
 class _BertBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,7 +143,7 @@ class Bert(LengthModel):
         return F.cross_entropy(self.head(x).reshape(-1, self.vocabulary), targets.reshape(-1))
 
 
-MODELS: dict[str, Callable[[], LengthModel]] = {"llama": Llama, "bert": Bert}
+MODELS: dict[str, Callable[[], LengthModel]] = {"llama": Llama, "bert": Bert, "mixture": Mixture}
 
 
 def lengths_of(distribution: str, steps: int, rng: Random, *, longest: int = LONGEST) -> list[int]:

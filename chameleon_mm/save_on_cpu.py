@@ -17,7 +17,7 @@ import torch
 
 from chameleon_mm.arguments import check_type, uncompiled
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
+from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages
@@ -90,11 +90,7 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
             protected=ProtectedStorages(),
             thresholds=thresholds or thresholds_for(self.device),
         )
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(
-            # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
-            torch.compiler.disable(self._executor.save),
-            torch.compiler.disable(self._executor.use),
-        )
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(*autograd_hooks(self._executor))
         self._entered = _Entered()
 
     def __enter__(self) -> None:

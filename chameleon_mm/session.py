@@ -29,7 +29,7 @@ from chameleon_mm.arguments import check_type, describe, uncompiled
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
-from chameleon_mm.executor import Executor
+from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
@@ -146,9 +146,7 @@ class SwapSession:
         self._adaptation = (
             plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
         )
-        # After a graph break dynamo compiles what is called, hooks included, and fails on the device's own calls in them.
-        self._save = torch.compiler.disable(self._executor.save)
-        self._use = torch.compiler.disable(self._executor.use)
+        self._save, self._use = autograd_hooks(self._executor)
         self._begin_step = torch.compiler.disable(self._executor.begin_step)
         self._finish_step = torch.compiler.disable(self._executor.end_step)
         self._phase = Phase.NEW

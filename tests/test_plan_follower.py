@@ -206,7 +206,7 @@ def test_a_step_that_cannot_be_recorded_is_given_up(monkeypatch: pytest.MonkeyPa
     phases = [training.step("tsecst") for _ in range(RECORDINGS + 2)]
     assert phases == [PROFILE] * (RECORDINGS + 2)
     assert training.counts == (0, 0, 0)
-    assert training.executor._recording.recorder is None
+    assert training.executor.recording.recorder is None
 
 
 def test_a_graph_from_one_step_is_used_in_the_next() -> None:

@@ -25,6 +25,7 @@ from chameleon_mm.adaptive.plan_phase import FOLLOWED_BY, PlanPhase
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.adaptive.planning import TRIAL_PLANS, Planning, log_refusal
+from chameleon_mm.adaptive.rule_fallback import RuleFallback
 from chameleon_mm.adaptive.step_cache import CachedStep, StepCache
 from chameleon_mm.adaptive.structure import TIMES_OFF, Structure, Structures
 from chameleon_mm.device import Stream
@@ -49,6 +50,11 @@ cost."""
 CORRECTIONS = 2
 """Corrections of one step's operator times, at most."""
 
+UNUSED_RECORDINGS = 4
+"""Recorded steps of which nothing came yet, neither a step like them nor one that they tell of, ..."""
+RECORDED_SHARE = 0.02
+"""... beyond which steps are recorded only while this share of all steps, or of their time, is not reached."""
+
 WASTED_SHARE = 1 / 64
 """Share of all hooks that recorders may see in steps that turn out to have a plan already, while other steps still need a
 trace."""
@@ -63,7 +69,7 @@ class Adaptation:
     """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link; `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
+    is known of the link; `host_budget` how much pinned memory there may be; `host_us` the host's clock; `replayable` has the base names of the operators
     that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
     """
 
@@ -76,6 +82,7 @@ class Adaptation:
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
+        host_us: Callable[[], float],
         replayable: frozenset[str] = frozenset(),
         min_bytes: int = 0,
     ) -> None:
@@ -104,6 +111,14 @@ class Adaptation:
         """Fingerprints of the latest steps whose recordings gave no plan."""
         self._hooks = self._wasted_hooks = 0
         """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
+        self.fallback = RuleFallback()
+        """Whether steps follow plans at all."""
+        self._host_us = host_us
+        self._began_us = self._steps_us = self._recorded_us = 0.0
+        """Host time at which the step began; of all steps; of those that a recorder saw."""
+        self._num_steps = self._num_recorded = 0
+        self._unused: set[int] = set()
+        """Fingerprints of recorded steps that nothing came of yet."""
         self._measuring: deque[tuple[PlannedStep, PlanTrial, StepTiming]] = deque()
         """Steps that have ended on the host and whose last event is not complete on the device."""
 
@@ -145,6 +160,7 @@ class Adaptation:
             self._hbm_budget_bytes, self.latest = hbm_budget_bytes, None
             self.steps, self._structures = StepCache(CACHED_STEPS), Structures(self._min_bytes)
             self._measuring.clear()
+            self._unused.clear()
             return
         if budgets == before:
             return
@@ -164,6 +180,8 @@ class Adaptation:
         """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
         trial."""
         self._learn_times()
+        self._began_us = self._host_us()
+        self.fallback.begin_step(self._began_us)
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
@@ -176,7 +194,12 @@ class Adaptation:
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
         """Whether the step that begins may need a trace: because of what is expected, or, rarely enough, because some other
         cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
-        if expected is None or self.wants_trace(expected):
+        if expected is None:
+            return True
+        is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
+        if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
+            return False
+        if self.wants_trace(expected):
             return True
         wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
         return not wasted and any(map(self.wants_trace, self.steps.entries()))
@@ -195,10 +218,12 @@ class Adaptation:
         if not completed:
             self.steps.abandon_step()
             return StepKind.FAILED
+        by_rule = self.fallback.by_rule
         entry = self.steps.end_step(record)
         wasted = step.recorded_hooks
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
+            self._note_use(entry)
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
@@ -215,6 +240,7 @@ class Adaptation:
         elif recorder is not None and step.whole and recorder.flaw is None:
             wasted, kind = 0, StepKind.RECORDED
             self.detailed_steps += 1
+            self._unused.add(record.fingerprint)
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             trace = renumbered(there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
@@ -230,7 +256,24 @@ class Adaptation:
                 self.steps.put(record, None)
         self._hooks += record.num_hooks
         self._wasted_hooks += wasted
+        missed = entry is None and not step.whole and (step.had_plan or by_rule)
+        self._note_time(missed=missed, was_recorded=step.whole, hooks=record.num_hooks)
         return kind
+
+    def _note_use(self, entry: StepEntry) -> None:
+        """Note that a step came again, or one that recorded steps tell of."""
+        if entry.plan is not None and entry.plan.predicted_by is not None:
+            self._unused.clear()
+        else:
+            self._unused.discard(entry.fingerprint)
+
+    def _note_time(self, *, missed: bool, was_recorded: bool, hooks: int) -> None:
+        now_us = self._host_us()
+        self.fallback.end_step(now_us, missed=missed, hooks=hooks)
+        self._num_steps += 1
+        self._num_recorded += was_recorded
+        self._steps_us += now_us - self._began_us
+        self._recorded_us += was_recorded * (now_us - self._began_us)
 
     # --- steps of other sizes than the recorded ones
 

@@ -24,7 +24,7 @@ from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
-from chameleon_mm.executor.director import NOTHING_DUE, Director, HookActions
+from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
 from chameleon_mm.executor.forecasts import PlanForecast, TraceForecast
 from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.policy import ActionKind, StorageAction
@@ -44,6 +44,9 @@ PREDICTIONS = 4
 
 _NOTHING_DUE = DueActions([], [], [], [])
 
+_BEHIND_ALL = 1 << 62
+"""More hooks than a step has."""
+
 
 class PlanFollower(Director):
     """Follows the plan of the cached step that the running one agrees with.
@@ -57,8 +60,8 @@ class PlanFollower(Director):
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.light = LightProfiler()
-        self._plan_forecast = PlanForecast()
-        self._trace_forecast = TraceForecast()
+        self._plan_forecast = PlanForecast(self.light)
+        self._trace_forecast = TraceForecast(self.light)
         self._epoch = -1
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
@@ -84,8 +87,11 @@ class PlanFollower(Director):
         self._forget_step()
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
-        self._follow(self.adaptation.steps.current, budget)
-        self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
+        if self.adaptation.fallback.by_rule:
+            self._diverged = True
+        else:
+            self._follow(self.adaptation.steps.current, budget)
+            self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
@@ -127,7 +133,10 @@ class PlanFollower(Director):
         self._diverged = False
         """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
-        """Number of the cached step's hook, by hook of this step."""
+        """Number of the cached step's hook, by hook of this step from the one on at which it diverged: until then they are
+        equal."""
+        self._at_rest_until = 0
+        """Hook until which nothing is due and the cached step is followed, as long as hooks agree with it."""
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
@@ -196,6 +205,16 @@ class PlanFollower(Director):
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
 
+    def saves_at_rest(self, t: Tensor) -> int:
+        hook = self.light.num_hooks
+        return hook if hook < self._at_rest_until and self.light.save_agrees(t) else ON_SAVE
+
+    def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
+        if self.light.num_hooks >= self._at_rest_until:
+            return False
+        epoch, at_hook = saved_at
+        return self.light.use_agrees(at_hook if epoch == self._epoch and at_hook != NO_HOOK else EARLIER_STEP)
+
     def note_held(self, saved: SavedStorage, number: int) -> None:
         if self._schedule is not None:
             saved.assign(StorageAction(number, self._schedule.held_actions.get(number)))
@@ -221,12 +240,10 @@ class PlanFollower(Director):
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
             self._follow_or_diverge(self._steps, self._budget, hook)
-        cached_hook = self._matched(save) if self._diverged else hook
-        if self._schedule is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.growth_bytes = self._schedule.growth[cached_hook]
-        elif self._budget.forecast is self._trace_forecast:
-            self._trace_forecast.hook = cached_hook
-        self._cached_hooks.append(cached_hook)
+        cached_hook = hook
+        if self._diverged:
+            cached_hook = self._matched(hook, save)
+            self._cached_hooks.append(cached_hook)
         if cached_hook > self._reached:
             self._reached = cached_hook
             if self._cursor is not None:
@@ -234,6 +251,8 @@ class PlanFollower(Director):
                 due = self._cursor.advance_to(cached_hook) if cached_hook >= self._cursor.next_hook else None
                 if due is not None:  # what the step missed before it turned out to be this one comes first
                     self._due = due if self._due is _NOTHING_DUE else self._due.with_later(due)
+        if not self._diverged and self._recorder is None:
+            self._at_rest_until = _BEHIND_ALL if self._cursor is None else self._cursor.next_hook
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
@@ -254,7 +273,7 @@ class PlanFollower(Director):
 
     def _diverge(self, budget: Budget, hook: int) -> None:
         """Follow no step any more from hook number `hook` on."""
-        self._diverged = True
+        self._diverged, self._at_rest_until = True, 0
         budget.forecast = budget.highest_forecast
         if self._matcher is not None:
             self._matcher.begin_step(hook)
@@ -317,13 +336,14 @@ class PlanFollower(Director):
             self._exceeded_plan = True
             self._budget.forecast = self._budget.highest_forecast
 
-    def _matched(self, save: int | None) -> int:
+    def _matched(self, hook: int, save: int | None) -> int:
         if self._matcher is None:
             return _NONE
         if save is None:
             found = self._matcher.match(self.light.feature)
         else:
-            cached_save = self._cached_hooks[save] if save >= 0 else _NONE
+            agreed = hook - len(self._cached_hooks)
+            cached_save = _NONE if save < 0 else save if save < agreed else self._cached_hooks[save - agreed]
             found = self._matcher.match_use(None if cached_save == _NONE else cached_save)
         return _NONE if found is None else found
 
@@ -347,9 +367,10 @@ class PlanFollower(Director):
         self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
+            self._plan_forecast.follow(self._schedule.growth)
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
-            self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
+            self._trace_forecast.follow(planned.growth_after)
             budget.forecast = self._trace_forecast
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
             budget.forecast = budget.highest_forecast  # it may be like no step before
@@ -369,7 +390,9 @@ class PlanFollower(Director):
         planned = None if self._entry is None else self._entry.plan
         if planned is None or saved.planned is None or self._budget is None:
             return
-        if planned.predicted_by is not None and planned.trace.tensor_bytes[saved.planned.tensor] != saved.nbytes:
+        if planned.predicted_by is None or planned.predicted_by.has_open_sizes:
+            return
+        if planned.trace.tensor_bytes[saved.planned.tensor] != saved.nbytes:
             planned.predicted_by.note_misprediction()
             self._diverge(self._budget, hook + 1)
 

@@ -7,6 +7,9 @@
 
 A length that nobody saw is no reason to record a step: its shapes, its storages' bytes and its operators' times follow from
 those of two others (`size_forms.py`). A storage below `min_bytes` never moves, so in a short step fewer may than in a long one.
+
+Where many sizes change and nothing at the step's beginning tells them, as the tokens that each expert of a mixture gets, they
+are left open: a step agrees whatever they are, and is planned for the most that was recorded of each.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ RECORDED = 6
 _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick", "hook_use")
 """Columns in which traces of one structure agree, beside the operators' names and storages."""
 
+MOST_VARIABLES = 4
+"""Sizes that may change apart from each other in a structure. Where more do, those that the first save does not tell are open."""
+
 _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
 
@@ -68,6 +74,8 @@ class Structure:
         """Recordings that agree in all columns but sizes and times, the smallest first."""
         self._recordings = 0
         self._mispredicted = False
+        self.has_open_sizes = False
+        """Whether some sizes hang on what nothing at the beginning of a step tells."""
         self._extra: deque[ExtraMemory] = deque(maxlen=_RECENT)
         self._slowdowns: dict[int, deque[float]] = {}
 
@@ -98,10 +106,23 @@ class Structure:
         """Find the forms of all sizes."""
         self._recorded.sort(key=lambda one: one.work_bytes)
         self._base = self._recorded[-1]
+        self.has_open_sizes = False
+        self._find_shapes()
+        if self._forms.num_variables > MOST_VARIABLES:
+            self.has_open_sizes = True
+            self._find_shapes()
+        traces = [one.trace for one in self._recorded]
+        self._tensor_bytes = _Column(self._forms, [trace.tensor_bytes for trace in traces])
+        self._inner_bytes = _Column(self._forms, [trace.op_inner_bytes for trace in traces])
+        self._times = np.stack([trace.op_us for trace in traces])
+        self._works = np.array([one.work_bytes for one in self._recorded], np.float64)
+
+    def _find_shapes(self) -> None:
         self._forms = SizeForms(len(self._recorded))
         self._observed: list[tuple[int, int]] = []
         """Hook and dimension at which each variable is seen first."""
-        self._shapes: dict[tuple[int, ...], tuple[Form, ...]] = {}
+        self._shapes: dict[tuple[int, ...], tuple[Form | None, ...]] = {}
+        """Forms of sizes; None: an open one."""
         self._shape_at: list[tuple[int, ...] | None] = []
         """By hook: key of its sizes in `_shapes`; None: nothing about it changes."""
         for hook, features in enumerate(zip(*(one.record.features for one in self._recorded), strict=True)):
@@ -113,17 +134,13 @@ class Structure:
             self._shape_at.append(key)
             if key in self._shapes:
                 continue
-            forms = []
+            forms: list[Form | None] = []
             for dimension, of_dimension in enumerate(zip(*cast("list[tuple[int, ...]]", sizes), strict=True)):
-                forms.append(self._forms.of(of_dimension))
+                is_open = self.has_open_sizes and hook > 0
+                forms.append(self._forms.find(of_dimension) if is_open else self._forms.of(of_dimension))
                 if len(self._observed) < self._forms.num_variables:
                     self._observed.append((hook, dimension))
             self._shapes[key] = tuple(forms)
-        traces = [one.trace for one in self._recorded]
-        self._tensor_bytes = _Column(self._forms, [trace.tensor_bytes for trace in traces])
-        self._inner_bytes = _Column(self._forms, [trace.op_inner_bytes for trace in traces])
-        self._times = np.stack([trace.op_us for trace in traces])
-        self._works = np.array([one.work_bytes for one in self._recorded], np.float64)
 
     # --- what steps of other sizes are
 
@@ -131,11 +148,21 @@ class Structure:
         """Record of the step that begins with these; None: they do not tell, or there is none like that."""
         values = self._values(features)
         predicted = self._features(values)
+        if predicted is not None and self.has_open_sizes and self._open(predicted, features):
+            predicted = self._features(values)
         if predicted is None or predicted[: len(features)] != list(features):
             self._mispredicted = True
             return None
         base = self._base.record
         return StepRecord.of(predicted, base.save_of, base.boundaries)
+
+    def _open(self, predicted: Sequence[Feature], features: Sequence[Feature]) -> bool:
+        """Leave the sizes open that were thought to be told and are others now. Returns whether there are any."""
+        wrong = {key for key, one, other in zip(self._shape_at, predicted, features, strict=False) if one != other}
+        for key in wrong:
+            if key is not None:
+                self._shapes[key] = (None,) * len(self._shapes[key])
+        return bool(wrong)
 
     def _values(self, features: Sequence[Hashable]) -> dict[int, int]:
         """Values of the variables: of those that are not seen yet, the recorded ones in proportion to those that are."""
@@ -149,10 +176,19 @@ class Structure:
                 values[variable] = round(recorded * proportion)
         return values
 
+    def _proportions(self, values: Mapping[int, int]) -> list[float]:
+        """By recorded step: by how much the step with these values of the variables is larger."""
+        return [
+            prod(values[v] / max(1, _size_at(one.record.features[hook], d)) for v, (hook, d) in enumerate(self._observed))
+            for one in self._recorded
+        ]
+
     def _features(self, values: Mapping[int, int]) -> list[Feature] | None:
-        nbytes = self._tensor_bytes.at(values)
+        nbytes = self._tensor_bytes.at(values, self._proportions(values))
         small: list[bool] = np.append(nbytes < self._min_bytes, False)[self._base.trace.hook_tensor].tolist()
-        shapes = {key: [form.at(values) for form in forms] for key, forms in self._shapes.items()}
+        shapes: dict[tuple[int, ...], list[Hashable]] = {
+            key: [_ANY if form is None else form.at(values) for form in forms] for key, forms in self._shapes.items()
+        }
         if any(size is None for sizes in shapes.values() for size in sizes):
             return None
         made: dict[tuple[bool, tuple[int, ...]], Feature] = {}
@@ -164,24 +200,30 @@ class Structure:
                 continue
             key = (is_small, shape_at)
             if key not in made:
-                made[key] = self._resized(of, tuple(cast("list[int]", shapes[shape_at])), is_small=is_small)
+                made[key] = self._resized(of, tuple(shapes[shape_at]), is_small=is_small)
             features.append(made[key])
         return features
 
-    def _resized(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
+    def _resized(self, save: Feature, sizes: tuple[Hashable, ...], *, is_small: bool) -> Feature:
         """The feature of a save with other sizes."""
+        if _ANY in sizes:
+            return resized(save, sizes, _ANY)  # it may be too small to move, or not
+        return self._resized_to(save, cast("tuple[int, ...]", sizes), is_small=is_small)
+
+    def _resized_to(self, save: Feature, sizes: tuple[int, ...], *, is_small: bool) -> Feature:
         dtype, since = cast("torch.dtype", save[2]), save_parts(save).since
         before_bytes, nbytes = (prod(some) * dtype.itemsize for some in (sizes_of(save) or (), sizes))
         if is_small:
             return resized(save, sizes, FIXED_STORAGE)
         if since == FIXED_STORAGE and before_bytes < self._min_bytes <= nbytes:
-            return resized(save, sizes, _ANY_SINCE)  # it was too small to move: nobody looked where it was saved before
+            return resized(save, sizes, _ANY)  # it was too small to move: nobody looked where it was saved before
         return resized(save, sizes, since)
 
     def trace_of(self, record: StepRecord) -> Trace:
         """Trace of a step with this record, of this structure."""
         values, base = self._values(record.features), self._base.trace
-        tensor_bytes = self._tensor_bytes.at(values)
+        proportions = self._proportions(values)
+        tensor_bytes = self._tensor_bytes.at(values, proportions)
         work_bytes = _work_bytes(base, tensor_bytes)
         before = base.tensor_born < 0
         more_bytes = int((allocated_size(tensor_bytes[before]) - allocated_size(base.tensor_bytes[before])).sum())
@@ -192,7 +234,7 @@ class Structure:
             fingerprint=record.fingerprint,
             start_bytes=max(0, base.start_bytes + more_bytes),
             tensor_bytes=tensor_bytes,
-            op_inner_bytes=self._inner_bytes.at(values),
+            op_inner_bytes=self._inner_bytes.at(values, proportions),
             op_us=_interpolated(self._works, self._times, work_bytes) * self._slowdown(work_bytes),
             hook_tensor=np.where(moves[base.hook_tensor], base.hook_tensor, np.int32(-1)).astype(np.int32),
             hook_feature=np.array([hashes[id(feature)] for feature in record.features], np.uint64),
@@ -271,17 +313,17 @@ def outlines_of(features: Sequence[Hashable]) -> tuple[Hashable, ...]:
     return tuple(made[id(feature)] for feature in features)
 
 
-class _AnySince:
-    """A save of its storage that may be the first or a later one."""
+class _Any:
+    """A size, or the distance to a storage's last save, that may be any number."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, int) or other is self
 
     def __hash__(self) -> int:
-        return hash(_AnySince)
+        return hash(_Any)
 
 
-_ANY_SINCE = _AnySince()
+_ANY = _Any()
 
 
 class _Column:
@@ -291,12 +333,14 @@ class _Column:
         rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
         self._row = row.reshape(-1)
         self._forms = [forms.find(tuple(sizes)) for sizes in rows.tolist()]
-        self._largest: list[int] = rows.max(axis=1).tolist() if len(rows) else []
+        self._recorded = rows
 
-    def at(self, values: Mapping[int, int]) -> Int64s:
-        """The sizes; those that have no form are the largest of the recorded ones."""
+    def at(self, values: Mapping[int, int], proportions: Sequence[float]) -> Int64s:
+        """The sizes; those that have no form are the largest of the recorded ones, in proportion to how much larger the step is
+        than each of these."""
         sizes = [form.at(values) if form is not None else None for form in self._forms]
-        known = [largest if size is None else size for size, largest in zip(sizes, self._largest, strict=True)]
+        largest = np.ceil((self._recorded * np.array(proportions)).max(axis=1, initial=0)).astype(np.int64).tolist()
+        known = [most if size is None else size for size, most in zip(sizes, largest, strict=True)]
         return np.array(known, np.int64)[self._row]
 
 

@@ -44,6 +44,9 @@ class HookActions(NamedTuple):
 
 NOTHING_DUE = HookActions()
 
+ON_SAVE = NO_HOOK - 1
+"""In place of a hook's number: `on_save` tells it."""
+
 
 class Director:
     """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
@@ -77,6 +80,16 @@ class Director:
 
     def on_use(self, saved_at: tuple[int, int], saved: SavedStorage | None, finished: Sequence[SavedStorage]) -> None:
         """Autograd uses what was saved in that step at that hook, of the storage `saved`, or of one that stayed (None)."""
+
+    def saves_at_rest(self, t: Tensor) -> int:
+        """Autograd saves `t`, which stays, at a hook at which nothing but that may be due. Returns the hook's number in this
+        step, as `on_save` does; `ON_SAVE`, with nothing noted, where `on_save` has to be called."""
+        return NO_HOOK
+
+    def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
+        """Autograd uses what was saved then and stayed, as above. Returns whether that is all; False: `on_use` has to be
+        called, and nothing was noted."""
+        return True
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
         """Return what is due at this hook, `finished` included: each once."""

@@ -10,7 +10,6 @@ Note [No plan, no harm].
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
+from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.claims import Claim, Found
@@ -64,10 +64,10 @@ class Executor:
         verify: bool = False,
     ) -> None:
         self.rule = rule
-        self._protected = protected
+        self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         claim_of = partial(_claim_of, weakref.ref(self))
-        self._parts = parts = assemble(
+        self.parts = parts = assemble(
             device, pool, claim_of, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
         )
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
@@ -76,10 +76,10 @@ class Executor:
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
         self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
-        self._recording = Recording()
+        self.recording = Recording()
         self.director = Director()
-        self._hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
-        self._pid = self._hook_lock.pid
+        self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
+        self._pid = self.hook_lock.pid
         self.hook_counts = HookCounts()
         self._in_step = False
         self._saved_any = self._used_any = False
@@ -88,37 +88,35 @@ class Executor:
 
     def save(self, t: Tensor) -> Handle:
         """on_save: returns the handle that autograd holds instead of `t`. A tensor that is not understood stays as it is."""
-        self.hook_counts.saves += 1
-        if self._recording.is_over:
+        if self.recording.is_over:
             return self._save(t, is_hook=True)
-        with self._recording.paused():
+        with self.recording.paused():
             handle = self._save(t, is_hook=True)
-        self._recording.leave_if_needed()
+        self.recording.leave_if_needed()
         return handle
 
     def use(self, handle: Handle) -> Tensor:
         """on_use: returns the saved tensor, bit for bit. Raises eager's error if it was written to since it was saved."""
-        self.hook_counts.uses += 1
-        if self._recording.is_over:
+        if self.recording.is_over:
             return self._use(handle, is_hook=True)
-        with self._recording.paused():
+        with self.recording.paused():
             t = self._use(handle, is_hook=True)
-        self._recording.leave_if_needed()
+        self.recording.leave_if_needed()
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
         """`is_hook`: called by autograd itself; False: for a part of what a hook saves."""
-        if os.getpid() != self._pid:
-            return KeptTensor(t, by_reference=False)
+        if ThisProcess.pid != self._pid:
+            return KeptTensor(t)
         capturing = self.device.capturing()
         if capturing or tracer_is_on():  # the device is asked for nothing
-            with self._hook_lock.lock:
+            with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
-        facts = facts_of(t, self.device, self._protected)
+        facts = facts_of(t, self.device, self.protected)
         handle: Handle | None = None
         if facts.kind == "subclass":
             handle = save_parts(t, lambda part: self._save(part, is_hook=False))
-        return self._hook_lock.run(self._save_locked, t, facts, handle, is_hook)
+        return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
         reason = self.rule.reason_to_keep(facts)
@@ -127,7 +125,7 @@ class Executor:
         finished, hook = self._outs.finished() if self._outs.fresh else (), NO_HOOK
         if is_hook:
             hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
-        watch = self._recording.watch
+        watch = self.recording.watch
         if watch is not None:
             self.recomputing.audit(finished, self._ins.restore)
             self.recomputing.hold_born(self._new_claim, self.director.note_held)
@@ -143,7 +141,7 @@ class Executor:
             if self._small is not None and facts.nbytes:
                 self._small.add(handle, facts.nbytes)
         handle.saved_at = (self._registry.epoch, hook)
-        if not self._recording.is_over:
+        if not self.recording.is_over:
             self.recomputing.note_saved(t, claim or handle)
         return handle
 
@@ -163,13 +161,13 @@ class Executor:
 
     def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
         saved = handle.claim.saved
-        if os.getpid() != self._pid:
+        if ThisProcess.pid != self._pid:
             raise used_in_child(saved.nbytes, self._pid)
         if self.device.capturing():
             raise used_in_capture(saved.nbytes)
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
-            return self._hook_lock.run(self._use_locked, handle, saved, is_hook)
+            return self.hook_lock.run(self._use_locked, handle, saved, is_hook)
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
@@ -192,8 +190,8 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
-        if self.director.plans and os.getpid() == self._pid and not self.device.capturing() and not tracer_is_on():
-            self._hook_lock.run(self._use_unmoved_locked, handle.saved_at)
+        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
+            self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
         finished = self._outs.finished() if self._outs.fresh else ()
@@ -210,14 +208,14 @@ class Executor:
 
         Returns whether anything went. Not to be called inside of a hook.
         """
-        with self._hook_lock.entered():
+        with self.hook_lock.entered():
             return self.budget.reclaim_some(nbytes, busy)
 
     # --- steps
 
     def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
         """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
-        with self._hook_lock.entered():
+        with self.hook_lock.entered():
             hbm_bytes = self.budget.hbm_budget_bytes if hbm_bytes is None else hbm_bytes
             self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
             self.budget.change_budget(hbm_bytes)
@@ -228,10 +226,10 @@ class Executor:
         `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
         """
         self.hook_counts.begin_step(pack_hook)
-        if os.getpid() != self._pid or self.device.capturing():
+        if ThisProcess.pid != self._pid or self.device.capturing():
             self._in_step = True
             return
-        with self._hook_lock.entered():
+        with self.hook_lock.entered():
             self._in_step = True
             if self.checksums is not None:
                 self.checksums.prepare()  # before anything of the step is counted
@@ -246,23 +244,23 @@ class Executor:
             watches = recorder is None and self.director.may_recompute
             before_write = partial(_before_write, weakref.ref(self)) if watches else None
             watch = self.recomputing.begin(self.director, before_write)
-        self._recording.begin(recorder, watch)
+        self.recording.begin(recorder, watch)
 
     def end_step(self, *, completed: bool) -> None:
         """End a step: reclaim what is still on its way out, and learn from the step if it `completed`."""
-        recorder = self._recording.end()
+        recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
         if recorder is not None:
             self.metrics.totals.oom_retries += recorder.oom_retries
-        if os.getpid() != self._pid or self.device.capturing():
+        if ThisProcess.pid != self._pid or self.device.capturing():
             self._in_step = False
             return
-        with self._hook_lock.entered():
+        with self.hook_lock.entered():
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
             self._outs.forget_small()
             self.recomputing.end()
-            self._parts.context.pool.take_back()
+            self.parts.context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
             kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)
@@ -270,21 +268,21 @@ class Executor:
 
     def leave_recorders(self) -> None:
         """Leave the recorders that autograd has put back after they were left within a backward."""
-        self._recording.leave_restored()
+        self.recording.leave_restored()
 
     def raise_late_error(self) -> None:
         """Raise an error that came up in a finaliser, where nobody could be told, and was not raised since."""
-        self._hook_lock.raise_oldest()
+        self.hook_lock.raise_oldest()
 
     # --- what autograd lets go of
 
     def _on_claim_end(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
-        self._hook_lock.claim_ended(saved)
+        self.hook_lock.claim_ended(saved)
 
     def _retire(self, ended: deque[SavedStorage]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""
-        with self._recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
+        with self.recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
             return self._retire_unseen(ended)
 
     def _retire_unseen(self, ended: deque[SavedStorage]) -> list[BaseException]:
@@ -296,7 +294,7 @@ class Executor:
             group = saved.form.group
             try:
                 saved.retire()
-                self._recording.retired(saved.traced)
+                self.recording.retired(saved.traced)
                 if group is not None and not group.members_left:
                     self._registry.packed_groups.discard(group)
                     group.retire()
@@ -304,7 +302,7 @@ class Executor:
                 errors.append(error)
             still_held = saved.first()
             if saved.state is State.RETIRED and still_held is not None and saved.part is None:
-                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
+                self.protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._registry.of_epoch:
             self.budget.reclaim_pending()
             if not self._in_step and (self._saved_any or self._used_any):
@@ -350,7 +348,7 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
-        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self._recording.recorder is not None)
+        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)
@@ -363,7 +361,7 @@ class Executor:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
         make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
-        saved = make(t, saved_bytes, compute, self._parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
+        saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
         if found.before is not None:
             saved.supersedes(found.before.saved)
         self._registry.add(saved)
@@ -377,8 +375,8 @@ class Executor:
 
     def before_write(self, value: Value) -> None:
         """Make again what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
-        with self._recording.paused():
-            self._hook_lock.run(self._parts.rescue.run, value)
+        with self.recording.paused():
+            self.hook_lock.run(self.parts.rescue.run, value)
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._registry.epoch:

@@ -11,7 +11,6 @@ reports the oldest as "Exception ignored in", when the lock goes.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import traceback
@@ -21,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from chameleon_mm.device import Device
+from chameleon_mm.process import ThisProcess
 from chameleon_mm.saved.saved_storage import SavedStorage
 
 _NOTE = "Raised late: it came up in a finaliser, as a saved tensor that autograd had let go of was given back, at"
@@ -40,9 +40,10 @@ class HookLock:
         self._retire = retire
         self.lock = threading.Lock()
         """Taken alone by what asks nothing of the device."""
-        self._ended: deque[SavedStorage] = deque()
-        self._errors: deque[BaseException] = deque()
-        self.pid = os.getpid()
+        self.ended: deque[SavedStorage] = deque()
+        """Storages to be retired by whoever enters. Others only read it, and the next."""
+        self.errors: deque[BaseException] = deque()
+        self.pid = ThisProcess.pid
         """The process whose device and blocks these are. Compared before the lock is taken: in a forked child a thread that is
         not there may hold it."""
 
@@ -53,14 +54,14 @@ class HookLock:
         its own error, gives way. Errors of finalisers are raised last of all.
         """
         with self.lock:  # the lock itself: no interrupt comes between taking it and the block that gives it back
-            if self._ended:
+            if self.ended:
                 self._retire_ended()
             try:
                 result = work(*arguments)
             finally:
-                if self._ended:
+                if self.ended:
                     self._retire_ended()
-        if self._ended or self._errors:
+        if self.ended or self.errors:
             self.retire_if_idle()
             self.raise_oldest()
         return result
@@ -79,9 +80,9 @@ class HookLock:
 
     def claim_ended(self, saved: SavedStorage) -> None:
         """Queue a storage whose last handle died, and retire it if nobody is in. Raises nothing."""
-        if os.getpid() != self.pid:  # the parent's blocks and its device: neither is the child's to give back
+        if ThisProcess.pid != self.pid:  # the parent's blocks and its device: neither is the child's to give back
             return
-        self._ended.append(saved)
+        self.ended.append(saved)
         try:
             self.retire_if_idle()
         except BaseException as error:  # noqa: BLE001 - raised by whoever enters next: a finaliser's own would only be printed
@@ -91,7 +92,7 @@ class HookLock:
         """Retire what is queued, unless somebody is in."""
         # Whoever holds the lock retires what is queued when it leaves; not waiting here is what rules a deadlock out.
         # While a graph is captured nothing may be asked of the device: whoever enters after it retires them.
-        while self._ended and not self._device.capturing() and self.lock.acquire(blocking=False):
+        while self.ended and not self._device.capturing() and self.lock.acquire(blocking=False):
             try:
                 self._retire_ended()
             finally:
@@ -99,19 +100,19 @@ class HookLock:
 
     def raise_oldest(self) -> None:
         """Raise the error that was stored first, if there is any."""
-        if self._errors:
+        if self.errors:
             oldest: list[BaseException] = []
             with suppress(IndexError):  # another thread took it
-                oldest.append(self._errors.popleft())
+                oldest.append(self.errors.popleft())
             if oldest:
                 _raise(oldest)
 
     def _retire_ended(self) -> None:
         retire = self._retire()
         if retire is None:
-            self._ended.clear()
+            self.ended.clear()
             return
-        errors = retire(self._ended)
+        errors = retire(self.ended)
         if errors:
             first = [errors.pop(0)]
             while errors:
@@ -124,12 +125,12 @@ class HookLock:
         lines = (f'  File "{frame.f_code.co_filename}", line {line}, in {frame.f_code.co_name}' for frame, line in frames)
         error.add_note("\n".join((_NOTE, *lines)))
         _drop_frames(error)
-        self._errors.append(error)
+        self.errors.append(error)
 
     def __del__(self) -> None:
         # The interpreter reports it, as nobody was told.
-        if self._errors and not sys.is_finalizing():
-            raise self._errors.popleft()
+        if self.errors and not sys.is_finalizing():
+            raise self.errors.popleft()
 
 
 def _raise(error: list[BaseException]) -> NoReturn:

@@ -42,6 +42,7 @@ class SmallTensors:
         self.nbytes = 0
         """Bytes of the storages of all entries that are not known to be dead: at least what they hold."""
         self._context = context
+        self._streams = context.streams
         self._registry = registry
         self._claims = claims
         self._new_claim = new_claim
@@ -54,8 +55,7 @@ class SmallTensors:
         if len(self._entries) >= self._prune_at:
             self.forget_dead()
             self._prune_at = 2 * len(self._entries) + _PRUNE_FROM
-        stream = self._context.streams.current()
-        self._entries.append(_Entry(weakref.ref(handle), nbytes, current_operator(), stream))
+        self._entries.append(_Entry(weakref.ref(handle), nbytes, current_operator(), self._streams.current()))
         self.nbytes += nbytes
 
     def swap_out_oldest(self, at_most: int, swap_out: Callable[[SavedStorage], None]) -> None:

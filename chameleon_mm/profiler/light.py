@@ -101,6 +101,28 @@ class LightProfiler:
         self._features = [*cast("tuple[Feature, ...]", record.features), None]
         self._save_of = []
 
+    def save_agrees(self, t: Tensor) -> bool:
+        """Note that autograd saves `t`, whose storage never moves, if the step that is followed has the same here. Returns
+        whether it has; nothing is noted where it has not."""
+        number, hook = _sequence_nr(), self.num_hooks
+        try:
+            if (type(t), t.shape, t.dtype, number - self._number, FIXED_STORAGE) != self._features[hook]:
+                return False
+        except RuntimeError:  # a nested tensor: see `saved`
+            return False
+        self._number = number
+        self.num_hooks = hook + 1
+        return True
+
+    def use_agrees(self, save: int) -> bool:
+        """Note a use, as `used` does, if the step that is followed has the same here; as `save_agrees`."""
+        hook = self.num_hooks
+        if (type(_current_node()), self._last_used - save) != self._features[hook]:
+            return False
+        self._last_used = save
+        self.num_hooks = hook + 1
+        return True
+
     def saved(self, t: Tensor, since: int) -> bool:
         """Note that autograd saves `t`, at hook number `num_hooks`. Returns whether the step that is followed has the same
         here.

@@ -67,7 +67,7 @@ def sizes_of(feature: Feature) -> tuple[int, ...] | None:
     return sizes if isinstance(sizes, tuple) and all(isinstance(size, int) for size in sizes) else None
 
 
-def resized(save: Feature, sizes: tuple[int, ...], since: Hashable) -> Feature:
+def resized(save: Feature, sizes: tuple[Hashable, ...], since: Hashable) -> Feature:
     """The feature of a save with other sizes and another distance to its storage's last save."""
     kind, _, dtype, operators, _, *phase = save
     return (kind, sizes, dtype, operators, since, *phase)

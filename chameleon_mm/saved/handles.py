@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.saved.calling_thread import sequence_nr
 from chameleon_mm.saved.version import Origin, VersionProbe, inplace_message
 
 if TYPE_CHECKING:
@@ -26,26 +27,38 @@ if TYPE_CHECKING:
 NO_HOOK = -1
 """Hook number of a handle that is a part of another one, or that was saved outside of steps."""
 
+_NOWHERE = (-1, NO_HOOK)
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of a class that was made while Python ran: CPython's `Py_TPFLAGS_HEAPTYPE`."""
+
 
 class KeptTensor:
-    """A saved tensor that stays on the device. Leaves are held by reference; others detached, as their node must not keep
-    itself."""
+    """A saved tensor that stays on the device. It is held by reference, as eager holds it, unless it may be a result of the
+    node that saves it, or a view of one. That one is detached: a node must not keep itself."""
 
-    __slots__ = ("__weakref__", "_expected", "_origin", "moved", "saved_at", "tensor")
+    __slots__ = ("__weakref__", "_origin", "expected", "moved", "saved_at", "tensor")
 
-    def __init__(self, t: Tensor, *, by_reference: bool) -> None:
-        self.saved_at = (-1, NO_HOOK)
+    def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, *, by_reference: bool = False) -> None:
+        self.saved_at = saved_at
         """The step, and the number of the hook in it."""
-        self.tensor: Tensor | None = t if by_reference or t.is_leaf else t.detach()
         self.moved: SwappedView | None = None
         """Handle that replaced it when memory was short; `tensor` is then None."""
-        self._expected = t._version
-        self._origin = Origin(t)
+        self.expected = t._version
+        """The tensor's version when it was saved."""
+        self.tensor: Tensor | None = t
+        self._origin: Origin | None = None  # the tensor tells of itself
+        if by_reference or (node := t.grad_fn) is None:
+            return
+        # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
+        if t._base is not None or node._sequence_nr() == sequence_nr() - 1 or type(node).__flags__ & _HEAP_TYPE:
+            self.tensor, self._origin = t.detach(), Origin(t)
 
     @property
     def is_as_saved(self) -> bool:
         """Whether it is still on the device, and nobody wrote to it since it was saved."""
-        return self.tensor is not None and self.tensor._version == self._expected
+        return self.tensor is not None and self.tensor._version == self.expected
 
     def move(self, to: SwappedView) -> None:
         """Let `to` replace it from now on. In this order: another thread may be using it."""
@@ -57,8 +70,8 @@ class KeptTensor:
         if t is None:
             assert self.moved is not None
             self.moved.probe.check(self._origin)
-        elif t._version != self._expected:
-            raise RuntimeError(inplace_message((t.type(), t.shape), self._origin, t._version, self._expected))
+        elif t._version != self.expected:
+            raise RuntimeError(inplace_message((t.type(), t.shape), self._origin or Origin(t), t._version, self.expected))
 
 
 class SwappedView:
@@ -67,7 +80,7 @@ class SwappedView:
     __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "saved_at", "swap_in_number")
 
     def __init__(self, claim: Claim, t: Tensor, probe: VersionProbe) -> None:
-        self.saved_at = (-1, NO_HOOK)
+        self.saved_at = _NOWHERE
         self.claim = claim
         self._dtype = t.dtype
         self._shape = t.shape
@@ -101,7 +114,7 @@ class WrapperHandle:
     __slots__ = ("_context", "_expected", "_origin", "_ref", "_rest", "_shape", "_stride", "_type", "parts", "saved_at")
 
     def __init__(self, t: Tensor, parts: dict[str, Handle], rest: dict[str, Any], context: Any) -> None:
-        self.saved_at = (-1, NO_HOOK)
+        self.saved_at = _NOWHERE
         self.parts = parts
         self._rest = rest
         self._context = context

@@ -99,12 +99,13 @@ class CopyQueue:
         self._piece_bytes = piece_bytes
         self._batch_below_bytes = batch_below_bytes
         self._limit = outstanding
-        self._queue: deque[Move] = deque()
+        self.queued: deque[Move] = deque()
+        """Moves that wait to be handed over. Others only read it."""
         self._running: deque[Event] = deque()
 
     def submit(self, move: Move) -> None:
         """Queue a move, and hand over what may be outstanding."""
-        self._queue.append(move)
+        self.queued.append(move)
         try:
             self.hand_over()
         except BaseException:
@@ -113,7 +114,7 @@ class CopyQueue:
 
     def hand_over(self) -> None:
         """Hand over pieces until as many are outstanding as may be."""
-        while self._queue:
+        while self.queued:
             self._forget_complete()
             if len(self._running) >= self._limit:
                 return
@@ -122,11 +123,11 @@ class CopyQueue:
     def is_idle(self) -> bool:
         """Whether everything that was submitted is complete."""
         self._forget_complete()
-        return not self._running and not self._queue
+        return not self._running and not self.queued
 
     def issue_in_order(self, move: Move) -> Event:
         """Hand over all of a move, behind all that was queued before it. Returns the event after it."""
-        while not move.ended and self._queue[0] is not move:
+        while not move.ended and self.queued[0] is not move:
             self._hand_over_front(before=move)
         return self.issue(move)
 
@@ -168,12 +169,12 @@ class CopyQueue:
 
         A refused copy is logged, and its owner sees `failed`.
         """
-        together = self._small_ones_in_front(before) if len(self._queue) > 1 else ()
+        together = self._small_ones_in_front(before) if len(self.queued) > 1 else ()
         try:
             if len(together) > 1:
                 self._hand_over_together(together)
             else:
-                self._hand_over_piece(self._queue[0])
+                self._hand_over_piece(self.queued[0])
         except SimError:
             raise
         except RuntimeError as error:  # whoever owns the move finds it failed, and the tensor stays where it is
@@ -184,7 +185,7 @@ class CopyQueue:
         """Moves that one call may carry: small ones in a row from the oldest on, of which nothing was handed over, up to a
         piece."""
         together, room = [], self._piece_bytes
-        for move in self._queue:
+        for move in self.queued:
             room -= move.nbytes
             if move is before or move.begun or move.nbytes >= self._batch_below_bytes or room < 0:
                 break
@@ -238,8 +239,8 @@ class CopyQueue:
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
         move.dst, move.src, move.after = None, None, ()
-        if move in self._queue:
-            self._queue.remove(move)
+        if move in self.queued:
+            self.queued.remove(move)
 
     def _enqueue_piece(self, move: Move) -> bool:
         """Enqueue the next piece. Returns whether it was the last."""
@@ -290,6 +291,8 @@ class Transfer:
         )
         self._out = queue(device.new_stream("d2h"), speculative=True)
         self._in = queue(device.new_stream("h2d"), speculative=False)
+        self.queued = self._out.queued, self._in.queued
+        """Moves that wait to be handed over, out and in. Others only read it."""
 
     # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
     # whoever uses it gets eager's error instead of the bytes.
@@ -350,7 +353,7 @@ class Transfer:
 
     def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
-        if self._out._queue or self._in._queue:  # unlocked: what is queued meanwhile goes at the next hook
+        if self._out.queued or self._in.queued:  # unlocked: what is queued meanwhile goes at the next hook
             with self._lock:
                 self._out.hand_over()
                 self._in.hand_over()

@@ -110,14 +110,14 @@ class CudaDevice:
     def current_stream(self) -> CudaStream:
         """Return the stream as `Device.current_stream` does. Cheap enough for a hook: no `torch.cuda.Stream` is built for one
         that was seen before."""
-        # What torch.cuda.current_stream itself asks, without the Stream that it builds each time; in torch 2.11 to 2.13.
-        stream_id, device_index, device_type = torch._C._cuda_getCurrentStream(self.index)
-        known = self._known_streams.get(stream_id)
+        # The driver's handle tells streams apart as torch's own number does, and asking for it takes no tuple. In torch 2.11 to
+        # 2.13.
+        handle = torch._C._cuda_getCurrentRawStream(self.index)
+        known = self._known_streams.get(handle)
         if known is None:
             if len(self._known_streams) >= _MAX_KNOWN_STREAMS:
                 self._known_streams.clear()
-            raw = torch.cuda.Stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
-            known = self._known_streams.setdefault(stream_id, CudaStream(self, raw, "compute"))
+            known = self._known_streams.setdefault(handle, CudaStream(self, torch.cuda.current_stream(self.index), "compute"))
         return known
 
     def new_stream(self, name: str) -> CudaStream:
@@ -126,7 +126,7 @@ class CudaDevice:
     def capturing(self) -> bool:
         # Asked of the thread's current device, which during a capture is the one that captures. If that is another GPU than
         # this one, yes is right too: by default a capture forbids its thread the same calls on all of them.
-        return bool(torch.cuda.is_current_stream_capturing())
+        return bool(torch._C._cuda_isCurrentStreamCapturing())  # as torch.cuda.is_current_stream_capturing, a call less
 
     def alloc_pinned(self, nbytes: int) -> Tensor:
         return self._locker.pin(nbytes)

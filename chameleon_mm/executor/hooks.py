@@ -1,0 +1,127 @@
+"""Autograd's two hooks: the short way for what stays on the device while nothing is due, the executor's for all else.
+
+save, use = autograd_hooks(executor)                          # once its director is set
+with torch.autograd.graph.saved_tensors_hooks(save, use): ...
+
+Most saved tensors of most models stay: parameters, statistics, small ones. What a hook has to do for them is little, and it is
+done here in one function, by the same rules in the same order as `Executor.save` and `Executor.use`: it tells the tensor's
+reason to stay, notes the save or use for the step's plan, and counts. Whatever is not as simple goes the executor's way, with
+nothing noted: a recorded or watched step, a tracer, a capture, a forked child; a plan, a finished operator, a queued copy or an
+ended claim that has something due at this hook; a step that is no longer the one that it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from chameleon_mm.executor.director import ON_SAVE
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.process import ThisProcess
+from chameleon_mm.profiler.dispatch_state import tracer_is_on
+from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor
+
+# Bound once, as a lookup through `torch._C` costs as much as the call.
+_num_modes = torch._C._len_torch_dispatch_stack
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_STRIDED = torch.strided
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., object])
+
+
+def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]]:
+    """The two hooks of an executor, whose director is set. Dynamo compiles neither, nor what they call."""
+    parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
+    counts, recording, registry, totals = executor.hook_counts, executor.recording, parts.registry, executor.metrics.totals
+    pid, lock, capturing, owns = ThisProcess.pid, hook_lock.lock, device.capturing, device.owns
+    protected, min_bytes, small, limit = executor.protected, executor.rule.min_bytes, parts.small, parts.budget.memory_limit
+    outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
+    queued_out, queued_in = parts.context.transfer.queued
+    plans, saves_at_rest, uses_at_rest = director.plans, director.saves_at_rest, director.uses_at_rest
+    executor_save, executor_use = executor.save, executor.use
+
+    def is_plain(t: Tensor) -> bool:
+        """Whether `t` may be moved later, as other small ones."""
+        special = t.layout is not _STRIDED or t.is_nested or t.is_quantized or _is_wrapped(t)
+        return not special and owns(t) and not capturing()
+
+    def save(t: Tensor) -> Handle:
+        counts.saves += 1
+        if not recording.is_over or (_num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
+            return executor_save(t)
+        nbytes = 0
+        if (kind := type(t)) is Parameter:
+            reason = "parameter"
+        elif kind is not Tensor:
+            return executor_save(t)
+        elif (base := t._base) is not None and type(base) is not Tensor:
+            if not isinstance(base, Parameter):
+                return executor_save(t)
+            reason = "parameter"
+        elif t.requires_grad and t.is_leaf:
+            reason = "leaf"
+        else:
+            try:
+                storage = t.untyped_storage()
+            except (NotImplementedError, RuntimeError):  # it has none
+                return executor_save(t)
+            nbytes = storage.nbytes()
+            if id(storage) in protected.refs and storage in protected:
+                reason = "persistent"
+            elif nbytes < min_bytes:
+                reason = "small" if nbytes else "empty"
+            else:
+                return executor_save(t)
+            if small is not None and nbytes and not is_plain(t):
+                return executor_save(t)
+        with lock:
+            if not (
+                outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors
+                or (limit is not None and small is not None and (limit.is_tight or limit.small_limit_bytes < small.nbytes))
+            ):  # fmt: skip
+                hook = saves_at_rest(t) if plans else NO_HOOK
+                if hook != ON_SAVE:
+                    totals.kept_by_reason[reason] += 1
+                    handle = KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
+                    if nbytes and small is not None:
+                        small.add(handle, nbytes)
+                    return handle
+        return executor_save(t)
+
+    def use(handle: Handle) -> Tensor:
+        counts.uses += 1
+        if type(handle) is KeptTensor and recording.is_over:
+            t = handle.tensor
+            if t is not None and t._version == handle.expected:
+                if not plans:
+                    return t
+                if not (_num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
+                    with lock:
+                        if not (
+                            outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors
+                        ) and uses_at_rest(handle.saved_at):  # fmt: skip
+                            return t
+        return executor_use(handle)
+
+    return _uncompiled(save), _uncompiled(use)
+
+
+def _uncompiled(hook: _Hook) -> _Hook:
+    """`hook`, which dynamo is to leave as it is, with all that it calls. After a graph break it compiles whatever is called,
+    hooks included, and fails on the device's own calls in them.
+
+    `torch.compiler.disable` does the same by a function around it, which takes longer than the hook.
+    """
+    dynamo = torch._C._dynamo.eval_frame
+    try:
+        skip = dynamo._FrameAction.SKIP
+        dynamo.set_code_exec_strategy(hook.__code__, dynamo._FrameExecStrategy(skip, skip))  # this frame, and those below it
+    except AttributeError:  # a torch that has it no more
+        hidden: _Hook = torch.compiler.disable(hook)
+        return hidden
+    return hook

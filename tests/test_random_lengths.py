@@ -104,7 +104,7 @@ def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.
     assert_within(run, budget)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_recorded_steps_of_two_lengths_have_the_operators_of_the_model_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,8 +69,9 @@ class Adaptation:
     """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link; `host_budget` how much pinned memory there may be; `host_us` the host's clock; `replayable` has the base names of the operators
-    that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
+    is known of the link, `host_budget` how much pinned memory there may be, `host_us` the host's clock; `replayable` has the
+    base names of the operators that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes`
+    moves.
     """
 
     def __init__(
@@ -297,7 +298,7 @@ class Adaptation:
 
     def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
         planned = self._planned_step(record, structure.trace_of(record), structure)
-        planned.predicted_by = structure
+        planned.predicted_by, planned.margin_bytes = structure, structure.margin_bytes(record)
         planned.reset_for(structure.extra)
         self._add_plans(planned, at_most=1)
         return planned

@@ -367,7 +367,7 @@ class PlanFollower(Director):
         self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
-            self._plan_forecast.follow(self._schedule.growth)
+            self._plan_forecast.follow(self._schedule.growth, 0 if planned is None else planned.margin_bytes)
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.follow(planned.growth_after)

@@ -34,7 +34,7 @@ from chameleon_mm.profiler.step_record import StepRecord
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.saved.recipe import Refusal
 from chameleon_mm.trace import StepPhase, Trace
-from chameleon_mm.trace.recurring import with_times
+from chameleon_mm.trace.recurring import with_extra, with_times
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import allocated_size
@@ -88,6 +88,8 @@ class PlannedStep:
         """The link that the latest plans were made for."""
         self._planned_without: tuple[int, int] = (0, 0)
         """How many were refused, and how many operators banned, when plans were made."""
+        self.margin_bytes = 0
+        """Bytes that plans leave free, and that are left free until each next hook, as sizes of the step are open."""
         self.predicted_by: Structure | None = None
         """Structure that its trace was predicted from; None: it was recorded."""
         self._recorded = trace
@@ -111,7 +113,7 @@ class PlannedStep:
     def reset_for(self, extra: ExtraMemory) -> None:
         """Plan from now on for a step that takes that much more memory than was recorded. Forgets the plans made before."""
         self.extra = extra
-        self.trace = extra.added_to(self._recorded)
+        self.trace = with_extra(extra.added_to(self._recorded), self.margin_bytes)
         self._curve: Int64s | None = None
         """Bytes allocated during each tick of `trace`, once somebody asked."""
         self._aside: dict[Budgets, _Plans] = {}

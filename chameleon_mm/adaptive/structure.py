@@ -43,7 +43,11 @@ _ALIGNED = ("op_phase", "op_tick", "read_offsets", "write_offsets", "hook_tick",
 """Columns in which traces of one structure agree, beside the operators' names and storages."""
 
 MOST_VARIABLES = 4
-"""Sizes that may change apart from each other in a structure. Where more do, those that the first save does not tell are open."""
+"""Sizes of a structure that may change apart from each other. Where more do, those that the first save does not tell are
+open."""
+
+OPEN_MARGIN = 2
+"""Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ."""
 
 _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
@@ -219,6 +223,12 @@ class Structure:
             return resized(save, sizes, _ANY)  # it was too small to move: nobody looked where it was saved before
         return resized(save, sizes, since)
 
+    def margin_bytes(self, record: StepRecord) -> int:
+        """Bytes to leave free beside a plan for a step with this record, as open sizes may be larger than any recorded one."""
+        if not self.has_open_sizes:
+            return 0
+        return OPEN_MARGIN * self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
+
     def trace_of(self, record: StepRecord) -> Trace:
         """Trace of a step with this record, of this structure."""
         values, base = self._values(record.features), self._base.trace
@@ -339,9 +349,18 @@ class _Column:
         """The sizes; those that have no form are the largest of the recorded ones, in proportion to how much larger the step is
         than each of these."""
         sizes = [form.at(values) if form is not None else None for form in self._forms]
-        largest = np.ceil((self._recorded * np.array(proportions)).max(axis=1, initial=0)).astype(np.int64).tolist()
+        largest = self._scaled(proportions).max(axis=1, initial=0).tolist()
         known = [most if size is None else size for size, most in zip(sizes, largest, strict=True)]
         return np.array(known, np.int64)[self._row]
+
+    def spread_bytes(self, proportions: Sequence[float]) -> int:
+        """The most by which recordings of a size that has no form differ."""
+        has_no_form = [form is None for form in self._forms]
+        spread = np.ptp(self._scaled(proportions)[has_no_form], axis=1)
+        return int(spread.max(initial=0))
+
+    def _scaled(self, proportions: Sequence[float]) -> Int64s:
+        return np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
 
 
 def _size_at(feature: Hashable, dimension: int) -> int:

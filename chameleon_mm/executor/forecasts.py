@@ -70,16 +70,17 @@ class PlanForecast(Forecast):
         """`light` counts the hooks."""
         self._light = light
         self._growth: Sequence[int] = ()
+        self._margin_bytes = 0
 
-    def follow(self, growth: Sequence[int]) -> None:
+    def follow(self, growth: Sequence[int], margin_bytes: int) -> None:
         """Follow the plan by which allocation grows at most by so many bytes from each hook until the next check of memory, by
-        the plan's own prefetches too."""
-        self._growth = growth
+        the plan's own prefetches too. `margin_bytes`: what is left free beside it."""
+        self._growth, self._margin_bytes = growth, margin_bytes
 
     @property
     def growth_bytes(self) -> int:
         """Bytes that are allocated at most from the latest hook until the next check."""
-        return self._growth[max(0, self._light.num_hooks - 1)]
+        return self._growth[max(0, self._light.num_hooks - 1)] + self._margin_bytes
 
     def growth(self, checks: int = 0) -> int:
         return 0

@@ -1,0 +1,146 @@
+"""Training whose routing changes with every step: how many rows each expert gets, or which parts run at all.
+
+The reference is plain PyTorch, on plain tensors, with nothing of ours around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chameleon_mm.adaptive.adaptation import RECORDED_SHARE, UNUSED_RECORDINGS
+from chameleon_mm.adaptive.rule_fallback import MISSES, PAUSE, TRIED, RuleFallback
+from chameleon_mm.bench._length_models import MODELS, LengthModel
+from chameleon_mm.bench._lengths_run import Shape, run_lengths
+from tests.test_random_lengths import assert_exact, assert_within, report_of
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+
+def budget_of(make: Callable[[], LengthModel], longest: Shape, share: float) -> int:
+    """That share of what such a step takes unswapped."""
+    return int(max(run_lengths(make, [longest] * 2, None).peaks) * share)
+
+
+def test_steps_whose_routing_nobody_can_tell_follow_one_plan() -> None:
+    make, shapes = MODELS["mixture"], [(4, 128)] * 12
+    budget = budget_of(make, (4, 128), 0.6)
+    run = run_lengths(make, shapes, budget)
+    assert_exact(run, make, shapes)
+    assert_within(run, budget)
+    assert report_of(run).detailed_steps <= 4
+    assert report_of(run).steps_by_phase["planned"] >= 7
+
+
+def test_lengths_change_with_the_routing() -> None:
+    make, shapes = MODELS["mixture"], [(2, n) for n in (96, 120, 80, 200, 64, 150, 100, 90, 170, 110, 130, 75)]
+    budget = budget_of(make, (2, 200), 0.7)
+    run = run_lengths(make, shapes, budget)
+    assert_exact(run, make, shapes)
+    assert_within(run, budget)
+    assert report_of(run).detailed_steps <= 4
+    assert report_of(run).steps_by_phase["planned"] >= 5
+
+
+class Skipping(LengthModel):
+    """Leaves out blocks as the data says: hardly two steps run the same operators."""
+
+    vocabulary = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 48)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 192), nn.GELU(), nn.Linear(192, 48)) for _ in range(12))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for place, block in enumerate(self.blocks):
+            runs = int(tokens[0, place]) % 2
+            x = x + block(F.layer_norm(x, (48,))) if runs else x.tanh()
+        return x.square().mean()
+
+
+def test_recordings_that_nothing_comes_of_are_bounded() -> None:
+    shapes = [(2, 128)] * 48
+    budget = budget_of(Skipping, (2, 128), 0.8)
+    run = run_lengths(Skipping, shapes, budget)
+    assert_exact(run, Skipping, shapes)
+    assert_within(run, budget)
+    # The first step is recorded whatever it is; of 48 the share allows one.
+    assert report_of(run).detailed_steps <= 1 + UNUSED_RECORDINGS + RECORDED_SHARE * len(shapes)
+
+
+@pytest.mark.slow
+def test_a_hundred_steps_of_changing_routing() -> None:
+    make, shapes = MODELS["mixture"], [(8, 256)] * 100
+    budget = budget_of(make, (8, 256), 0.5)
+    run = run_lengths(make, shapes, budget)
+    assert_exact(run, make, shapes)
+    assert_within(run, budget)
+    assert report_of(run).detailed_steps <= 6
+    assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)
+
+
+# --- plans that keep missing
+
+
+def run_fallback(
+    fallback: RuleFallback, steps: int, *, missed_us: float, rule_us: float, hits: tuple[int, ...] = ()
+) -> list[bool]:
+    """Whether each of so many steps went by the rule. `hits`: numbers of those that have a plan."""
+    now_us, by_rule = 0.0, []
+    for number in range(steps):
+        by_rule.append(fallback.begin_step(now_us))
+        now_us += 10 * (rule_us if by_rule[-1] else missed_us)
+        fallback.end_step(now_us, missed=number not in hits, hooks=10)
+    return by_rule
+
+
+def test_plans_that_keep_missing_give_way_to_the_rule_where_it_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        by_rule = run_fallback(RuleFallback(), 200, missed_us=3.0, rule_us=2.0)
+    falls = MISSES + TRIED
+    assert by_rule[: MISSES + 1] == [False] * MISSES + [True]
+    assert all(by_rule[MISSES : falls + PAUSE])
+    assert not any(by_rule[falls + PAUSE : falls + PAUSE + MISSES])  # tried again
+    assert sum("default rule" in record.message for record in caplog.records) == 1
+
+
+def test_the_rule_is_left_where_it_is_slower() -> None:
+    by_rule = run_fallback(RuleFallback(), MISSES + TRIED + PAUSE, missed_us=2.0, rule_us=3.0)
+    assert [number for number, one in enumerate(by_rule) if one] == list(range(MISSES, MISSES + TRIED))
+
+
+def test_a_step_that_has_a_plan_ends_the_fallback() -> None:
+    hit = MISSES + TRIED + 3
+    by_rule = run_fallback(RuleFallback(), hit + MISSES + 1, missed_us=3.0, rule_us=2.0, hits=(hit,))
+    assert by_rule[hit]
+    assert not any(by_rule[hit + 1 :])
+
+
+def test_steps_that_hit_now_and_then_are_never_tried_by_the_rule() -> None:
+    hits = tuple(range(0, 100, MISSES - 1))
+    assert not any(run_fallback(RuleFallback(), 100, missed_us=9.0, rule_us=1.0, hits=hits))
+
+
+def test_a_session_whose_plans_keep_missing_follows_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that says that the rule is faster, whatever it is."""
+    shapes = [(2, 128)] * 40
+    budget = budget_of(Skipping, (2, 128), 0.8)
+    monkeypatch.setattr(RuleFallback, "_decide", _always_by_rule)
+    run = run_lengths(Skipping, shapes, budget)
+    assert_exact(run, Skipping, shapes)
+    assert_within(run, budget)
+    assert report_of(run).steps_by_phase["by rule"] >= TRIED + 8
+
+
+def _always_by_rule(fallback: RuleFallback) -> None:
+    fallback._rule_us = [0.0]
+    _decide(fallback)
+
+
+_decide = RuleFallback._decide

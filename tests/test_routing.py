@@ -61,7 +61,8 @@ class Skipping(LengthModel):
         for place, block in enumerate(self.blocks):
             runs = int(tokens[0, place]) % 2
             x = x + block(F.layer_norm(x, (48,))) if runs else x.tanh()
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 def test_recordings_that_nothing_comes_of_are_bounded() -> None:

@@ -360,7 +360,8 @@ class _Column:
         return int(spread.max(initial=0))
 
     def _scaled(self, proportions: Sequence[float]) -> Int64s:
-        return np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
+        scaled: Int64s = np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
+        return scaled
 
 
 def _size_at(feature: Hashable, dimension: int) -> int:

@@ -32,7 +32,7 @@ SHARED = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-cuda check format gpu gpu-smoke clean distclean
+.PHONY: help demo test test-slow test-thorough test-cuda check format gpu gpu-smoke clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,7 +44,10 @@ test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-
 	@$(BIN)/python -m pytest $(SHARED) -m "$(MARKERS)" $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## Run the slow ones
-	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu and not thorough" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
+
+test-thorough: $(STAMP) ## Run more of what the others sample: more seeds, programs, places of a fault
+	@$(BIN)/python -m pytest $(SHARED) -m "thorough and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)

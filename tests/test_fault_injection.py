@@ -131,6 +131,10 @@ def attempt(site: str, error: type[BaseException], monkeypatch: pytest.MonkeyPat
     return reached
 
 
+EACH_UP_TO, STRIDE = 12, 7
+"""Calls of a site that are made to fail one by one, and the stride behind them: no divisor of the calls that an operator or a
+step makes of it."""
+
 ONLY_IN = {"pack": "packed", "unpack": "packed", "encode": "encoded", "decode": "encoded"}
 QUICK = {"allocation", "copy", *ONLY_IN}
 """Sites that are quick to go through; of the others there are many in a step."""
@@ -144,11 +148,23 @@ CASES = [
 
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
 @pytest.mark.parametrize(("site", "mode"), CASES)
-def test_every_single_fault(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    injected = 0
-    while attempt(site, error, monkeypatch, injected + 1, mode):
+def test_faults_at_every_site(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the first calls fails in its turn, then every `STRIDE`-th."""
+    fail_at = injected = 1
+    while attempt(site, error, monkeypatch, fail_at, mode):
         injected += 1
-    assert injected > 0, "the site was never reached: nothing was tested"
+        fail_at += 1 if fail_at < EACH_UP_TO else STRIDE
+    assert injected > 1, "the site was never reached: nothing was tested"
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
+@pytest.mark.parametrize(("site", "mode"), CASES)
+def test_every_single_fault(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at = 1
+    while attempt(site, error, monkeypatch, fail_at, mode):
+        fail_at += 1
 
 
 def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:

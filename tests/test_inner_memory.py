@@ -324,7 +324,7 @@ def test_without_it_the_same_step_passes_its_budget(device: Device, monkeypatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.5, 0.6])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.6, marks=pytest.mark.thorough)])
 def test_a_changing_sequence_passes_no_budget_once_its_steps_are_known(device: Device, share: float) -> None:
     rng = Random(3)
     lengths = [rng.choice((64, 80, 96, 128)) for _ in range(60)]

@@ -222,14 +222,14 @@ def test_random_programs_give_what_plain_pytorch_gives(begin: int, kind: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", range(100, 104))
+@pytest.mark.parametrize("begin", [100, *(pytest.param(begin, marks=pytest.mark.thorough) for begin in range(101, 104))])
 def test_two_hundred_more_random_programs(begin: int) -> None:
     check_many("sim", programs_drawn=50, begin=begin)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("begin", range(200, 203))
+@pytest.mark.parametrize("begin", [200, *(pytest.param(begin, marks=pytest.mark.thorough) for begin in range(201, 203))])
 def test_a_hundred_and_fifty_others_on_cuda(begin: int) -> None:
     check_many("cuda", programs_drawn=50, begin=begin)
 

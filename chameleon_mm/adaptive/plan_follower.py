@@ -22,6 +22,7 @@ from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
+from chameleon_mm.adaptive.step_memory import StepMemory
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
@@ -95,8 +96,9 @@ class PlanFollower(Director):
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
-        if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            self._compare_growth(self._growth_bytes + growth_bytes, self._checked_at, self.light.num_hooks)
+        if self._entry is not None and self._budget is not None and self._entry.record.num_hooks == self.light.num_hooks:
+            self._memory.note(growth_bytes)
+            self._compare_growth(self.light.num_hooks, self._budget)
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
@@ -104,9 +106,9 @@ class PlanFollower(Director):
             followed=self.followed,
             whole=whole,
             recorded_hooks=recorded_hooks,
-            extra=ExtraMemory(extra_bytes=self._extra_bytes, spikes=self._spikes),
-            unused=self._unused,
-            exceeded_plan=self._exceeded_plan,
+            extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
+            unused=self._memory.unused,
+            exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
             followed_plan=self._budget is not None and self._budget.forecast.follows_plan,
         )
@@ -152,16 +154,8 @@ class PlanFollower(Director):
         self._due = _NOTHING_DUE
         self._first_bytes = 0
         """Bytes allocated at the first hook."""
-        self._extra_bytes = 0
-        """Bytes allocated at the first hook beyond the planned step's."""
-        self._checked_at = _NONE
-        """Hook of the last check of memory that every step like this one makes; `_growth_bytes`: the growth since then."""
-        self._growth_bytes = 0
-        self._spikes: dict[int, int] = {}
-        """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
-        self._unused: dict[tuple[int, int], int] = {}
-        """Bytes not allocated, as in `FollowedStep`."""
-        self._exceeded_plan = self._had_plan = False
+        self._memory = StepMemory()
+        self._had_plan = False
         self._trace_forecast.forget()
         if self._budget is not None:
             self._budget.forecast = self._budget.learned_forecast
@@ -297,44 +291,17 @@ class PlanFollower(Director):
         extra_bytes = max(0, self._first_bytes - self._entry.plan.first_hook_bytes)
         if self.adaptation.needs_more(self._entry.plan, extra_bytes):
             self._follow(self._entry, budget)
-        self._extra_bytes = extra_bytes
+        self._memory.extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        self._growth_bytes += nbytes
-        if at_hook:
-            hook = self.light.num_hooks - 1
-            self._compare_growth(self._growth_bytes, self._checked_at, hook)
-            self._checked_at, self._growth_bytes = hook, 0
+        self._memory.note(nbytes)
+        if at_hook and self._budget is not None:
+            self._compare_growth(self.light.num_hooks - 1, self._budget)
 
-    def _compare_growth(self, growth_bytes: int, since: int, hook: int) -> None:
-        """Compare growth between two hooks with the cached step's. All that is more is taken to come at the interval's peak."""
+    def _compare_growth(self, hook: int, budget: Budget) -> None:
         planned = None if self._entry is None or self._diverged else self._entry.plan
-        if planned is None or self._budget is None or hook <= since:
-            return
-        more_bytes = growth_bytes - planned.allocated_between(since, hook)
-        if more_bytes <= 0:
-            if more_bytes < 0:
-                self._unused[since, hook] = -more_bytes
-            return
-        ticks = planned.ticks_between(since, hook)
-        planned_for = planned.extra.spikes
-        tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)
-        spike_bytes = 0 if tick is None else planned_for[tick]
-        if tick is not None:
-            self._spikes[tick] = min(more_bytes, spike_bytes)
-        if self._schedule is None:
-            return
-        allocated = self._schedule.allocated_bytes[ticks]
-        room_bytes = self._budget.hbm_budget_bytes - int(allocated.max())
-        beyond_bytes = more_bytes - spike_bytes
-        if beyond_bytes > room_bytes:
-            # No more than the device's own peak allows, which goes back to before this step.
-            beyond_bytes = min(beyond_bytes, self._budget.peak_allocated_bytes() - int(allocated.max()))
-        if beyond_bytes > room_bytes:
-            self._spikes[ticks.start + int(allocated.argmax()) if tick is None else tick] = spike_bytes + beyond_bytes
-            # A step that took more than its trace has may do so again: for the rest of it the plan's forecast is not enough.
-            self._exceeded_plan = True
-            self._budget.forecast = self._budget.highest_forecast
+        if self._memory.compare(hook, planned, self._schedule, budget):
+            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
 
     def _matched(self, hook: int, save: int | None) -> int:
         if self._matcher is None:
@@ -361,7 +328,7 @@ class PlanFollower(Director):
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
-        self._extra_bytes, self._spikes, self._unused, self._exceeded_plan = 0, {}, {}, False
+        self._memory.follow_another()
         # What was due up to the hook before this one, which is counted already.
         missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or _NOTHING_DUE

@@ -303,7 +303,7 @@ class PlannedStep:
         begin = self._by_hook[hook] if hook >= 0 else 0
         end = self._by_hook[min(hook + hooks + 1, len(self._by_hook) - 1)]
         before = self._curve[begin] if hook >= 0 else self.trace.start_bytes
-        return int(self._curve[begin : end + 1].max(initial=before) - before)
+        return int(self._curve[begin : end + 1].max(initial=before) - before) + self.margin_bytes
 
     def ticks_between(self, hook: int, later: int) -> slice:
         """Ticks of the operators between two hooks, as above; where there are none, the first hook's own."""

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations_with_replacement
 
+import numpy as np
+
+from chameleon_mm.trace.trace import Int64s
+
 Sizes = tuple[int, ...]
 """Values of one size, one for each step."""
 
@@ -119,6 +123,34 @@ class SizeForms:
             if all(scale * value + shift == size for value, size in zip(values, sizes, strict=True)):
                 return Form(scale, shift, (factor,))
         return None
+
+
+class SizeColumn:
+    """Sizes of a trace's column, by the variables."""
+
+    def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
+        rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+        self._row = row.reshape(-1)
+        self._forms = [forms.find(tuple(sizes)) for sizes in rows.tolist()]
+        self._recorded = rows
+
+    def at(self, values: Mapping[int, int], proportions: Sequence[float]) -> Int64s:
+        """The sizes; those that have no form are the largest of the recorded ones, in proportion to how much larger the step is
+        than each of these."""
+        sizes = [form.at(values) if form is not None else None for form in self._forms]
+        largest = self._scaled(proportions).max(axis=1, initial=0).tolist()
+        known = [most if size is None else size for size, most in zip(sizes, largest, strict=True)]
+        return np.array(known, np.int64)[self._row]
+
+    def spread_bytes(self, proportions: Sequence[float]) -> int:
+        """The most by which recordings of a size that has no form differ."""
+        has_no_form = [form is None for form in self._forms]
+        spread = np.ptp(self._scaled(proportions)[has_no_form], axis=1)
+        return int(spread.max(initial=0))
+
+    def _scaled(self, proportions: Sequence[float]) -> Int64s:
+        scaled: Int64s = np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
+        return scaled
 
 
 def _products(columns: Sequence[Sizes]) -> list[int]:

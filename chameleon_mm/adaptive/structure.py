@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
-from chameleon_mm.adaptive.size_forms import Form, SizeForms
+from chameleon_mm.adaptive.size_forms import Form, SizeColumn, SizeForms
 from chameleon_mm.profiler.light import FIXED_STORAGE
 from chameleon_mm.profiler.step_record import Feature, StepRecord, feature_hash, outline, resized, save_parts, sizes_of
 from chameleon_mm.saved.recipe import Refusal
@@ -116,8 +116,8 @@ class Structure:
             self.has_open_sizes = True
             self._find_shapes()
         traces = [one.trace for one in self._recorded]
-        self._tensor_bytes = _Column(self._forms, [trace.tensor_bytes for trace in traces])
-        self._inner_bytes = _Column(self._forms, [trace.op_inner_bytes for trace in traces])
+        self._tensor_bytes = SizeColumn(self._forms, [trace.tensor_bytes for trace in traces])
+        self._inner_bytes = SizeColumn(self._forms, [trace.op_inner_bytes for trace in traces])
         self._times = np.stack([trace.op_us for trace in traces])
         self._works = np.array([one.work_bytes for one in self._recorded], np.float64)
 
@@ -334,34 +334,6 @@ class _Any:
 
 
 _ANY = _Any()
-
-
-class _Column:
-    """Sizes of a trace's column, by the variables."""
-
-    def __init__(self, forms: SizeForms, columns: Sequence[Int64s]) -> None:
-        rows, row = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-        self._row = row.reshape(-1)
-        self._forms = [forms.find(tuple(sizes)) for sizes in rows.tolist()]
-        self._recorded = rows
-
-    def at(self, values: Mapping[int, int], proportions: Sequence[float]) -> Int64s:
-        """The sizes; those that have no form are the largest of the recorded ones, in proportion to how much larger the step is
-        than each of these."""
-        sizes = [form.at(values) if form is not None else None for form in self._forms]
-        largest = self._scaled(proportions).max(axis=1, initial=0).tolist()
-        known = [most if size is None else size for size, most in zip(sizes, largest, strict=True)]
-        return np.array(known, np.int64)[self._row]
-
-    def spread_bytes(self, proportions: Sequence[float]) -> int:
-        """The most by which recordings of a size that has no form differ."""
-        has_no_form = [form is None for form in self._forms]
-        spread = np.ptp(self._scaled(proportions)[has_no_form], axis=1)
-        return int(spread.max(initial=0))
-
-    def _scaled(self, proportions: Sequence[float]) -> Int64s:
-        scaled: Int64s = np.ceil(self._recorded * np.array(proportions)).astype(np.int64)
-        return scaled
 
 
 def _size_at(feature: Hashable, dimension: int) -> int:

@@ -51,9 +51,13 @@ class ProtectedStorages:
 
 def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFacts:
     """Facts about `t` for the default rule. Whatever cannot be rebuilt exactly gets a kind that the rule never moves."""
-    if isinstance(t, Parameter) or isinstance(t._base, Parameter):
+    kind, base = type(t), t._base
+    # Asking for the class first: a parameter's own check of instances is written in Python.
+    if (kind is not Tensor and isinstance(t, Parameter)) or (
+        base is not None and type(base) is not Tensor and isinstance(base, Parameter)
+    ):
         return SaveFacts(nbytes=0, kind="parameter")
-    if type(t) is not Tensor:
+    if kind is not Tensor:
         return SaveFacts(nbytes=0, kind="leaf" if t.is_leaf and t.requires_grad else "subclass")
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
         return SaveFacts(nbytes=0, kind="layout")

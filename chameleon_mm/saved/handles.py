@@ -49,10 +49,15 @@ class KeptTensor:
         """The tensor's version when it was saved."""
         self.tensor: Tensor | None = t
         self._origin: Origin | None = None  # the tensor tells of itself
-        if by_reference or (node := t.grad_fn) is None:
+        if by_reference:
             return
-        # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
-        if t._base is not None or node._sequence_nr() == sequence_nr() - 1 or type(node).__flags__ & _HEAP_TYPE:
+        node, is_view = t.grad_fn, t._base is not None
+        if node is None:
+            must_detach = is_view and not t.requires_grad
+        else:
+            # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
+            must_detach = is_view or node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & _HEAP_TYPE)
+        if must_detach:
             self.tensor, self._origin = t.detach(), Origin(t)
 
     @property

@@ -51,13 +51,11 @@ class KeptTensor:
         self._origin: Origin | None = None  # the tensor tells of itself
         if by_reference:
             return
-        node, is_view = t.grad_fn, t._base is not None
-        if node is None:
-            must_detach = is_view and not t.requires_grad
-        else:
+        node, may_be_result = t.grad_fn, t._base is not None
+        if node is not None and not may_be_result:
             # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
-            must_detach = is_view or node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & _HEAP_TYPE)
-        if must_detach:
+            may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & _HEAP_TYPE)
+        if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 
     @property

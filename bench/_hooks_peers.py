@@ -3,8 +3,8 @@
 peer = peers(device, saves)["stays, save_on_cpu"]
 sample = peer()          # fresh hooks; warm-up; then the median step: us per save, us per use, share that left the device
 
-forward:  saves operators, each of which saves its input     CPU time of all threads / saves = us per save
-backward: as many uses                                       the same                        = us per use
+forward:  saves operators, each of which saves its input     host time inside of the hook / saves = us per save
+backward: as many uses                                       the same                             = us per use
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -62,8 +62,11 @@ class Sample(NamedTuple):
     """Share of the saved tensors that left the device: to the host, or dropped."""
 
 
-Step = Callable[[AbstractContextManager[Any]], tuple[float, float]]
-"""A forward inside a context of hooks, and its backward: us per save and per use."""
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What autograd calls to save and to use a tensor."""
+
+Step = Callable[[Hooks], tuple[float, float]]
+"""A forward under hooks, and its backward: us per save and per use."""
 
 Peer = Callable[[], Sample]
 
@@ -86,32 +89,45 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
     }
 
 
-def _step(leaf: Tensor, saves: int, hooks: AbstractContextManager[Any]) -> tuple[float, float]:
-    start = time.process_time_ns()
-    with hooks:
+class _Timed:
+    """A hook, and the time inside of it. The operators around it take much longer, and vary by more than a hook takes."""
+
+    def __init__(self, hook: Callable[[Any], Any]) -> None:
+        self._hook = hook
+        self.ns = 0
+
+    def __call__(self, argument: Any) -> Any:
+        began = time.perf_counter_ns()
+        result = self._hook(argument)
+        self.ns += time.perf_counter_ns() - began
+        return result
+
+
+def _step(leaf: Tensor, saves: int, hooks: Hooks) -> tuple[float, float]:
+    save, use = map(_Timed, hooks)
+    with saved_tensors_hooks(save, use):
         y = leaf
         for _ in range(saves):
             y = y.sin()
         total = y.sum()
-    forward_end = time.process_time_ns()
     total.backward()
-    end = time.process_time_ns()
     leaf.grad = None
-    return (forward_end - start) / 1e3 / saves, (end - forward_end) / 1e3 / saves
+    return save.ns / 1e3 / saves, use.ns / 1e3 / saves
 
 
 def _identity(device: Device, step: Step) -> Sample:
     with device.compute(), quiet(device):
-        return _sample([step(saved_tensors_hooks(_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], left=0.0)
+        return _sample([step((_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], left=0.0)
 
 
 def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, thresholds: Thresholds) -> Sample:
     hooks = save_on_cpu(device=device, min_bytes=min_bytes, thresholds=thresholds)
+    own = hooks._hooks.pack_hook, hooks._hooks.unpack_hook
     with hooks.pool, device.compute():
         with quiet(device):
-            taken = [step(hooks) for _ in range(UNPLANNED_STEPS)]
+            taken = [step(own) for _ in range(UNPLANNED_STEPS)]
             before = hooks._executor.metrics.totals.bytes_swapped_out  # what it moved is in no report: there is no session
-            taken += [step(hooks) for _ in range(TIMED_STEPS)]
+            taken += [step(own) for _ in range(TIMED_STEPS)]
         return _sample(
             taken, left=(hooks._executor.metrics.totals.bytes_swapped_out - before) / (TIMED_STEPS * saves * TENSOR_BYTES)
         )
@@ -135,15 +151,16 @@ def _planned(
     if link is not None and session._adaptation is not None:
         session._adaptation._link_cost = lambda: link  # no argument: nobody but this benchmark has to force a choice
     taken: list[tuple[float, float]] = []
+    own = session._save, session._use
     with session.pool, session:
         with quiet(device):
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
                 with session.step():
-                    step(nullcontext())
+                    step(own)
             before = session.report()
             for _ in range(TIMED_STEPS):
                 with session.step():
-                    taken.append(step(nullcontext()))
+                    taken.append(step(own))
         after = session.report()
         followed = after.plan_cache_hits - before.plan_cache_hits
         if followed != TIMED_STEPS:

@@ -13,7 +13,7 @@ from rich.console import Console
 from chameleon_mm.bench import _hooks_modes, hooks
 from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
 from chameleon_mm.bench._hooks_peers import DROPPED, IDENTITY, Sample
-from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.profiler.call_watch import CallWatch
@@ -62,6 +62,21 @@ def test_every_way_is_measured_and_what_it_says_leaves_the_device(device: Device
             assert cell.median == 0, name
     for name in (*STAYS, *LEAVES):
         assert all(isinstance(cell, Figure) for cell in rows[name].values())
+
+
+def test_bounds_are_told_for_what_was_measured(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = [Sample(1.0, 1.0, 0.0)]
+    results = Results("hooks", sim, hooks.COLUMNS)
+    for name, sample in (("stays, session", Sample(3.0, 2.5, 0.0)), ("moves by plan, alone", Sample(14.0, 8.0, 1.0))):
+        results.add(name, {}, hooks.cells(name, [sample], identity))
+    assert [bound.held for bound in hooks.bounds(results, sim)] == [None] * 3  # most of it are the simulator's accounts
+    monkeypatch.setattr(SimDevice, "simulated", False)
+    told = hooks.bounds(results, sim)
+    assert [(bound.name, bound.found, bound.held) for bound in told] == [
+        ("stays, session: save and use over hooks that do nothing", 3.5, True),
+        ("moves by plan, alone: save over a hook that does nothing", 13.0, False),
+        ("moves by plan, alone: use over a hook that does nothing", 7.0, True),
+    ]
 
 
 def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,12 @@ LATE_ALONE: dict[str, str] = {
     "tests/test_bench_rehearsal.py::test_every_part_of_the_suite_runs_on_the_stand_in": (
         "rehearsed in mode late alone: that the whole script runs has nothing to do with the mode"
     ),
+    "tests/test_op_db.py::test_every_operator": (
+        "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
+    ),
+    "tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session": (
+        "run in mode late alone: what dynamo compiles has nothing to do with the mode"
+    ),
     "tests/test_stand_in_compute.py::test_operators_give_the_cpus_bits": (
         "compared in mode late alone: which kernel of the CPU an operator runs has nothing to do with the mode"
     ),

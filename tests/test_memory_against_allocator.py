@@ -67,7 +67,7 @@ def test_dropout_is_known_to_differ() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.5, 0.25], ids=["half", "quarter"])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.thorough), 0.25], ids=["half", "quarter"])
 @pytest.mark.parametrize("name", MODELS)
 def test_budgets_hold_on_the_real_allocator(name: str, share: float) -> None:
     simulated, allocated = pair(name)

@@ -61,8 +61,8 @@ class PlanFollower(Director):
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
         self.light = LightProfiler()
-        self._plan_forecast = PlanForecast(self.light)
-        self._trace_forecast = TraceForecast(self.light)
+        self._plan_forecast = PlanForecast()
+        self._trace_forecast = TraceForecast()
         self._epoch = -1
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
@@ -96,9 +96,10 @@ class PlanFollower(Director):
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
+        self._memory.growth_bytes += growth_bytes
         if self._entry is not None and self._budget is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            self._memory.note(growth_bytes)
-            self._compare_growth(self.light.num_hooks, self._budget)
+            planned = None if self._diverged else self._entry.plan
+            self._memory.compare(self.light.num_hooks, planned, self._schedule, self._budget)
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
@@ -148,6 +149,8 @@ class PlanFollower(Director):
         self.followed: PlanTrial | None = None
         """The trial whose plan this step follows, or did."""
         self._schedule: HookSchedule | None = None
+        self._margin_bytes = 0
+        """Bytes to leave free beside what the plan allocates until the next check."""
         self._may_recompute = False
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
@@ -238,6 +241,10 @@ class PlanFollower(Director):
         if self._diverged:
             cached_hook = self._matched(hook, save)
             self._cached_hooks.append(cached_hook)
+        elif self._schedule is not None and self._budget.forecast.follows_plan:
+            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._margin_bytes
+        else:
+            self._trace_forecast.hook = hook
         if cached_hook > self._reached:
             self._reached = cached_hook
             if self._cursor is not None:
@@ -294,14 +301,12 @@ class PlanFollower(Director):
         self._memory.extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        self._memory.note(nbytes)
+        self._memory.growth_bytes += nbytes
         if at_hook and self._budget is not None:
-            self._compare_growth(self.light.num_hooks - 1, self._budget)
-
-    def _compare_growth(self, hook: int, budget: Budget) -> None:
-        planned = None if self._entry is None or self._diverged else self._entry.plan
-        if self._memory.compare(hook, planned, self._schedule, budget):
-            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
+            planned = None if self._entry is None or self._diverged else self._entry.plan
+            if self._memory.compare(self.light.num_hooks - 1, planned, self._schedule, self._budget):
+                # For the rest of the step the plan's forecast is not enough.
+                self._budget.forecast = self._budget.highest_forecast
 
     def _matched(self, hook: int, save: int | None) -> int:
         if self._matcher is None:
@@ -334,10 +339,10 @@ class PlanFollower(Director):
         self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
-            self._plan_forecast.follow(self._schedule.growth, 0 if planned is None else planned.margin_bytes)
+            self._margin_bytes = 0 if planned is None else planned.margin_bytes
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
-            self._trace_forecast.follow(planned.growth_after)
+            self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
             budget.forecast = self._trace_forecast
         elif planned is None or self.light.num_hooks > 0 or entry is not self._last_entry:
             budget.forecast = budget.highest_forecast  # it may be like no step before

@@ -1,6 +1,6 @@
 """Compares what a step allocates with what the cached step did that it follows: between two hooks, and at the first one.
 
-memory.note(nbytes)                                    # as memory was checked: so much was allocated since then
+memory.growth_bytes += nbytes                          # as memory was checked: so much was allocated since then
 if memory.compare(hook, planned, schedule, budget): ... # the plan's forecast is not enough for the rest of the step
 """
 
@@ -15,9 +15,10 @@ class StepMemory:
     """What a step takes more or less than its trace has."""
 
     def __init__(self) -> None:
-        self._growth_bytes = 0
+        self.growth_bytes = 0
+        """Bytes allocated since the last hook that was compared, freed ones included: whoever checks memory adds to it."""
         self._since = -1
-        """Hook of the last check of memory that every step like this one makes; `_growth_bytes`: the growth since then."""
+        """Hook of the last check of memory that every step like this one makes."""
         self.follow_another()
 
     def follow_another(self) -> None:
@@ -31,14 +32,10 @@ class StepMemory:
         self.exceeded_plan = False
         """Whether it took so much more that its plan is no longer trusted."""
 
-    def note(self, nbytes: int) -> None:
-        """Note that so much was allocated since memory was last checked, freed bytes included."""
-        self._growth_bytes += nbytes
-
     def compare(self, hook: int, planned: PlannedStep | None, schedule: HookSchedule | None, budget: Budget) -> bool:
         """Compare growth since the last hook that was compared with the trace of `planned`; None: it follows none. All that is
         more is taken to come at the interval's peak. Returns whether it exceeds what the plan, `schedule`, has room for."""
-        growth_bytes, self._growth_bytes = self._growth_bytes, 0
+        growth_bytes, self.growth_bytes = self.growth_bytes, 0
         since, self._since = self._since, hook
         if planned is None or hook <= since:
             return False

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from chameleon_mm.policy import Headroom
-from chameleon_mm.profiler.light import LightProfiler
 
 
 class Forecast(ABC):
@@ -43,22 +42,22 @@ class HighestForecast(Forecast):
 class TraceForecast(Forecast):
     """Forecast of a step that is known hook for hook, while nobody can say what of it is on the device."""
 
-    def __init__(self, light: LightProfiler) -> None:
-        """`light` counts the hooks."""
-        self._light = light
+    def __init__(self) -> None:
+        self.hook = -1
+        """Number of the latest hook at which something may be due; -1: none yet."""
         self._growth_after: Callable[[int, int], int] | None = None
 
-    def follow(self, growth_after: Callable[[int, int], int]) -> None:
-        """Follow the step of which `growth_after` tells how many bytes allocation grows at most from one hook (-1: the step's
-        beginning) until so many hooks behind the next one."""
-        self._growth_after = growth_after
+    def follow(self, growth_after: Callable[[int, int], int], hook: int) -> None:
+        """Follow the step of which `growth_after` tells how many bytes allocation grows at most from one hook until so many
+        hooks behind the next one. `hook`: the latest."""
+        self._growth_after, self.hook = growth_after, hook
 
     def forget(self) -> None:
         """Forget the step."""
         self._growth_after = None
 
     def growth(self, checks: int = 0) -> int | None:
-        return None if self._growth_after is None else self._growth_after(self._light.num_hooks - 1, checks)
+        return None if self._growth_after is None else self._growth_after(self.hook, checks)
 
 
 class PlanForecast(Forecast):
@@ -66,21 +65,9 @@ class PlanForecast(Forecast):
 
     follows_plan = True
 
-    def __init__(self, light: LightProfiler) -> None:
-        """`light` counts the hooks."""
-        self._light = light
-        self._growth: Sequence[int] = ()
-        self._margin_bytes = 0
-
-    def follow(self, growth: Sequence[int], margin_bytes: int) -> None:
-        """Follow the plan by which allocation grows at most by so many bytes from each hook until the next check of memory, by
-        the plan's own prefetches too. `margin_bytes`: what is left free beside it."""
-        self._growth, self._margin_bytes = growth, margin_bytes
-
-    @property
-    def growth_bytes(self) -> int:
-        """Bytes that are allocated at most from the latest hook until the next check."""
-        return self._growth[max(0, self._light.num_hooks - 1)] + self._margin_bytes
+    def __init__(self) -> None:
+        self.growth_bytes = 0
+        """Bytes that are allocated at most until the next check, by the plan's own prefetches too."""
 
     def growth(self, checks: int = 0) -> int:
         return 0

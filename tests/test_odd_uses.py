@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -259,6 +260,24 @@ def test_an_exception_that_ends_a_session_before_the_generator_of_its_steps(devi
     del caught
     assert session.report().steps == 1
     assert session.pool.stats().num_live == 0
+
+
+def test_an_exception_in_a_recorded_step_leaves_torch_as_it_was(device: Device) -> None:
+    """Torch keeps what was on when a dispatch mode was entered, and takes it for true again as the mode is left."""
+    before = is_in_torch_dispatch_mode()
+    session = opened(device)
+
+    def steps() -> Generator[cm.SwapSession]:
+        with session.step() as step:
+            yield step
+
+    generator = steps()
+    with pytest.raises(RuntimeError, match="the user's own"), session:
+        for _ in generator:
+            deep(leaf(device)).sum().backward()
+            raise RuntimeError("the user's own")
+    generator.close()
+    assert is_in_torch_dispatch_mode() == before
 
 
 def test_a_step_that_is_entered_by_hand_and_dropped(device: Device) -> None:

@@ -267,8 +267,8 @@ class Executor:
             self.metrics.end_step(kind)
 
     def leave_recorders(self) -> None:
-        """Leave the recorders that autograd has put back after they were left within a backward."""
-        self.recording.leave_restored()
+        """Leave the recorder of a step that has not ended, and those that autograd has put back after they were left."""
+        self.recording.leave_all()
 
     def raise_late_error(self) -> None:
         """Raise an error that came up in a finaliser, where nobody could be told, and was not raised since."""

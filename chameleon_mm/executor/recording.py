@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.dispatch_state import in_backward
+from chameleon_mm.profiler.dispatch_state import in_backward, is_on
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.storages import TracedStorage
 
@@ -79,6 +79,14 @@ class Recording:
         elif wanted and not self._entered:
             self._entered = True
             watch.__enter__()
+
+    def leave_all(self) -> None:
+        """Leave every mode of the step that is on this thread's stack, before one that was entered earlier is: torch keeps for
+        each mode what was on when it was entered, and takes that for true again as it is left."""
+        mode = self.recorder or self.watch
+        if mode is not None and self._entered and is_on(mode):
+            self._leave(mode)
+        self.leave_restored()
 
     def leave_restored(self) -> None:
         """Leave the modes that autograd has put back."""

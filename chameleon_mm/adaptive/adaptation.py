@@ -50,10 +50,6 @@ cost."""
 CORRECTIONS = 2
 """Corrections of one step's operator times, at most."""
 
-FIRST_STEPS = 3
-"""Steps that are recorded, each as far as it is like none before: two of other sizes tell of all others, and the first step,
-which makes the optimizer's state, is like no other."""
-
 UNUSED_RECORDINGS = 4
 """Recorded steps of which nothing came yet, neither a step like them nor one that they tell of, ..."""
 RECORDED_SHARE = 0.02
@@ -199,7 +195,7 @@ class Adaptation:
     def _is_worth_recording(self, expected: StepEntry | None) -> bool:
         """Whether the step that begins may need a trace: because of what is expected, or, rarely enough, because some other
         cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
-        if expected is None or self._num_steps < FIRST_STEPS:
+        if expected is None:
             return True
         is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
         if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:

@@ -168,12 +168,13 @@ def test_two_hundred_random_lengths(make: Callable[[], LengthModel], distributio
 
 @pytest.mark.slow
 def test_two_hundred_lengths_take_no_longer_than_where_each_was_planned_before() -> None:
-    make = partial(Llama, layers=2)
+    make = partial(Llama, layers=1)
     shapes = [(1, n) for n in lengths_of("log-normal", 200, Random(5))]
     budget = int(max(run_lengths(make, [max(shapes)] * 2, None).peaks) * 0.5)
     run, known = (run_lengths(make, shapes, budget, known=known) for known in (False, True))
     assert_within(run, budget)
-    assert sum(run.times_us) <= 1.03 * sum(known.times_us)
+    assert sum(run.times_us) <= 1.04 * sum(known.times_us)
+    assert sum(run.times_us[4:]) <= 1.02 * sum(known.times_us[4:])  # those before it are recorded, or not known yet
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, Schedu
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.step_memory import StepMemory
+from chameleon_mm.adaptive.structure import OPEN_MARGIN
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
@@ -307,6 +308,8 @@ class PlanFollower(Director):
             if self._memory.compare(self.light.num_hooks - 1, planned, self._schedule, self._budget):
                 # For the rest of the step the plan's forecast is not enough.
                 self._budget.forecast = self._budget.highest_forecast
+            if planned is not None and self._memory.most_more_bytes > self._margin_bytes // OPEN_MARGIN:
+                self._margin_bytes = planned.widen_margin(self._memory.most_more_bytes)
 
     def _matched(self, hook: int, save: int | None) -> int:
         if self._matcher is None:

@@ -29,6 +29,8 @@ class StepMemory:
         """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
+        self.most_more_bytes = 0
+        """The most bytes allocated between two hooks beyond the trace's."""
         self.exceeded_plan = False
         """Whether it took so much more that its plan is no longer trusted."""
 
@@ -44,6 +46,7 @@ class StepMemory:
             if more_bytes < 0:
                 self.unused[since, hook] = -more_bytes
             return False
+        self.most_more_bytes = max(self.most_more_bytes, more_bytes)
         ticks = planned.ticks_between(since, hook)
         planned_for = planned.extra.spikes
         tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)

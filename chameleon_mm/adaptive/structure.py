@@ -47,7 +47,8 @@ MOST_VARIABLES = 4
 open."""
 
 OPEN_MARGIN = 2
-"""Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ."""
+"""Part of what is left free where sizes are open: so many times the most by which recordings of one storage differ, or by which
+a step took more than was planned."""
 
 _RECENT = 16
 """Number of steps whose extra memory and times are planned for in others of the structure."""
@@ -80,6 +81,8 @@ class Structure:
         self._mispredicted = False
         self.has_open_sizes = False
         """Whether some sizes hang on what nothing at the beginning of a step tells."""
+        self._most_growth_bytes = 0
+        """The most bytes that a step with open sizes allocated between two hooks beyond what was planned."""
         self._extra: deque[ExtraMemory] = deque(maxlen=_RECENT)
         self._slowdowns: dict[int, deque[float]] = {}
 
@@ -227,7 +230,13 @@ class Structure:
         """Bytes to leave free beside a plan for a step with this record, as open sizes may be larger than any recorded one."""
         if not self.has_open_sizes:
             return 0
-        return OPEN_MARGIN * self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
+        spread_bytes = self._tensor_bytes.spread_bytes(self._proportions(self._values(record.features)))
+        return OPEN_MARGIN * max(spread_bytes, self._most_growth_bytes)
+
+    def note_growth(self, more_bytes: int) -> int:
+        """Note that a step allocated so much more between two hooks than planned. Returns the bytes to leave free for that."""
+        self._most_growth_bytes = max(self._most_growth_bytes, more_bytes)
+        return OPEN_MARGIN * self._most_growth_bytes
 
     def trace_of(self, record: StepRecord) -> Trace:
         """Trace of a step with this record, of this structure."""

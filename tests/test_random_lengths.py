@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.structure import RECORDED, Structure
 from chameleon_mm.bench._length_models import MODELS, Bert, LengthModel, Llama, batch_of, lengths_of, training_step
 from chameleon_mm.bench._lengths_run import MIN_BYTES, LengthRun, Shape, run_lengths
+from chameleon_mm.profiler.step_record import Feature, StepRecord, sizes_of
 from chameleon_mm.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -124,6 +125,25 @@ def test_recorded_steps_of_two_lengths_have_the_operators_of_the_model_alone(
     assert [op.name for op in one.ops] == [op.name for op in other.ops]
     assert not any(op.name.startswith("aten::set_") for op in one.ops)
     assert all(sorted(a.reads) == sorted(b.reads) for a, b in zip(one.ops, other.ops, strict=True))
+
+
+def test_a_predicted_step_says_whose_storages_are_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the same sizes that saves other storages is none like it."""
+    predicted: list[StepRecord] = []
+    predict = Structure.predict
+
+    def keep(structure: Structure, features: Any) -> StepRecord | None:
+        record = predict(structure, features)
+        predicted.extend([] if record is None else [record])
+        return record
+
+    monkeypatch.setattr(Structure, "predict", keep)
+    shapes = [(2, n) for n in (100, 150, 120, 200, 180)]
+    run_lengths(MODELS["llama"], shapes, budget_of(MODELS["llama"], (2, 200), 0.6))
+    saves = [feature for record in predicted for feature in record.features if sizes_of(cast("Feature", feature)) is not None]
+    since = [cast("Feature", save)[4] for save in saves]
+    assert len(since) > 100
+    assert all(isinstance(hooks, int) for hooks in since)
 
 
 class Padded(LengthModel):

@@ -213,7 +213,7 @@ class Structure:
 
     def _resized(self, save: Feature, sizes: tuple[Hashable, ...], *, is_small: bool) -> Feature:
         """The feature of a save with other sizes."""
-        if _ANY in sizes:
+        if any(size is _ANY for size in sizes):  # by identity: it equals every number
             return resized(save, sizes, _ANY)  # it may be too small to move, or not
         return self._resized_to(save, cast("tuple[int, ...]", sizes), is_small=is_small)
 

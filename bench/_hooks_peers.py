@@ -63,7 +63,7 @@ class Sample(NamedTuple):
 
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What autograd calls to save and to use a tensor."""
+"""Functions that autograd calls to save and to use a tensor."""
 
 Step = Callable[[Hooks], tuple[float, float]]
 """A forward under hooks, and its backward: us per save and per use."""

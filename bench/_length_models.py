@@ -55,13 +55,13 @@ class _LlamaBlock(nn.Module):
         return out
 
 
-class Llama(LengthModel):
-    """Pre-norm blocks with SwiGLU; the loss is of the next token."""
+class _Decoder(LengthModel):
+    """Blocks between an embedding and a head; the loss is of the next token."""
 
-    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4) -> None:
+    def __init__(self, width: int, layers: int, make_block: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(self.vocabulary, width)
-        self.blocks = nn.ModuleList(_LlamaBlock(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(make_block() for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, self.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -70,6 +70,13 @@ class Llama(LengthModel):
             x = block(x)
         logits = self.head(self.norm(x))[:, :-1]
         return F.cross_entropy(logits.reshape(-1, self.vocabulary), tokens[:, 1:].reshape(-1))
+
+
+class Llama(_Decoder):
+    """Pre-norm blocks with SwiGLU."""
+
+    def __init__(self, width: int = 64, layers: int = 3, heads: int = 4) -> None:
+        super().__init__(width, layers, lambda: _LlamaBlock(width, heads))
 
 
 class _MixtureBlock(nn.Module):
@@ -94,21 +101,11 @@ class _MixtureBlock(nn.Module):
         return x + out.view_as(x)
 
 
-class Mixture(LengthModel):
-    """Pre-norm blocks with a mixture of experts; the loss is of the next token."""
+class Mixture(_Decoder):
+    """Pre-norm blocks with a mixture of experts."""
 
     def __init__(self, width: int = 64, layers: int = 3, heads: int = 4, experts: int = 6) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(self.vocabulary, width)
-        self.blocks = nn.ModuleList(_MixtureBlock(width, heads, experts) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, self.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))[:, :-1]
-        return F.cross_entropy(logits.reshape(-1, self.vocabulary), tokens[:, 1:].reshape(-1))
+        super().__init__(width, layers, lambda: _MixtureBlock(width, heads, experts))
 
 
 class _BertBlock(nn.Module):

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def bounds(results: Results, device: Device) -> list[Bound]:
-    """What the hooks are to take, and what they took."""
+    """Bounds on the time of hooks, with the times that this run found."""
     cells = {row.name: row.cells for row in results.rows}
     return [
         Bound(

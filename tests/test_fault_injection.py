@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from typing import Any
 
 import pytest
@@ -146,15 +147,20 @@ CASES = [
 ]
 
 
+def check_faults(
+    site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, *, each_up_to: float, stride: int
+) -> None:
+    """Each of the first calls fails in its turn, then every `stride`-th."""
+    fail_at = 1
+    while attempt(site, error, monkeypatch, fail_at, mode):
+        fail_at += 1 if fail_at < each_up_to else stride
+    assert fail_at > 1, "the site was never reached: nothing was tested"
+
+
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
 @pytest.mark.parametrize(("site", "mode"), CASES)
 def test_faults_at_every_site(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the first calls fails in its turn, then every `STRIDE`-th."""
-    fail_at = injected = 1
-    while attempt(site, error, monkeypatch, fail_at, mode):
-        injected += 1
-        fail_at += 1 if fail_at < EACH_UP_TO else STRIDE
-    assert injected > 1, "the site was never reached: nothing was tested"
+    check_faults(site, mode, error, monkeypatch, each_up_to=EACH_UP_TO, stride=STRIDE)
 
 
 @pytest.mark.slow
@@ -162,9 +168,7 @@ def test_faults_at_every_site(site: str, mode: str, error: type[BaseException], 
 @pytest.mark.parametrize("error", [Fault, KeyboardInterrupt], ids=["fails", "is interrupted"])
 @pytest.mark.parametrize(("site", "mode"), CASES)
 def test_every_single_fault(site: str, mode: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_at = 1
-    while attempt(site, error, monkeypatch, fail_at, mode):
-        fail_at += 1
+    check_faults(site, mode, error, monkeypatch, each_up_to=inf, stride=1)
 
 
 def test_a_refused_move_is_not_waited_for_by_the_meter(monkeypatch: pytest.MonkeyPatch) -> None:

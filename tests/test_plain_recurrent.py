@@ -100,6 +100,13 @@ def test_save_on_cpu_trains_recurrent_layers_as_plain_pytorch_does(layer: str, d
     check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("layer", "dtype", "contiguous"), [one for one in ALL if one not in ALL[2::5]])
+def test_save_on_cpu_trains_the_others(layer: str, dtype: torch.dtype, contiguous: bool) -> None:
+    check_save_on_cpu(case_of(layer, dtype, contiguous=contiguous))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layer", "dtype", "contiguous"), SAMPLE)
 def test_a_session_trains_recurrent_layers_on_cuda(layer: str, dtype: torch.dtype, contiguous: bool) -> None:

@@ -51,18 +51,29 @@ def assert_exact(run: LengthRun, make: Callable[[], LengthModel], shapes: Sequen
     assert all(torch.equal(got, plain) for got, plain in zip(run.parameters, parameters, strict=True))
 
 
+def share_of_unswapped(make: Callable[[], LengthModel], longest: Shape, share: float) -> int:
+    """That share of what such a step takes unswapped."""
+    return int(max(run_lengths(make, [longest] * 2, None).peaks) * share)
+
+
 def assert_within(run: LengthRun, budget: int) -> None:
     assert [(i, peak - budget) for i, peak in enumerate(run.peaks) if peak > budget] == []
     assert (report_of(run).budget_misses, report_of(run).oom_retries) == (0, 0)
+
+
+def check(make: Callable[[], LengthModel], shapes: Sequence[Shape], budget: int, **given: Any) -> LengthRun:
+    """A run that has plain PyTorch's bits, and is within the budget in every step."""
+    run = run_lengths(make, shapes, budget, **given)
+    assert_exact(run, make, shapes)
+    assert_within(run, budget)
+    return run
 
 
 @pytest.mark.parametrize(("name", "recompute"), [("llama", True), ("bert", False)])
 def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, recompute: bool) -> None:
     make, shapes = MODELS[name], [(2, n) for n in lengths_of("uniform", 24, Random(1), longest=400)]
     budget = budget_of(make, max(shapes), 0.6)
-    run = run_lengths(make, shapes, budget, recompute=recompute)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    run = check(make, shapes, budget, recompute=recompute)
     assert report_of(run).detailed_steps == 3
     assert report_of(run).steps_by_phase == {"recorded": 3, "partly planned": 1, "planned": 20}
 
@@ -71,9 +82,7 @@ def test_rows_and_length_change_apart() -> None:
     rng = Random(2)
     make, shapes = MODELS["llama"], [(rng.randint(1, 5), rng.randint(40, 300)) for _ in range(20)]
     budget = budget_of(make, (5, 300), 0.6)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= RECORDED
     assert report_of(run).steps_by_phase["planned"] >= 14
 
@@ -81,9 +90,7 @@ def test_rows_and_length_change_apart() -> None:
 def test_one_longer_than_all_known_is_within_the_budget_at_once() -> None:
     make, shapes = MODELS["llama"], [(2, n) for n in (100, 120, 140, 110, 130, 600, 60, 601)]
     budget = budget_of(make, (2, 601), 0.6)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 4
     assert report_of(run).steps_by_phase["planned"] >= 2
 
@@ -101,9 +108,7 @@ def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.
     monkeypatch.setattr(Structure, "trace_of", wrong)
     make, shapes = MODELS["llama"], [(2, n) for n in lengths_of("uniform", 16, Random(3), longest=300)]
     budget = budget_of(make, (2, 300), 0.7)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    check(make, shapes, budget)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -164,9 +169,7 @@ class Padded(LengthModel):
 def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
     shapes = [(4, n) for n in lengths_of("uniform", 16, Random(4), longest=400)]
     budget = budget_of(Padded, (4, 400), 0.9)
-    run = run_lengths(Padded, shapes, budget)
-    assert_exact(run, Padded, shapes)
-    assert_within(run, budget)
+    run = check(Padded, shapes, budget)
     assert report_of(run).detailed_steps <= RECORDED
 
 
@@ -179,9 +182,7 @@ def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
 def test_two_hundred_random_lengths(make: Callable[[], LengthModel], distribution: str) -> None:
     shapes = [(1, n) for n in lengths_of(distribution, 200, Random(5))]
     budget = budget_of(make, max(shapes), 0.5)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6
     assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)
 
@@ -190,7 +191,7 @@ def test_two_hundred_random_lengths(make: Callable[[], LengthModel], distributio
 def test_two_hundred_lengths_take_no_longer_than_where_each_was_planned_before() -> None:
     make = partial(Llama, layers=1)
     shapes = [(1, n) for n in lengths_of("log-normal", 200, Random(5))]
-    budget = int(max(run_lengths(make, [max(shapes)] * 2, None).peaks) * 0.5)
+    budget = share_of_unswapped(make, max(shapes), 0.5)
     run, known = (run_lengths(make, shapes, budget, known=known) for known in (False, True))
     assert_within(run, budget)
     assert sum(run.times_us) <= 1.04 * sum(known.times_us)

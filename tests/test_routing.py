@@ -6,7 +6,6 @@ The reference is plain PyTorch, on plain tensors, with nothing of ours around it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch.nn.functional as F
@@ -15,33 +14,24 @@ from torch import Tensor, nn
 from chameleon_mm.adaptive.adaptation import RECORDED_SHARE, UNUSED_RECORDINGS
 from chameleon_mm.adaptive.rule_fallback import MISSES, PAUSE, TRIED, RuleFallback
 from chameleon_mm.bench._length_models import MODELS, LengthModel
-from chameleon_mm.bench._lengths_run import Shape, run_lengths
-from tests.test_random_lengths import assert_exact, assert_within, report_of
+from chameleon_mm.bench._lengths_run import run_lengths
+from tests.test_random_lengths import check, report_of, share_of_unswapped
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
-def budget_of(make: Callable[[], LengthModel], longest: Shape, share: float) -> int:
-    """That share of what such a step takes unswapped."""
-    return int(max(run_lengths(make, [longest] * 2, None).peaks) * share)
-
-
 def test_steps_whose_routing_nobody_can_tell_follow_one_plan() -> None:
     make, shapes = MODELS["mixture"], [(4, 128)] * 12
-    budget = budget_of(make, (4, 128), 0.6)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    budget = share_of_unswapped(make, (4, 128), 0.6)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 4
     assert report_of(run).steps_by_phase["planned"] >= 7
 
 
 def test_lengths_change_with_the_routing() -> None:
     make, shapes = MODELS["mixture"], [(2, n) for n in (96, 120, 80, 200, 64, 150, 100, 90, 170, 110, 130, 75)]
-    budget = budget_of(make, (2, 200), 0.7)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    budget = share_of_unswapped(make, (2, 200), 0.7)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 4
     assert report_of(run).steps_by_phase["planned"] >= 5
 
@@ -67,10 +57,8 @@ class Skipping(LengthModel):
 
 def test_recordings_that_nothing_comes_of_are_bounded() -> None:
     shapes = [(2, 128)] * 48
-    budget = budget_of(Skipping, (2, 128), 0.8)
-    run = run_lengths(Skipping, shapes, budget)
-    assert_exact(run, Skipping, shapes)
-    assert_within(run, budget)
+    budget = share_of_unswapped(Skipping, (2, 128), 0.8)
+    run = check(Skipping, shapes, budget)
     # The first step is recorded whatever it is; of 48 the share allows one.
     assert report_of(run).detailed_steps <= 1 + UNUSED_RECORDINGS + RECORDED_SHARE * len(shapes)
 
@@ -78,10 +66,8 @@ def test_recordings_that_nothing_comes_of_are_bounded() -> None:
 @pytest.mark.slow
 def test_a_hundred_steps_of_changing_routing() -> None:
     make, shapes = MODELS["mixture"], [(8, 256)] * 100
-    budget = budget_of(make, (8, 256), 0.5)
-    run = run_lengths(make, shapes, budget)
-    assert_exact(run, make, shapes)
-    assert_within(run, budget)
+    budget = share_of_unswapped(make, (8, 256), 0.5)
+    run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6
     assert sum(run.times_us) < sum(run_lengths(make, shapes, budget, plans=False).times_us)
 
@@ -93,11 +79,10 @@ def run_fallback(
     fallback: RuleFallback, steps: int, *, missed_us: float, rule_us: float, hits: tuple[int, ...] = ()
 ) -> list[bool]:
     """Whether each of so many steps went by the rule. `hits`: numbers of those that have a plan."""
-    now_us, by_rule = 0.0, []
+    by_rule = []
     for number in range(steps):
-        by_rule.append(fallback.begin_step(now_us))
-        now_us += 10 * (rule_us if by_rule[-1] else missed_us)
-        fallback.end_step(now_us, missed=number not in hits, hooks=10)
+        by_rule.append(fallback.by_rule)
+        fallback.end_step(10 * (rule_us if by_rule[-1] else missed_us), missed=number not in hits, hooks=10)
     return by_rule
 
 
@@ -131,11 +116,9 @@ def test_steps_that_hit_now_and_then_are_never_tried_by_the_rule() -> None:
 def test_a_session_whose_plans_keep_missing_follows_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that says that the rule is faster, whatever it is."""
     shapes = [(2, 128)] * 40
-    budget = budget_of(Skipping, (2, 128), 0.8)
+    budget = share_of_unswapped(Skipping, (2, 128), 0.8)
     monkeypatch.setattr(RuleFallback, "_decide", _always_by_rule)
-    run = run_lengths(Skipping, shapes, budget)
-    assert_exact(run, Skipping, shapes)
-    assert_within(run, budget)
+    run = check(Skipping, shapes, budget)
     assert report_of(run).steps_by_phase["by rule"] >= TRIED + 8
 
 

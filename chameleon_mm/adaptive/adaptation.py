@@ -182,7 +182,6 @@ class Adaptation:
         trial."""
         self._learn_times()
         self._began_us = self._host_us()
-        self.fallback.begin_step(self._began_us)
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
@@ -224,7 +223,7 @@ class Adaptation:
         wasted = step.recorded_hooks
         kind = StepKind.PARTLY_PLANNED if step.had_plan else StepKind.BY_RULE
         if entry is not None and entry.plan is not None:
-            self._note_use(entry)
+            self._note_use(entry.plan)
             self.plan_cache_hits += bool(entry.plan.trials)
             if step.followed_plan and entry.plan.trials:
                 kind = StepKind.PLANNED
@@ -261,20 +260,20 @@ class Adaptation:
         self._note_time(missed=missed, was_recorded=step.whole, hooks=record.num_hooks)
         return kind
 
-    def _note_use(self, entry: StepEntry) -> None:
+    def _note_use(self, planned: PlannedStep) -> None:
         """Note that a step came again, or one that recorded steps tell of."""
-        if entry.plan is not None and entry.plan.predicted_by is not None:
+        if planned.predicted_by is not None:
             self._unused.clear()
         else:
-            self._unused.discard(entry.fingerprint)
+            self._unused.discard(planned.record.fingerprint)
 
     def _note_time(self, *, missed: bool, was_recorded: bool, hooks: int) -> None:
-        now_us = self._host_us()
-        self.fallback.end_step(now_us, missed=missed, hooks=hooks)
+        took_us = self._host_us() - self._began_us
+        self.fallback.end_step(took_us, missed=missed, hooks=hooks)
         self._num_steps += 1
         self._num_recorded += was_recorded
-        self._steps_us += now_us - self._began_us
-        self._recorded_us += was_recorded * (now_us - self._began_us)
+        self._steps_us += took_us
+        self._recorded_us += was_recorded * took_us
 
     # --- steps of other sizes than the recorded ones
 

@@ -154,7 +154,7 @@ class ScheduleCursor:
         self._hooks = hooks
         self._due = due
         self._at = 0
-        self.next_hook = hooks[0] if hooks else _BEHIND_ALL
+        self.next_hook = hooks[0] if hooks else BEHIND_ALL
         """First hook at which anything is due yet."""
 
     def advance_to(self, hook: int) -> DueActions | None:
@@ -163,11 +163,11 @@ class ScheduleCursor:
             return None
         begin = self._at
         end = self._at = bisect_right(self._hooks, hook, begin)
-        self.next_hook = self._hooks[end] if end < len(self._hooks) else _BEHIND_ALL
+        self.next_hook = self._hooks[end] if end < len(self._hooks) else BEHIND_ALL
         if end == begin + 1:
             return self._due[begin]
         return DueActions(*(list(chain.from_iterable(kind)) for kind in zip(*self._due[begin:end], strict=True)))
 
 
-_BEHIND_ALL = 1 << 62
+BEHIND_ALL = 1 << 62
 """More hooks than a step has."""

@@ -19,11 +19,11 @@ from torch import Tensor
 from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
-from chameleon_mm.adaptive.hook_schedule import DueActions, HookSchedule, ScheduleCursor
+from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, DueActions, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
+from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.adaptive.step_memory import StepMemory
-from chameleon_mm.adaptive.structure import OPEN_MARGIN
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import NOTHING_DUE, ON_SAVE, Director, HookActions
@@ -45,9 +45,6 @@ PREDICTIONS = 4
 """Number of times in a step that sizes which were not known yet may make it another one than predicted."""
 
 _NOTHING_DUE = DueActions([], [], [], [])
-
-_BEHIND_ALL = 1 << 62
-"""More hooks than a step has."""
 
 
 class PlanFollower(Director):
@@ -97,10 +94,9 @@ class PlanFollower(Director):
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
-        self._memory.growth_bytes += growth_bytes
-        if self._entry is not None and self._budget is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            planned = None if self._diverged else self._entry.plan
-            self._memory.compare(self.light.num_hooks, planned, self._schedule, self._budget)
+        self._growth_bytes += growth_bytes
+        if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
+            self._compare_growth(self.light.num_hooks)
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
@@ -130,6 +126,8 @@ class PlanFollower(Director):
         self._steps = self._recorder = None
         self._entry: StepEntry | None = None
         """The cached step that this one agrees with, or did last."""
+        self._planned: PlannedStep | None = None
+        """The cached step's plans; None: it has none."""
         self._recorded_hooks = 0
         """Number of hooks that a recorder saw before it was stopped."""
         self._predicted: list[int] = []
@@ -150,8 +148,6 @@ class PlanFollower(Director):
         self.followed: PlanTrial | None = None
         """The trial whose plan this step follows, or did."""
         self._schedule: HookSchedule | None = None
-        self._margin_bytes = 0
-        """Bytes to leave free beside what the plan allocates until the next check."""
         self._may_recompute = False
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
@@ -159,6 +155,8 @@ class PlanFollower(Director):
         self._first_bytes = 0
         """Bytes allocated at the first hook."""
         self._memory = StepMemory()
+        self._checked_at, self._growth_bytes = _NONE, 0
+        """Hook of the last check of memory that every step like this one makes, and the growth since then."""
         self._had_plan = False
         self._trace_forecast.forget()
         if self._budget is not None:
@@ -242,8 +240,8 @@ class PlanFollower(Director):
         if self._diverged:
             cached_hook = self._matched(hook, save)
             self._cached_hooks.append(cached_hook)
-        elif self._schedule is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._margin_bytes
+        elif self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
+            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._planned.margin_bytes
         else:
             self._trace_forecast.hook = hook
         if cached_hook > self._reached:
@@ -254,7 +252,7 @@ class PlanFollower(Director):
                 if due is not None:  # what the step missed before it turned out to be this one comes first
                     self._due = due if self._due is _NOTHING_DUE else self._due.with_later(due)
         if not self._diverged and self._recorder is None:
-            self._at_rest_until = _BEHIND_ALL if self._cursor is None else self._cursor.next_hook
+            self._at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
@@ -294,22 +292,28 @@ class PlanFollower(Director):
     def _compare_memory(self, budget: Budget) -> None:
         """Have the plan made again if it counts on less memory than is allocated at the first hook: it would pass its
         budget."""
-        if self._entry is None or self._entry.plan is None:
+        if self._planned is None:
             return
-        extra_bytes = max(0, self._first_bytes - self._entry.plan.first_hook_bytes)
-        if self.adaptation.needs_more(self._entry.plan, extra_bytes):
+        extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
+        if self.adaptation.needs_more(self._planned, extra_bytes):
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
-        self._memory.growth_bytes += nbytes
-        if at_hook and self._budget is not None:
-            planned = None if self._entry is None or self._diverged else self._entry.plan
-            if self._memory.compare(self.light.num_hooks - 1, planned, self._schedule, self._budget):
-                # For the rest of the step the plan's forecast is not enough.
-                self._budget.forecast = self._budget.highest_forecast
-            if planned is not None and self._memory.most_more_bytes > self._margin_bytes // OPEN_MARGIN:
-                self._margin_bytes = planned.widen_margin(self._memory.most_more_bytes)
+        self._growth_bytes += nbytes
+        if at_hook:
+            self._compare_growth(self.light.num_hooks - 1)
+
+    def _compare_growth(self, hook: int) -> None:
+        """Compare growth since the last hook that was compared with the cached step's."""
+        since, self._checked_at = self._checked_at, hook
+        growth_bytes, self._growth_bytes = self._growth_bytes, 0
+        planned, budget = self._planned, self._budget
+        if planned is None or self._diverged or budget is None or hook <= since:
+            return
+        more_bytes = growth_bytes - planned.allocated_between(since, hook)
+        if more_bytes and self._memory.differs(more_bytes, since, hook, planned, self._schedule, budget):
+            budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
 
     def _matched(self, hook: int, save: int | None) -> int:
         if self._matcher is None:
@@ -328,7 +332,7 @@ class PlanFollower(Director):
         if entry is not None:
             self.adaptation.plan_entry(entry)
             self.light.follow(entry.record)
-        planned = None if entry is None else entry.plan
+        self._planned = planned = None if entry is None else entry.plan
         self.followed = None if planned is None else planned.current
         self._schedule = None if self.followed is None else self.followed.schedule
         if planned is not None and self.recompute is not None:
@@ -336,13 +340,12 @@ class PlanFollower(Director):
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
-        self._memory.follow_another()
+        self._memory = StepMemory()
         # What was due up to the hook before this one, which is counted already.
         missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or _NOTHING_DUE
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
-            self._margin_bytes = 0 if planned is None else planned.margin_bytes
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
             self._trace_forecast.follow(planned.growth_after, self.light.num_hooks - 1)
@@ -362,7 +365,7 @@ class PlanFollower(Director):
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
         """Trust what was predicted no more if it has another size for `saved`."""
-        planned = None if self._entry is None else self._entry.plan
+        planned = self._planned
         if planned is None or saved.planned is None or self._budget is None:
             return
         if planned.predicted_by is None or planned.predicted_by.has_open_sizes:

@@ -305,12 +305,11 @@ class PlannedStep:
         before = self._curve[begin] if hook >= 0 else self.trace.start_bytes
         return int(self._curve[begin : end + 1].max(initial=before) - before) + self.margin_bytes
 
-    def widen_margin(self, more_bytes: int) -> int:
-        """Note that a step allocated so much more between two hooks than its trace has. Returns the bytes to leave free from
-        now on: more than before where sizes are open, as they may go on growing."""
+    def widen_margin(self, more_bytes: int) -> None:
+        """Note that a step allocated so much more between two hooks than its trace has. Where sizes are open more is left free
+        from now on, as they may go on growing."""
         if self.predicted_by is not None and self.predicted_by.has_open_sizes:
             self.margin_bytes = max(self.margin_bytes, self.predicted_by.note_growth(more_bytes))
-        return self.margin_bytes
 
     def ticks_between(self, hook: int, later: int) -> slice:
         """Ticks of the operators between two hooks, as above; where there are none, the first hook's own."""

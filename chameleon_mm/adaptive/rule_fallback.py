@@ -1,7 +1,7 @@
 """Decides whether steps whose plans keep missing go by the default rule alone, by what both take.
 
-    by_rule = fallback.begin_step(now_us)
-    fallback.end_step(now_us, missed=..., hooks=...)
+    if fallback.by_rule: ...                                # as a step begins: it follows no plan
+    fallback.end_step(took_us, missed=..., hooks=...)
 
     FOLLOWING   a step that agrees with no cached one from some hook on has missed: what is matched goes by the plan, the rest
        |        by the rule
@@ -46,7 +46,6 @@ class RuleFallback:
         self._rule_us: list[float] = []
         """The same of the steps that try the rule."""
         self._pause, self._steps_left = PAUSE, 0
-        self._began_us = 0.0
         self._told = False
 
     @property
@@ -54,19 +53,15 @@ class RuleFallback:
         """Whether the step that runs, or comes next, is to follow no plan."""
         return self._state is not _State.FOLLOWING
 
-    def begin_step(self, now_us: float) -> bool:
-        """Begin a step at that time of the host's clock. Returns whether it is to follow no plan."""
-        self._began_us = now_us
-        return self.by_rule
-
-    def end_step(self, now_us: float, *, missed: bool, hooks: int) -> None:
-        """End a step of so many hooks. `missed`: it was none that has a plan, and was not recorded either."""
+    def end_step(self, took_us: float, *, missed: bool, hooks: int) -> None:
+        """End a step of so many hooks that took so long on the host. `missed`: it was none that has a plan, and was not
+        recorded either."""
         self._steps_left = max(0, self._steps_left - 1)
         if not missed:
             self._state, self._pause = _State.FOLLOWING, PAUSE
             self._missed_us.clear()
             return
-        us = (now_us - self._began_us) / max(1, hooks)
+        us = took_us / max(1, hooks)
         if self._state is _State.TRYING:
             self._rule_us.append(us)
             if len(self._rule_us) == TRIED:

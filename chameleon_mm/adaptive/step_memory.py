@@ -1,7 +1,6 @@
-"""Compares what a step allocates with what the cached step did that it follows: between two hooks, and at the first one.
+"""Bytes by which what a step allocates differs from what the cached step did that it follows, and what plans make of them.
 
-memory.growth_bytes += nbytes                          # as memory was checked: so much was allocated since then
-if memory.compare(hook, planned, schedule, budget): ... # the plan's forecast is not enough for the rest of the step
+if memory.differs(more_bytes, since, hook, planned, schedule, budget): ...   # the plan's forecast is not enough from here on
 """
 
 from __future__ import annotations
@@ -12,41 +11,27 @@ from chameleon_mm.executor.budget import Budget
 
 
 class StepMemory:
-    """What a step takes more or less than its trace has."""
+    """Bytes that a step allocates beyond its trace's, and those of them that it does not."""
 
     def __init__(self) -> None:
-        self.growth_bytes = 0
-        """Bytes allocated since the last hook that was compared, freed ones included: whoever checks memory adds to it."""
-        self._since = -1
-        """Hook of the last check of memory that every step like this one makes."""
-        self.follow_another()
-
-    def follow_another(self) -> None:
-        """Compare with another cached step from now on."""
         self.extra_bytes = 0
         """Bytes allocated at the first hook beyond the planned step's."""
         self.spikes: dict[int, int] = {}
         """Bytes allocated beyond the trace's, by tick of the trace, as far as plans know or should know of them."""
         self.unused: dict[tuple[int, int], int] = {}
         """Bytes not allocated, as in `FollowedStep`."""
-        self.most_more_bytes = 0
-        """The most bytes allocated between two hooks beyond the trace's."""
         self.exceeded_plan = False
         """Whether it took so much more that its plan is no longer trusted."""
 
-    def compare(self, hook: int, planned: PlannedStep | None, schedule: HookSchedule | None, budget: Budget) -> bool:
-        """Compare growth since the last hook that was compared with the trace of `planned`; None: it follows none. All that is
-        more is taken to come at the interval's peak. Returns whether it exceeds what the plan, `schedule`, has room for."""
-        growth_bytes, self.growth_bytes = self.growth_bytes, 0
-        since, self._since = self._since, hook
-        if planned is None or hook <= since:
+    def differs(
+        self, more_bytes: int, since: int, hook: int, planned: PlannedStep, schedule: HookSchedule | None, budget: Budget
+    ) -> bool:
+        """Note that so much more (less, if negative) was allocated between two hooks than `planned` has there. All that is more
+        is taken to come at the interval's peak. Returns whether it exceeds what the plan, `schedule`, has room for."""
+        if more_bytes < 0:
+            self.unused[since, hook] = -more_bytes
             return False
-        more_bytes = growth_bytes - planned.allocated_between(since, hook)
-        if more_bytes <= 0:
-            if more_bytes < 0:
-                self.unused[since, hook] = -more_bytes
-            return False
-        self.most_more_bytes = max(self.most_more_bytes, more_bytes)
+        planned.widen_margin(more_bytes)
         ticks = planned.ticks_between(since, hook)
         planned_for = planned.extra.spikes
         tick = next((tick for tick in planned_for if ticks.start <= tick < ticks.stop), None)

@@ -184,7 +184,7 @@ class Structure:
         return values
 
     def _proportions(self, values: Mapping[int, int]) -> list[float]:
-        """By recorded step: by how much the step with these values of the variables is larger."""
+        """Ratios of the size of a step with these values of the variables to that of each recorded one."""
         return [
             prod(values[v] / max(1, _size_at(one.record.features[hook], d)) for v, (hook, d) in enumerate(self._observed))
             for one in self._recorded

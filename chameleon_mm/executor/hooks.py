@@ -4,10 +4,10 @@ save, use = autograd_hooks(executor)                          # once its directo
 with torch.autograd.graph.saved_tensors_hooks(save, use): ...
 
 Most saved tensors of most models stay: parameters, statistics, small ones. What a hook has to do for them is little, and it is
-done here in one function, by the same rules in the same order as `Executor.save` and `Executor.use`: it tells the tensor's
-reason to stay, notes the save or use for the step's plan, and counts. Whatever is not as simple goes the executor's way, with
-nothing noted: a recorded or watched step, a tracer, a capture, a forked child; a plan, a finished operator, a queued copy or an
-ended claim that has something due at this hook; a step that is no longer the one that it was.
+done here in one function: it tells the tensor's reason to stay, notes the save or use for the step's plan, and counts. The
+reasons are those of `facts_of`, but that a small one is small whatever device and layout it has. Whatever is not as simple goes
+the executor's way, with nothing noted: a recorded or watched step, a tracer, a forked child; a plan, a finished operator, a
+queued copy or an ended claim that has something due at this hook; a step that is no longer the one that it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chameleon_mm.executor.director import ON_SAVE
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
-from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor
+from chameleon_mm.saved.handles import Handle, KeptTensor
 
 # Bound once, as a lookup through `torch._C` costs as much as the call.
 _num_modes = torch._C._len_torch_dispatch_stack
@@ -82,9 +82,9 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
         with lock:
             if not (
                 outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors
-                or (limit is not None and small is not None and (limit.is_tight or limit.small_limit_bytes < small.nbytes))
+                or (limit is not None and limit.wants_check)
             ):  # fmt: skip
-                hook = saves_at_rest(t) if plans else NO_HOOK
+                hook = saves_at_rest(t)
                 if hook != ON_SAVE:
                     totals.kept_by_reason[reason] += 1
                     handle = KeptTensor(t, (registry.epoch, hook), by_reference=reason == "parameter")
@@ -115,7 +115,7 @@ def _uncompiled(hook: _Hook) -> _Hook:
     """`hook`, which dynamo is to leave as it is, with all that it calls. After a graph break it compiles whatever is called,
     hooks included, and fails on the device's own calls in them.
 
-    `torch.compiler.disable` does the same by a function around it, which takes longer than the hook.
+    `torch.compiler.disable` does the same by a function around it, whose time would be a good part of a short hook's.
     """
     dynamo = torch._C._dynamo.eval_frame
     try:

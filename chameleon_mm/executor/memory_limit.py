@@ -79,9 +79,9 @@ class SwapMemoryLimit:
         swap_outs: Callable[[], PendingSwapOuts | None],
     ) -> None:
         """`reclaim` holds what is being swapped out; `swap_outs` returns what swaps storages out, or None once that is gone."""
-        self.is_tight = False
-        """Whether memory is to be checked at every hook. Others only read it, and the next."""
-        self.small_limit_bytes = -1
+        self._tight = False
+        """Whether memory is to be checked at every hook."""
+        self._small_limit = -1
         """Bytes of small tensors kept on the device above which memory is to be checked again."""
         self._device = device
         self._share = share
@@ -126,7 +126,7 @@ class SwapMemoryLimit:
     @property
     def wants_check(self) -> bool:
         """Whether memory is to be checked now, though nothing that moves is saved or used: it is short, or much was added."""
-        return self.is_tight or self._small.nbytes > self.small_limit_bytes
+        return self._tight or self._small.nbytes > self._small_limit
 
     def check_memory(self) -> None:
         """Read memory; reclaim what exceeds the limit. Where little is held nothing is read."""
@@ -139,7 +139,7 @@ class SwapMemoryLimit:
             self._checks += 1
             spare = int(self._capacity * min(self._share, UNREAD_SHARE)) - self._held_bytes() - fresh
             if spare >= 0:
-                self.is_tight, self.small_limit_bytes = False, self._small.nbytes + spare
+                self._tight, self._small_limit = False, self._small.nbytes + spare
                 return
         now = self._device.read_memory()
         if self._cumulative is not None:
@@ -154,8 +154,8 @@ class SwapMemoryLimit:
             if held > self._allowed_bytes():
                 self._reclaim_until(self._allowed_bytes(), ())
         spare = self._allowed_bytes() - self._held_bytes() - fresh
-        self.is_tight = 2 * spare < self._allowed_bytes()
-        self.small_limit_bytes = self._small.nbytes + spare
+        self._tight = 2 * spare < self._allowed_bytes()
+        self._small_limit = self._small.nbytes + spare
 
     def make_room(self, nbytes: int, exclude: Collection[SavedStorage]) -> None:
         """Reclaim what exceeds the limit once a use has taken `nbytes`; never `exclude`."""
@@ -177,7 +177,7 @@ class SwapMemoryLimit:
             self._largest_growth.record(
                 max(0, self._device.read_memory().cumulative_bytes - self._cumulative - self._taken_bytes)
             )
-        self._cumulative, self._checks, self.small_limit_bytes = None, 0, -1
+        self._cumulative, self._checks, self._small_limit = None, 0, -1
         self._largest_growth.end_step(completed=completed)
         self._small.forget_dead()
         self._held_bytes()  # forgets what went another way

@@ -53,7 +53,7 @@ _PLAIN = frozenset[Hashable]((Tensor, Parameter))
 _NEVER = -(1 << 62)
 """A number that no count of operators is: whatever is counted from here agrees with nothing."""
 
-_HEAP_TYPE = 1 << 9
+HEAP_TYPE = 1 << 9
 """Flag of a class that was made while Python ran: CPython's `Py_TPFLAGS_HEAPTYPE`."""
 
 
@@ -257,7 +257,7 @@ class LightProfiler:
 
 def _outlives_steps(kind: type) -> bool:
     """Whether a class of nodes is there as long as its module. What a function made may hold that function's tensors."""
-    if not kind.__flags__ & _HEAP_TYPE:
+    if not kind.__flags__ & HEAP_TYPE:
         return True
     function: type = getattr(kind, "_forward_cls", kind)
     return "<locals>" not in function.__qualname__

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.profiler.light import HEAP_TYPE
 from chameleon_mm.saved.calling_thread import sequence_nr
 from chameleon_mm.saved.version import Origin, VersionProbe, inplace_message
 
@@ -28,10 +29,6 @@ NO_HOOK = -1
 """Hook number of a handle that is a part of another one, or that was saved outside of steps."""
 
 _NOWHERE = (-1, NO_HOOK)
-
-
-_HEAP_TYPE = 1 << 9
-"""Flag of a class that was made while Python ran: CPython's `Py_TPFLAGS_HEAPTYPE`."""
 
 
 class KeptTensor:
@@ -54,7 +51,7 @@ class KeptTensor:
         node, may_be_result = t.grad_fn, t._base is not None
         if node is not None and not may_be_result:
             # A node written in C++ takes its number right before it saves. One of a function in Python may take it long before.
-            may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & _HEAP_TYPE)
+            may_be_result = node._sequence_nr() == sequence_nr() - 1 or bool(type(node).__flags__ & HEAP_TYPE)
         if may_be_result:
             self.tensor, self._origin = t.detach(), Origin(t)
 

@@ -1,6 +1,8 @@
 """Runs the tests marked `gpu` on the stand-in: in mode late all, in mode early all but `limits.LATE_ALONE`, with threads some.
 
-    .venv-cuda/bin/python -m tests.cuda_stand_in.run [pytest's arguments]
+    .venv-cuda/bin/python -m tests.cuda_stand_in.run [--thorough] [pytest's arguments]
+
+--thorough: what is marked so, in mode late alone.
 
 Exits with 0 if every mode's tests passed, each skip was explained, and some ran; says so in one line for each mode.
 """
@@ -37,9 +39,10 @@ def problem() -> str | None:
     return None
 
 
-def run_mode(mode: str, arguments: list[str]) -> int:
+def run_mode(mode: str, arguments: list[str], *, thorough: bool) -> int:
     """Run pytest in one mode of the runtime. Returns its exit status: 5 where no test was found."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu and not thorough", "--every-skip-explained", "-q", *arguments]
+    markers = "gpu and thorough" if thorough else "gpu and not thorough"
+    command = [sys.executable, "-m", "pytest", "-m", markers, "--every-skip-explained", "-q", *arguments]
     return subprocess.run(command, env={**os.environ, "CUDA_STAND_IN_MODE": mode}, check=False).returncode
 
 
@@ -47,14 +50,16 @@ def main(arguments: list[str]) -> int:
     if (reason := problem()) is not None:
         sys.stderr.write(f"test-cuda: {reason}\n")
         return 1
+    thorough = "--thorough" in arguments
+    arguments = [word for word in arguments if word != "--thorough"]
     chosen = any(word.startswith("tests") for word in arguments)
-    runs = [("late", arguments), ("early", arguments)]
-    if not chosen:
+    runs = [("late", arguments)] if thorough else [("late", arguments), ("early", arguments)]
+    if not chosen and not thorough:
         runs.append(("threads", [*arguments, *WITH_THREADS]))
     statuses = {}
     for mode, words in runs:
         begin = time.monotonic()
-        statuses[mode] = run_mode(mode, words)
+        statuses[mode] = run_mode(mode, words, thorough=thorough)
         seconds = time.monotonic() - begin
         outcome = {0: "passed", 5: "failed: no test ran"}.get(statuses[mode], f"failed (pytest's exit status {statuses[mode]})")
         sys.stdout.write(f"test-cuda: {mode}: {outcome} in {seconds:.0f} s\n")

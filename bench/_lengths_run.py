@@ -68,7 +68,7 @@ def know_each(session: SwapSession, train: Callable[[int, Shape], object], shape
     for number, shape in enumerate((shapes[0], *dict.fromkeys(shapes))):  # the first step is like no other
         with session.step():
             train(number, shape)
-    adaptation._is_worth_recording = lambda expected: False  # type: ignore[method-assign]
+    adaptation._is_worth_recording = lambda expected: False  # type: ignore[method-assign]  # for this measurement alone
 
 
 def run_lengths(

@@ -125,7 +125,7 @@ def test_no_node_keeps_itself(operator: Callable[[Tensor], Tensor], device: Devi
 def test_a_view_of_a_result_has_plain_pytorchs_gradient(device: Device) -> None:
     def gradient() -> Tensor:
         x = torch.arange(16.0, device=device.torch_device, requires_grad=True)
-        return torch.autograd.grad(SavesItsView.apply(x.cos()).sum(), x)[0]  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(SavesItsView.apply(x.cos()).sum(), x)[0]  # type: ignore[no-untyped-call]  # torch annotates no `apply`
 
     expected = gradient().cpu()
     with device.compute(), cm.save_on_cpu(device=device):

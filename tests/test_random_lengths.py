@@ -174,6 +174,7 @@ def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("make", "distribution"),
     [(partial(Llama, layers=2), "log-normal"), (partial(Bert, layers=1), "uniform")],
@@ -188,6 +189,7 @@ def test_two_hundred_random_lengths(make: Callable[[], LengthModel], distributio
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_hundred_lengths_take_no_longer_than_where_each_was_planned_before() -> None:
     make = partial(Llama, layers=1)
     shapes = [(1, n) for n in lengths_of("log-normal", 200, Random(5))]

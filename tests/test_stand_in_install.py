@@ -79,6 +79,6 @@ def test_without_the_stand_in_nothing_passes_for_a_run(
 
 def test_a_run_in_which_nothing_ran_has_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(run, "problem", lambda: None)
-    monkeypatch.setattr(run, "run_mode", lambda mode, words: 5 if mode == "early" else 0)
+    monkeypatch.setattr(run, "run_mode", lambda mode, words, *, thorough: 5 if mode == "early" and not thorough else 0)
     assert run.main([]) == 1
     assert "early: failed: no test ran" in capsys.readouterr().out

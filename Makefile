@@ -53,6 +53,9 @@ test-thorough: $(STAMP) $(CUDA_STAMP) ## Run more of what the others sample: mor
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)
 
+# Tests whose hooks run outside of any dispatch mode, where the C++ helpers do the work.
+NATIVE_TESTS = tests/test_hooks.py tests/test_native.py tests/test_compiled.py tests/test_fork.py tests/test_save_on_cpu.py
+
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -5,26 +5,6 @@ check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own",
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def uncompiled(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hide `method` from dynamo, which after a graph break compiles whatever is called next, and knows no streams."""
-
-    @functools.wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        import torch  # here: `torch.compiler.disable` as a decorator would import dynamo with the package
-
-        hidden: Callable[_P, _R] = torch.compiler.disable(method)
-        return hidden(*args, **kwargs)
-
-    return run
-
 
 def check_type(name: str, value: object, kind: type, expected: str, way_out: str) -> None:
     """Raise `TypeError` unless `value` is of `kind`. `name` is the argument's."""

@@ -1,6 +1,6 @@
 """The command line: arguments in, text out. Everything it prints comes from below.
 
-    chameleon-mm demo | doctor | plan MODEL | bench THEME
+    chameleon-mm demo | doctor | native | plan MODEL | bench THEME
     0 done   1 failed   2 bad usage   130 interrupted
 
 Only the command that was named is imported, so that help does not wait for the others.
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from chameleon_mm import __version__
 from chameleon_mm.bench import THEMES
-from chameleon_mm.errors import DeviceUnavailable
+from chameleon_mm.errors import DeviceUnavailable, NativeBuildError
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
@@ -57,6 +57,11 @@ Exits with 1 if one bit differs or the swapped peak passes the budget.
 _DOCTOR = """\
 Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
 A part that is missing is a finding, not an error.
+"""
+_NATIVE = """\
+Builds what part of the library has a faster form in C++, for the Python and the torch that run this command, with the
+compiler of this machine. It takes a quarter of a minute; sessions made from then on use it. Nothing needs it: without a
+compiler the same is done in Python. To be run again after an update of torch, Python or this library.
 """
 _PLAN = """\
 Says what one training step of a model needs on a GPU, whether it fits, and what swapping makes of it. Nothing is computed and
@@ -104,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return done.code if isinstance(done.code, int) else FAILED
     except (ValueError, OSError, DeviceUnavailable) as error:
         return _complain(error, BAD_USAGE)
-    except MemoryError as error:
+    except (MemoryError, NativeBuildError) as error:
         return _complain(error, FAILED)
     except RuntimeError as error:
         if not _is_out_of_memory(error):
@@ -141,6 +146,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     doctor.set_defaults(handler=_run_doctor)
+    native = _add(commands, "native", "build the optional C++ helpers for the torch that is installed", _NATIVE)
+    native.add_argument("--compiler", default="g++", metavar="PROGRAM", help="C++ compiler that knows C++20 (default: g++)")
+    native.add_argument("--remove", action="store_true", help="remove every build instead; sessions use Python alone then")
+    native.set_defaults(handler=_run_native)
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
     for name, parser_of_command, path in (("demo", demo, "demo.command"), ("plan", plan, "planning.command")):
         if command == name:
@@ -187,6 +196,21 @@ def _environment(theme: str, device: Device) -> Mapping[str, Any]:
     from chameleon_mm.bench._measure import environment
 
     return environment(theme, device)
+
+
+def _run_native(args: argparse.Namespace, console: Console) -> int:
+    from chameleon_mm import native
+
+    if args.remove:
+        gone = native.builds()
+        for path in gone:
+            path.unlink()
+        console.print(f"removed {len(gone)} builds from {native.folder()}")
+        return 0
+    for name in native.HELPERS:
+        path = native.build(name, compiler=args.compiler)
+        console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
+    return 0
 
 
 def _run_doctor(args: argparse.Namespace, console: Console) -> int:

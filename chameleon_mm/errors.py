@@ -54,6 +54,10 @@ class DeviceUnavailable(ChameleonError, RuntimeError):
     """The device that was asked for is not on this machine, or not in a state in which it can be used."""
 
 
+class NativeBuildError(ChameleonError, RuntimeError):
+    """An optional C++ helper could not be built."""
+
+
 class SimError(ChameleonError, RuntimeError):
     """The simulator found what would be a bug on a GPU. Never handled as a failure of the device: always raised on."""
 

@@ -15,13 +15,14 @@ from types import TracebackType
 
 import torch
 
-from chameleon_mm.arguments import check_type, uncompiled
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.transfer import Thresholds, thresholds_for
+from chameleon_mm.uncompiled import uncompiled
 from chameleon_mm.units import MIB, parse_size
 
 LEAVING_BYTES = 256 * MIB

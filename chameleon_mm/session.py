@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.adaptive import link_cost_for, plan_steps
-from chameleon_mm.arguments import check_type, describe, uncompiled
+from chameleon_mm.arguments import check_type, describe
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
@@ -38,6 +38,7 @@ from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.transfer.replay_probe import replayable_on
+from chameleon_mm.uncompiled import uncompiled
 from chameleon_mm.units import MIB, format_size, parse_size
 
 _log = logging.getLogger(__name__)
@@ -147,8 +148,6 @@ class SwapSession:
             plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
         )
         self._save, self._use = autograd_hooks(self._executor)
-        self._begin_step = torch.compiler.disable(self._executor.begin_step)
-        self._finish_step = torch.compiler.disable(self._executor.end_step)
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -203,9 +202,8 @@ class SwapSession:
         timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
         completed = False
         self._steps_begun += 1
-        self._note_peak()
         try:
-            self._begin_step(timed=timed, pack_hook=self._save)
+            self._executor.begin_step(timed=timed, pack_hook=self._save)
             yield self
             completed = True
         finally:
@@ -335,7 +333,7 @@ class SwapSession:
             if (
                 not sys.is_finalizing()
             ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
-                self._finish_step(completed=completed)
+                self._executor.end_step(completed=completed)
                 self._note_peak()
 
     def _expect_open(self, what: str) -> None:

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import gc
 import importlib
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chameleon_mm import native
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.dispatch_state import remove
@@ -28,12 +31,18 @@ from tests.cuda_stand_in import control
 def pytest_addoption(parser: pytest.Parser) -> None:
     # One: the operators tested are small, and more threads only wait for each other. They may round otherwise, though.
     parser.addoption("--torch-threads", type=int, default=1, help="threads of torch's operators (default: 1)")
+    parser.addoption("--native", action="store_true", help="build the C++ helpers first, and run everything with them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--torch-threads"))
     settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
     settings.load_profile("chameleon_mm")
+    if config.getoption("--native"):
+        for name in native.HELPERS:
+            native.build(name)
+    else:  # what this machine's user has built is none of the tests'
+        native.building.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

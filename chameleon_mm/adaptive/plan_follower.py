@@ -58,7 +58,7 @@ class PlanFollower(Director):
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
-        self.light = LightProfiler()
+        self.light: LightProfiler = LightProfiler()
         self._plan_forecast = PlanForecast()
         self._trace_forecast = TraceForecast()
         self._epoch = -1
@@ -137,8 +137,7 @@ class PlanFollower(Director):
         self._cached_hooks = array("i")
         """Number of the cached step's hook, by hook of this step from the one on at which it diverged: until then they are
         equal."""
-        self._at_rest_until = 0
-        """Hook until which nothing is due and the cached step is followed, as long as hooks agree with it."""
+        self.at_rest_until = 0
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
         self._first_saves: dict[int, SavedStorage] = {}
@@ -203,10 +202,10 @@ class PlanFollower(Director):
 
     def saves_at_rest(self, t: Tensor) -> int:
         hook = self.light.num_hooks
-        return hook if hook < self._at_rest_until and self.light.save_agrees(t) else ON_SAVE
+        return hook if hook < self.at_rest_until and self.light.save_agrees(t) else ON_SAVE
 
     def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
-        if self.light.num_hooks >= self._at_rest_until:
+        if self.light.num_hooks >= self.at_rest_until:
             return False
         epoch, at_hook = saved_at
         return self.light.use_agrees(at_hook if epoch == self._epoch and at_hook != NO_HOOK else EARLIER_STEP)
@@ -252,7 +251,7 @@ class PlanFollower(Director):
                 if due is not None:  # what the step missed before it turned out to be this one comes first
                     self._due = due if self._due is _NOTHING_DUE else self._due.with_later(due)
         if not self._diverged and self._recorder is None:
-            self._at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
+            self.at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
         return cached_hook
 
     def _follow_or_diverge(self, steps: Steps, budget: Budget, hook: int) -> None:
@@ -273,7 +272,7 @@ class PlanFollower(Director):
 
     def _diverge(self, budget: Budget, hook: int) -> None:
         """Follow no step any more from hook number `hook` on."""
-        self._diverged, self._at_rest_until = True, 0
+        self._diverged, self.at_rest_until = True, 0
         budget.forecast = budget.highest_forecast
         if self._matcher is not None:
             self._matcher.begin_step(hook)

@@ -56,6 +56,8 @@ LINK_OFF = 0.1
 """Share by which a measured rate of the link must have moved before plans are made for the new one."""
 
 
+_NO_EXTRA = ExtraMemory()
+
 OTHER_BUDGETS = 4
 """Pairs of budgets other than the one of now whose plans a step keeps."""
 
@@ -103,6 +105,8 @@ class PlannedStep:
         """Number of corrections of the trace's operator times."""
         self._recent: deque[ExtraMemory] = deque(maxlen=RECENT_STEPS)
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
+        self._same_unused = 0
+        """Number of latest steps whose `unused` was that of the step before."""
         self.reset_for(ExtraMemory())
 
     @cached_property
@@ -143,6 +147,7 @@ class PlannedStep:
 
     def change_budget(self, before: Budgets, now: Budgets) -> None:
         """Set the plans for the budgets `before` aside, and go on with those for `now`, if there are any."""
+        self._same_unused = 0  # other budgets leave other bytes to spare
         self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link)
         kept = self._aside.pop(now, None)
         while len(self._aside) > OTHER_BUDGETS:
@@ -320,7 +325,7 @@ class PlannedStep:
         """Note the extra memory of a step like this one. Returns what to plan for, the most that the latest steps took, where
         that is less than now by more than `spare_bytes`."""
         self._recent.append(extra)
-        if len(self._recent) < RECENT_STEPS:
+        if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
             return None
         most = ExtraMemory.most_of(self._recent)
         return most if self.extra.exceeds(most, spare_bytes) else None
@@ -330,8 +335,13 @@ class PlannedStep:
         inside itself than the most that the latest steps allocated there: more was the recorded step's alone, as when kernels
         were tried out. Returns whether the difference exceeds `spare_bytes`; then the trace is corrected and its plans are
         forgotten."""
+        if self._unused and self._unused[-1] == unused:
+            self._same_unused += 1
+        else:
+            self._same_unused = 0
         self._unused.append(unused)
-        if len(self._unused) < RECENT_STEPS:
+        # Once more the same as the latest: what was found then holds.
+        if len(self._unused) < RECENT_STEPS or self._same_unused > RECENT_STEPS:
             return False
         recorded = self._recorded
         inner_bytes = recorded.op_inner_bytes.copy()
@@ -345,6 +355,7 @@ class PlannedStep:
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
         self._allocated_until = self._cumulative()
         self._unused.clear()
+        self._same_unused = 0
         self.reset_for(self.extra)
         return True
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from chameleon_mm import __version__
+from chameleon_mm import __version__, native
 from chameleon_mm.device.numa import numbers_in
 from chameleon_mm.doctor.report import Finding, Machine, Unavailable, run_probe
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
@@ -122,7 +122,14 @@ def software(machine: Machine) -> Iterator[Finding]:
     yield run_probe("software", "torch", _torch)
     for name, distributions in _DISTRIBUTIONS.items():
         yield run_probe("software", name, partial(_installed, distributions))
+    for name in native.HELPERS:
+        yield run_probe("software", f"C++ helper {name}", partial(_helper, name))
     yield run_probe("software", "NVIDIA driver", lambda: _driver(machine))
+
+
+def _helper(name: str) -> tuple[str, Any]:
+    found = native.status(name)
+    return found.words, {"active": found.active}
 
 
 def _torch() -> tuple[str, Any]:

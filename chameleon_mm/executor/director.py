@@ -21,6 +21,7 @@ from torch import Tensor
 from chameleon_mm.device import Stream
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.recompute_plan import RecomputePlan
+from chameleon_mm.profiler.light import LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
 from chameleon_mm.saved.metrics import StepKind
@@ -53,6 +54,10 @@ class Director:
 
     plans = False
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
+    light: LightProfiler | None = None
+    """The profiler that notes what autograd saves and uses, of a director that plans."""
+    at_rest_until = 0
+    """Hook until which nothing is due and the step is the cached one, as long as its hooks have that one's features."""
 
     @property
     def recompute(self) -> RecomputePlan | None:

@@ -40,6 +40,7 @@ from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
+from chameleon_mm.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from chameleon_mm.kernels.codec import Codec
@@ -83,8 +84,6 @@ class Executor:
         self.hook_counts = HookCounts()
         self._in_step = False
         self._saved_any = self._used_any = False
-
-    # --- autograd's two hooks
 
     def save(self, t: Tensor) -> Handle:
         """on_save: returns the handle that autograd holds instead of `t`. A tensor that is not understood stays as it is."""
@@ -220,6 +219,7 @@ class Executor:
             self.director.change_budget(hbm_bytes, host_bytes, must_fit=must_fit)
             self.budget.change_budget(hbm_bytes)
 
+    @uncompiled
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
 
@@ -246,6 +246,7 @@ class Executor:
             watch = self.recomputing.begin(self.director, before_write)
         self.recording.begin(recorder, watch)
 
+    @uncompiled
     def end_step(self, *, completed: bool) -> None:
         """End a step: reclaim what is still on its way out, and learn from the step if it `completed`."""
         recorder = self.recording.end()

@@ -70,13 +70,16 @@ class HookLock:
     def entered(self) -> Iterator[None]:
         """Run a block as `run` calls a function."""
         with self.lock:
-            self._retire_ended()
+            if self.ended:
+                self._retire_ended()
             try:
                 yield
             finally:
-                self._retire_ended()
-        self.retire_if_idle()
-        self.raise_oldest()
+                if self.ended:
+                    self._retire_ended()
+        if self.ended or self.errors:
+            self.retire_if_idle()
+            self.raise_oldest()
 
     def claim_ended(self, saved: SavedStorage) -> None:
         """Queue a storage whose last handle died, and retire it if nobody is in. Raises nothing."""

@@ -13,25 +13,23 @@ queued copy or an ended claim that has something due at this hook; a step that i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from chameleon_mm import native
 from chameleon_mm.executor.director import ON_SAVE
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.handles import Handle, KeptTensor
+from chameleon_mm.uncompiled import uncompiled
 
 # Bound once, as a lookup through `torch._C` costs as much as the call.
 _num_modes = torch._C._len_torch_dispatch_stack
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _STRIDED = torch.strided
-
-
-_Hook = TypeVar("_Hook", bound=Callable[..., object])
 
 
 def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]]:
@@ -108,20 +106,13 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
                             return t
         return executor_use(handle)
 
-    return _uncompiled(save), _uncompiled(use)
-
-
-def _uncompiled(hook: _Hook) -> _Hook:
-    """`hook`, which dynamo is to leave as it is, with all that it calls. After a graph break it compiles whatever is called,
-    hooks included, and fails on the device's own calls in them.
-
-    `torch.compiler.disable` does the same by a function around it, whose time would be a good part of a short hook's.
-    """
-    dynamo = torch._C._dynamo.eval_frame
-    try:
-        skip = dynamo._FrameAction.SKIP
-        dynamo.set_code_exec_strategy(hook.__code__, dynamo._FrameExecStrategy(skip, skip))  # this frame, and those below it
-    except AttributeError:  # a torch that has it no more
-        hidden: _Hook = torch.compiler.disable(hook)
-        return hidden
-    return hook
+    save, use = uncompiled(save), uncompiled(use)
+    stays = native.load("stays")
+    if stays is None:
+        return save, use
+    native_hooks: tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]] = stays.hooks(
+        save, use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors, limit,
+        totals, protected, protected.refs, registry, director, director.light, small, capturing, KeptTensor,
+        torch._C._current_autograd_node, device.torch_device, min_bytes,
+    )  # fmt: skip
+    return native_hooks

@@ -1,0 +1,17 @@
+"""The optional C++ helpers: built on request for the torch that is installed, and used from then on; without them all works.
+
+    build("stays")          # compile it, where no build fits: a quarter of a minute. `chameleon-mm native` builds them all
+    load("stays")           # the module, or None: not built for this torch, or not loadable; never compiles
+    status("stays")         # the same, in words: `chameleon-mm doctor` prints it
+
+A build is made for one Python, one torch, one C++ ABI and one source, and the name of its file says which: after an update of
+any of them there is none, until it is built again. Each helper stands for Python that is there anyway and is its reference; the
+comment at the top of its source names it. Sessions use what is built when they are made.
+"""
+
+from __future__ import annotations
+
+from chameleon_mm.native.building import HELPERS, build, builds, folder
+from chameleon_mm.native.loading import Status, load, status
+
+__all__ = ["HELPERS", "Status", "build", "builds", "folder", "load", "status"]

@@ -1,0 +1,120 @@
+"""Compiles a C++ helper against the installed torch, with the user's own compiler, into the user's cache.
+
+    path = build("stays")       # where it is: half a minute, or no time where it was there
+    file_of("stays")            # where it would be
+    builds()                    # all that are there, those for other versions too
+
+One process compiles into a folder of its own and moves the file into place: others see a whole build or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from chameleon_mm.errors import NativeBuildError
+
+HELPERS = ("stays",)
+"""Names of the helpers, each of a source beside this file."""
+
+CACHE = Path("~", ".cache", "chameleon_mm", "native")
+
+_COMPILE_LIMIT_S = 600
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
+_HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
+
+
+def folder() -> Path:
+    """Folder of the builds. Raises `RuntimeError` where the user has no home."""
+    return CACHE.expanduser()
+
+
+def source_of(name: str) -> Path:
+    """Source of the helper `name`. Raises `ValueError` for another name."""
+    if name not in HELPERS:
+        raise ValueError(f"native: expected one of {', '.join(HELPERS)}, got {name!r}")
+    return Path(__file__).with_name(f"{name}.cpp")
+
+
+def file_of(name: str) -> Path:
+    """The build of the helper `name` for this Python, this torch and this source, there or not. Raises as `folder` and
+    `source_of` do."""
+    key = "\n".join((sys.version, torch.__version__, str(torch.compiled_with_cxx11_abi()), *_FLAGS))
+    digest = hashlib.sha256(key.encode() + source_of(name).read_bytes()).hexdigest()[:16]
+    return folder() / f"chameleon_mm_{name}-{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
+
+
+def builds() -> list[Path]:
+    """Every build that is there."""
+    return sorted(path for name in HELPERS for path in folder().glob(f"chameleon_mm_{name}-*"))
+
+
+def build(name: str, *, compiler: str = "g++") -> Path:
+    """Return the build of the helper `name`, compiled now by `compiler` if there is none. Takes up to a minute.
+
+    Raises `NativeBuildError`: there is no such compiler, Python or torch has no headers, the folder cannot be written to, or
+    the compiler refuses the source.
+    """
+    try:
+        path = file_of(name)
+        if path.exists():
+            return path
+        command = [*_command(compiler), str(source_of(name))]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as made:
+            fresh = Path(made) / path.name
+            _compile([*command, "-o", str(fresh), *_libraries()], name, fresh)
+            fresh.replace(path)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, NativeBuildError):
+            raise
+        raise NativeBuildError(
+            f"native: expected to write the helper {name!r} to {CACHE}, got {error}; make that folder writable"
+        ) from error
+    return path
+
+
+def _command(compiler: str) -> list[str]:
+    """The compiler and its options, but for the files."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise NativeBuildError("native: expected a Python with its global lock, got a free-threaded one, which needs no helper")
+    program = shutil.which(compiler)
+    if program is None:
+        raise NativeBuildError(
+            f"native: expected a C++ compiler, got none named {compiler!r} on the PATH; install g++, or name another one"
+        )
+    of_torch, of_python = Path(torch.__file__).parent, Path(sysconfig.get_path("include"))
+    for header in (of_python / "Python.h", of_torch / _HEADER):
+        if not header.exists():
+            raise NativeBuildError(
+                f"native: expected the header {header.name}, got none in {header.parent}; install Python's development files, "
+                f"and a torch that has its headers"
+            )
+    includes = of_torch / "include", of_torch / "include" / "torch" / "csrc" / "api" / "include", of_python
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    return [program, *_FLAGS, abi, *(f"-isystem{path}" for path in includes)]
+
+
+def _libraries() -> list[str]:
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+
+
+def _compile(command: list[str], name: str, target: Path) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise NativeBuildError(f"native: expected {command[0]} to be done in {_COMPILE_LIMIT_S} s, and it was not") from None
+    if done.returncode != 0 or not target.exists():
+        lines = done.stderr.splitlines() or ["no word of why"]
+        why = next((line for line in lines if "error" in line), lines[0])
+        raise NativeBuildError(
+            f"native: {command[0]} could not compile the helper {name!r} for torch {torch.__version__}: {why}; "
+            f"all works without it"
+        )

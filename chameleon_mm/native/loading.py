@@ -1,0 +1,59 @@
+"""Loads a C++ helper that was built before. Compiles nothing and never fails: a helper that does not load is absent."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from chameleon_mm.native.building import file_of
+
+
+class Status(NamedTuple):
+    """Whether a helper is used, in words."""
+
+    active: bool
+    words: str
+
+
+_loaded: dict[Path, ModuleType | str] = {}
+"""Helpers by their builds; why one did not load."""
+
+
+def load(name: str) -> ModuleType | None:
+    """The helper `name`; None where it is not built for this torch, or does not load. Raises `ValueError` for another name."""
+    found = _find(name)
+    return found if isinstance(found, ModuleType) else None
+
+
+def status(name: str) -> Status:
+    """Whether sessions that are made now use the helper `name`. Raises `ValueError` for another name."""
+    found = _find(name)
+    return Status(active=False, words=found) if isinstance(found, str) else Status(active=True, words="active")
+
+
+def _find(name: str) -> ModuleType | str:
+    """The helper, or why there is none."""
+    try:
+        path = file_of(name)
+        if path not in _loaded:
+            if not path.exists():
+                return "not built for this torch (`chameleon-mm native` builds it)"
+            _loaded[path] = _import(name, path)
+    except (OSError, RuntimeError) as error:  # no home, or one that may not be read
+        return f"not built: {error}"
+    return _loaded[path]
+
+
+def _import(name: str, path: Path) -> ModuleType | str:
+    loader = importlib.machinery.ExtensionFileLoader(f"chameleon_mm_{name}", str(path))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        return f"does not load: {error}"
+    return module

@@ -32,7 +32,7 @@ SHARED = -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-slow test-thorough test-cuda check format gpu gpu-smoke clean distclean
+.PHONY: help demo test test-slow test-thorough test-native test-cuda check format gpu gpu-smoke clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -53,8 +53,8 @@ test-thorough: $(STAMP) $(CUDA_STAMP) ## Run more of what the others sample: mor
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)
 
-# Tests whose hooks run outside of any dispatch mode, where the C++ helpers do the work.
-NATIVE_TESTS = tests/test_hooks.py tests/test_native.py tests/test_compiled.py tests/test_fork.py tests/test_save_on_cpu.py
+test-native: $(STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
+	@$(BIN)/python -m pytest --native $(SHARED) -m "$(MARKERS)" tests/test_hooks.py tests/test_late_errors.py $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check

@@ -1,6 +1,7 @@
 """`chameleon-mm bench training`: what each way of holding activations costs one model, in one process.
 
     light profiler: a step under hooks alone | under the light profiler                  # first: it takes seconds
+    small model:    host time of a step without a session | in one that has nothing to swap
     for peer in (no swap, checkpointing, SwapSession at three budgets with and without recomputation, and once without plans,
                  our save_on_cpu, torch's):
         run = run_peer(...)                      # same seed; fresh model, AdamW, data; warm-up, then timed steps
@@ -38,6 +39,7 @@ from chameleon_mm.bench._planned import (
     planned_table,
 )
 from chameleon_mm.bench._report import Bound, Report
+from chameleon_mm.bench._small_step import small_step
 from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import SWAP_ONLY, Peer, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
@@ -51,6 +53,7 @@ from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.units import GIB
 
 LIGHT_REPEATS = 25
+SMALL_REPEATS = 5
 """Steps under either way of watching: a share of half a percent is less than what one step differs from the next by."""
 
 
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.model == "llama":
         with console.status("light profiler ..."):
             comparison.watch(choose_shape(args, device))
+    with console.status("a small model ..."):
+        comparison.watch_small_model()
     for peer in peers(device):
         with console.status(f"{peer.name} ..."):
             comparison.run(peer)
@@ -124,6 +129,7 @@ class Comparison:
         self._classes = classes_table(device)
         self._bound = bound_table(device)
         self._light: Results | None = None
+        self._small: Results | None = None
         self._bounds: list[Bound] = []
         self._outcomes: dict[str, Outcome] = {}
 
@@ -132,6 +138,11 @@ class Comparison:
         # The CUDA stand-in tells no times: enough that the way is gone.
         repeats = 2 if computes_on_cpu(self._device) else LIGHT_REPEATS
         self._light, bound = light_share(self._device, shape, repeats=repeats, seed=self._args.seed)
+        self._bounds.append(bound)
+
+    def watch_small_model(self) -> None:
+        """Measure what a session with nothing to swap takes of a small model's step."""
+        self._small, bound = small_step(self._device, repeats=SMALL_REPEATS, seed=self._args.seed)
         self._bounds.append(bound)
 
     def run(self, peer: Peer) -> None:
@@ -181,6 +192,8 @@ class Comparison:
         }
         if self._light is not None:
             tables["light profiler"] = self._light
+        if self._small is not None:
+            tables["small model"] = self._small
         shown: Mapping[str, Results] = {name: table for name, table in tables.items() if table.rows}
         return Report(header=environment("training", self._device), tables=shown, bounds=self._bounds)
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chameleon_mm.bench import _light_share, _planned, _training_peers, training
+from chameleon_mm.bench import _light_share, _planned, _small_step, _training_peers, training
 from chameleon_mm.bench._light_share import Sample, light_share
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._small_step import NO_SESSION, SESSION, small_step
 from chameleon_mm.bench._training_models import llama
 from chameleon_mm.bench._training_peers import PLANNED, SWAP_ONLY, ModelledSaveOnCpu, Peer, peers
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
@@ -25,6 +26,7 @@ from chameleon_mm.bench.training import fresh_device
 from chameleon_mm.cli import main
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
+from chameleon_mm.session import SwapSession
 from chameleon_mm.units import GIB
 from tests._fakes import UnsimulatedDevice
 
@@ -383,6 +385,32 @@ def test_the_share_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     host = table.rows[1].cells["host"]
     assert isinstance(host, Figure)
     assert host.median == pytest.approx(0.3)
+
+
+def test_a_small_models_step_is_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {NO_SESSION: [1000.0, 4000.0, 1000.0], SESSION: [1020.0, 4400.0, 1010.0]}
+    monkeypatch.setattr(_small_step, "interleave", lambda ways, *, repeats: taken)
+    table, bound = small_step(UnsimulatedDevice(), repeats=3, seed=0)
+    assert bound.found == pytest.approx(1.02)
+    assert bound.held
+    assert isinstance(table.rows[0].cells["ratio"], Waived)
+
+
+def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[SwapSession] = []
+
+    def make(**given: Any) -> SwapSession:
+        sessions.append(SwapSession(**given))
+        return sessions[-1]
+
+    monkeypatch.setattr(_small_step, "SwapSession", make)
+    _, bound = small_step(UnsimulatedDevice(), repeats=1, seed=0)
+    report = sessions[0].report()
+    assert (report.bytes_swapped_out, report.steps_by_phase["recorded"]) == (0, 1)
+    assert report.steps_by_phase["planned"] >= _small_step.TIMED_STEPS
+    assert report.steps == _small_step.WARMUP_STEPS + _small_step.TIMED_STEPS
+    assert isinstance(bound.found, float)
+    assert small_step(SimDevice(), repeats=1, seed=0)[1].held is None
 
 
 def one_bit_off(losses: Tensor) -> Tensor:

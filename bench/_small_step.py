@@ -1,0 +1,97 @@
+"""Host time of a small model's step in a session that has nothing to swap, beside the same step without a session.
+
+each round: a new session, its warm-up, then a few steps; and as many without one   x no session = step / median step without
+
+A GPU waits for its host where the model is small: whatever the session takes of the host is then the user's. The model is an
+MLP with one norm, whose step takes a host a few milliseconds at most; nothing that it saves is large enough to be worth moving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
+from chameleon_mm.bench._report import Bound, median_of
+from chameleon_mm.device.protocols import Device
+from chameleon_mm.session import SwapSession
+
+MAX_RATIO = 1.03
+NO_SESSION, SESSION = "no session", "session, nothing to swap"
+WARMUP_STEPS, TIMED_STEPS = 12, 10
+WIDTH, ROWS = 128, 8
+
+_ON_A_SIMULATOR = Waived("on a simulator the host does the device's work and keeps its clock: its time says nothing of a GPU's")
+
+_COLUMNS = (
+    Column(key="step", title="host ms", formula="time until a step is launched / steps", on_stand_in=True),
+    Column(key="ratio", title="x no session", formula="step / step without a session in the same round", on_stand_in=True),
+)
+
+
+def small_step(device: Device, *, repeats: int, seed: int) -> tuple[Results, Bound]:
+    """The table, and the bound on the ratio. On a simulator both are waived."""
+    table = Results("training", device, _COLUMNS)
+    rows: dict[str, dict[str, Cell]]
+    if device.simulated:
+        rows = {name: {column.key: _ON_A_SIMULATOR for column in _COLUMNS} for name in (NO_SESSION, SESSION)}
+    else:
+        taken = interleave({name: partial(_sample, device, name, seed) for name in (NO_SESSION, SESSION)}, repeats=repeats)
+        pairs = zip(taken[SESSION], taken[NO_SESSION], strict=True)
+        figure = partial(Figure.of, simulated=False)
+        rows = {name: {"step": figure([us / 1e3 for us in found], "ms")} for name, found in taken.items()}
+        rows[NO_SESSION]["ratio"] = Waived("it is what the session is compared with")
+        rows[SESSION]["ratio"] = figure([ours / plain for ours, plain in pairs], "x")
+        table.notes.append(
+            f"small model: an MLP of width {WIDTH} with a norm, {ROWS} rows, SGD; {WARMUP_STEPS} steps of warm-up"
+        )
+    for name, cells in rows.items():
+        table.add(name, {"way": name, "width": WIDTH, "rows": ROWS}, cells)
+    found = median_of(rows[SESSION]["ratio"])
+    return table, Bound(
+        name="small model, nothing to swap: host time of a step over no session", limit=MAX_RATIO, found=found, on_stand_in=True
+    )
+
+
+def _sample(device: Device, name: str, seed: int) -> float:
+    """Microseconds of a step on the host: the median of a few."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    model.to(device.torch_device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    x = torch.randn(ROWS, WIDTH, device=device.torch_device)
+    if name == NO_SESSION:
+        return _timed(device, partial(_step, model, optimizer, x))
+    session = SwapSession(device=device, model=model)
+    with session.pool, session:
+        return _timed(device, partial(_step_of, session, model, optimizer, x))
+
+
+def _timed(device: Device, step: Callable[[], None]) -> float:
+    for _ in range(WARMUP_STEPS):
+        step()
+        device.synchronize()
+    taken = []
+    with undisturbed():
+        for _ in range(TIMED_STEPS):
+            began = time.perf_counter_ns()
+            step()
+            taken.append((time.perf_counter_ns() - began) / 1e3)
+            device.synchronize()  # the next step's launches find an empty queue
+    return median(taken)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _step_of(session: SwapSession, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    with session.step():
+        _step(model, optimizer, x)

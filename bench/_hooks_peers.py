@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._measure import undisturbed
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
-from chameleon_mm.device.protocols import Device
+from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.save_on_cpu import save_on_cpu
 from chameleon_mm.session import SwapSession
@@ -48,6 +48,9 @@ UNPLANNED_STEPS = 2
 TIMED_STEPS = 5
 
 IDENTITY = "hooks that do nothing"
+
+BY_HAND = "moves, copies by hand"
+"""The least that any swap asks of the device, in order, and nothing else: no budget, no plan, one size, no views."""
 
 DROPPED = "dropped, made again"
 """The way in which tensors leave by a plan without moving: their operators run again in backward."""
@@ -81,6 +84,7 @@ def peers(device: Device, saves: int) -> Mapping[str, Peer]:
         IDENTITY: partial(_identity, device, step),
         "stays, save_on_cpu": partial(on_cpu, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
         "stays, session": partial(session, budget=None, min_bytes=2 * TENSOR_BYTES, thresholds=ALONE),
+        BY_HAND: partial(_by_hand, device, saves, step),
         "moves by the rule, alone": partial(on_cpu, min_bytes=1, thresholds=ALONE),
         "moves by the rule, packed": partial(on_cpu, min_bytes=1, thresholds=Thresholds()),
         "moves by plan, alone": partial(session, budget=PLANNED_SHARE, min_bytes=1, thresholds=ALONE),
@@ -118,6 +122,55 @@ def _step(leaf: Tensor, saves: int, hooks: Hooks) -> tuple[float, float]:
 def _identity(device: Device, step: Step) -> Sample:
     with device.compute(), quiet(device):
         return _sample([step((_keep, _keep)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], left=0.0)
+
+
+class _ByHand:
+    """Each tensor to its own place in pinned memory and back, on streams of their own. Its block goes at the next save."""
+
+    def __init__(self, device: Device, host: Sequence[Tensor]) -> None:
+        self._device, self._host = device, host
+        self._d2h, self._h2d = device.new_stream("d2h"), device.new_stream("h2d")
+        self._saved = 0
+        self._leaving: tuple[Tensor, Event] | None = None
+
+    def save(self, t: Tensor) -> tuple[int, torch.Size]:
+        compute, number = self._device.current_stream(), self._saved % len(self._host)
+        self._saved += 1
+        self._let_go(compute)
+        self._d2h.wait(compute.record())  # the operator that wrote the tensor -> its copy
+        with torch.no_grad():
+            flat = t.detach().view(torch.uint8)
+        self._d2h.copy(self._host[number], flat)
+        self._leaving = flat, self._d2h.record()
+        return number, t.shape
+
+    def use(self, saved: tuple[int, torch.Size]) -> Tensor:
+        number, shape = saved
+        compute = self._device.current_stream()
+        self._let_go(compute)
+        buffer = compute.alloc(TENSOR_BYTES)
+        self._h2d.wait(compute.record())  # what the block was last used for -> the copy into it
+        self._h2d.copy(buffer, self._host[number])
+        compute.wait(self._h2d.record())  # the copy -> the node that reads it
+        return buffer.view(torch.float32).view(shape)
+
+    def _let_go(self, compute: Stream) -> None:
+        if self._leaving is not None:
+            compute.wait(self._leaving[1])  # the copy out -> what is allocated in its block next, and the copy back
+            compute.free(self._leaving[0])
+            self._leaving = None
+
+
+def _by_hand(device: Device, saves: int, step: Step) -> Sample:
+    memory = device.alloc_pinned(saves * TENSOR_BYTES)
+    hooks = _ByHand(device, memory.split(TENSOR_BYTES))
+    try:
+        with device.compute(), quiet(device):
+            return _sample([step((hooks.save, hooks.use)) for _ in range(UNPLANNED_STEPS + TIMED_STEPS)], left=1.0)
+    finally:
+        device.synchronize()
+        del hooks
+        device.free_pinned(memory)
 
 
 def _on_cpu(device: Device, saves: int, step: Step, *, min_bytes: int, thresholds: Thresholds) -> Sample:

@@ -1,6 +1,7 @@
 """`chameleon-mm bench hooks`: what a saved tensor costs the host, by what becomes of it, and an operator under a dispatch mode.
 
     stays:               it is too small to move                             save_on_cpu | a planned step of SwapSession
+    moves, by hand:      the copies alone, in order: the least that any swap asks of the device
     moves by the rule:   save_on_cpu, by a copy of its own | packed with others
     moves by plan:       a planned step of SwapSession that only swaps, the same two ways
     dropped by plan:     a planned step of SwapSession, its operator run again at its use
@@ -24,6 +25,7 @@ from functools import partial
 
 from rich.console import Console
 
+from chameleon_mm import native
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.bench._hooks_modes import EMPTY_MODE, NO_MODE, ModeSample, modes
 from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
@@ -111,6 +113,7 @@ def measure(device: Device, *, saves: int, repeats: int) -> Results:
     results.notes += [
         f"{saves} saved tensors in a step, {format_size(TENSOR_BYTES)} each; the host's work, not the link's",
         "the steps of warm-up left out; a step's own beginning and end are not in it",
+        f"the hooks of what stays: {'C++' if native.load('stays') else 'Python; `chameleon-mm native` builds them in C++'}",
         _beneath(device),
     ]
     samples = interleave(peers(device, saves), warmup=0, repeats=repeats, limit_s=_LIMIT_S)

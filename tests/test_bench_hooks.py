@@ -12,14 +12,21 @@ from rich.console import Console
 
 from chameleon_mm.bench import _hooks_modes, hooks
 from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
-from chameleon_mm.bench._hooks_peers import DROPPED, IDENTITY, Sample
+from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.profiler.call_watch import CallWatch
 
 STAYS = ("stays, save_on_cpu", "stays, session")
-LEAVES = ("moves by the rule, alone", "moves by the rule, packed", "moves by plan, alone", "moves by plan, packed", DROPPED)
+LEAVES = (
+    BY_HAND,
+    "moves by the rule, alone",
+    "moves by the rule, packed",
+    "moves by plan, alone",
+    "moves by plan, packed",
+    DROPPED,
+)
 SAVES = 50
 
 

@@ -202,13 +202,10 @@ def _run_native(args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm import native
 
     if args.remove:
-        gone = native.builds()
-        for path in gone:
-            path.unlink()
-        console.print(f"removed {len(gone)} builds from {native.folder()}")
+        console.print(f"removed {native.remove()} builds from {native.folder()}")
         return 0
     for name in native.HELPERS:
-        path = native.build(name, compiler=args.compiler)
+        path = native.build(name, compiler=args.compiler, again=not native.status(name).active)
         console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
     return 0
 

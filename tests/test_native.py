@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-import tempfile
 import threading
 import weakref
 from collections import Counter
@@ -22,9 +22,13 @@ import chameleon_mm as cm
 from chameleon_mm import cli, native
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.errors import NativeBuildError
+from chameleon_mm.profiler.light import FIXED_STORAGE
+from chameleon_mm.profiler.step_record import EARLIER_STEP
+from chameleon_mm.saved.classify import ProtectedStorages
+from chameleon_mm.saved.handles import NO_HOOK
 from tests._fakes import Unwatched
 
-BUILDS = Path(tempfile.gettempdir(), "chameleon_mm_tests_native")
+BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
 """Builds of this version of the sources, kept from run to run."""
 
 
@@ -123,15 +127,27 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
         assert equal(gradients(program_of_many, device.torch_device), expected)
 
 
+def test_a_build_that_does_not_load_is_made_again(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
+    native.build("stays", compiler=copies)
+    assert cli.main(["native", "--compiler", "no-such"]) == 1
+    assert "expected a C++ compiler" in capsys.readouterr().err
+    with pytest.raises(NativeBuildError, match="expected a program that runs"):
+        (tmp_path / "no-program").write_text("neither a script nor a binary")
+        (tmp_path / "no-program").chmod(0o755)
+        native.build("stays", compiler=str(tmp_path / "no-program"), again=True)
+
+
 def test_the_command_builds_and_removes(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
     assert cli.main(["native", "--compiler", "no-such"]) == 1
     assert "expected a C++ compiler" in capsys.readouterr().err
     assert cli.main(["native", "--compiler", copies]) == 0
     assert "stays: does not load" in capsys.readouterr().out
+    (empty / "building-1234").mkdir()  # of one that was killed
     assert cli.main(["native", "--remove"]) == 0
     assert "removed 1 builds" in capsys.readouterr().out
-    assert native.builds() == []
+    assert list(empty.iterdir()) == []
 
 
 # --- the hooks, against plain PyTorch and against those in Python
@@ -340,6 +356,77 @@ def test_a_models_buffer_is_persistent(plain_device: Device, stays: ModuleType) 
     assert report.kept_by_reason == {"leaf": 6, "persistent": 6}
 
 
+def test_an_interrupt_in_what_a_hook_asks_of_python_is_raised(stays: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, scale = nn.Module(), torch.linspace(1, 2, 16)
+    model.register_buffer("scale", scale)
+
+    def interrupt(self: object, storage: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProtectedStorages, "__contains__", interrupt)
+    with cm.SwapSession(device=Unwatched(), model=model), pytest.raises(KeyboardInterrupt):
+        torch.ones(16, requires_grad=True).sin() * scale
+
+
+def test_dynamo_compiles_nothing_that_it_calls(plain_device: Device, stays: ModuleType) -> None:
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph.forward
+
+    def program(x: Tensor, scale: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.autograd.profiler.record_function("a break of the graph inside of a block"):
+                torch._dynamo.graph_break()
+                x = (x.sin() * scale).exp()
+        return x
+
+    torch._dynamo.reset()
+    model, scale = nn.Module(), torch.linspace(1, 2, 64, device=plain_device.torch_device)
+    model.register_buffer("scale", scale)
+    x = torch.ones(64, device=plain_device.torch_device, requires_grad=True)
+    with cm.save_on_cpu(device=plain_device):
+        torch.compile(program, backend=backend)(x, scale).sum().backward()
+    with cm.SwapSession(device=plain_device, model=model):
+        torch.compile(program, backend=backend)(x, scale).sum().backward()
+    assert graphs == []
+
+
+def test_its_constants_are_pythons() -> None:
+    source = native.building.source_of("stays").read_text()
+    assert f"NO_HOOK = {NO_HOOK}, FIXED_STORAGE = {FIXED_STORAGE}, EARLIER_STEP = {EARLIER_STEP};" in source
+
+
+def test_a_session_in_a_forked_child_has_it_too(stays: ModuleType) -> None:
+    def hooks_of_a_step() -> Counter[str]:
+        with cm.SwapSession(device=Unwatched()) as session:
+            for _ in range(5):
+                with session.step(), hooks_in_python() as seen:
+                    chain(torch.device("cpu"))
+        return seen
+
+    assert hooks_of_a_step() == {"save": 1, "use": 1}
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if hooks_of_a_step() == {"save": 1, "use": 1} else 3)
+        finally:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_no_size_is_too_large_to_be_compared(stays: ModuleType) -> None:
+    with cm.save_on_cpu(device=Unwatched(), min_bytes=1 << 64):
+        assert equal(gradients(chain, torch.device("cpu")), gradients(chain, torch.device("cpu")))
+
+
+def test_hooks_are_made_by_the_function_alone(stays: ModuleType) -> None:
+    save = cm.save_on_cpu(device=Unwatched())._hooks.pack_hook
+    with pytest.raises(TypeError, match="cannot create"):
+        type(save.__self__)()  # type: ignore[attr-defined]  # a method of the helper's
+
+
 def test_a_session_that_is_over_goes(plain_device: Device, stays: ModuleType) -> None:
     session = cm.SwapSession(device=plain_device)
     with session, session.step():
@@ -351,7 +438,7 @@ def test_a_session_that_is_over_goes(plain_device: Device, stays: ModuleType) ->
 
 
 def test_parts_that_it_does_not_know_are_refused(stays: ModuleType) -> None:
-    with pytest.raises(TypeError, match="native hooks: expected 25 parts, got 1"):
+    with pytest.raises(TypeError, match="native hooks: expected 26 parts, got 1"):
         stays.hooks(1)
     with pytest.raises(TypeError, match="expected a class of handles"):
-        stays.hooks(*range(25))
+        stays.hooks(*range(26))

@@ -12,6 +12,7 @@ queued copy or an ended claim that has something due at this hook; a step that i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -108,11 +109,13 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
 
     save, use = uncompiled(save), uncompiled(use)
     stays = native.load("stays")
-    if stays is None:
+    if stays is None or plans != (director.light is not None):
         return save, use
+    # What C++ calls has no marked frame above it, so it is marked itself.
+    is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
     native_hooks: tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]] = stays.hooks(
         save, use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors, limit,
-        totals, protected, protected.refs, registry, director, director.light, small, capturing, KeptTensor,
-        torch._C._current_autograd_node, device.torch_device, min_bytes,
+        totals, is_protected, protected.refs, registry, director, director.light, small, add_small, uncompiled(capturing),
+        KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks

@@ -26,6 +26,7 @@ HELPERS = ("stays",)
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")
 
+_UNFINISHED = "building-"
 _COMPILE_LIMIT_S = 600
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
@@ -46,29 +47,43 @@ def source_of(name: str) -> Path:
 def file_of(name: str) -> Path:
     """The build of the helper `name` for this Python, this torch and this source, there or not. Raises as `folder` and
     `source_of` do."""
-    key = "\n".join((sys.version, torch.__version__, str(torch.compiled_with_cxx11_abi()), *_FLAGS))
-    digest = hashlib.sha256(key.encode() + source_of(name).read_bytes()).hexdigest()[:16]
+    of_torch = torch.__version__, str(torch.version.git_version), str(torch.version.debug), str(torch.compiled_with_cxx11_abi())
+    key = "\n".join((sys.version, *of_torch, *_FLAGS))
+    source = source_of(name)
+    headers = sorted(source.parent.glob("*.h"))
+    digest = hashlib.sha256(b"".join((key.encode(), *(path.read_bytes() for path in (source, *headers))))).hexdigest()[:16]
     return folder() / f"chameleon_mm_{name}-{digest}{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
 
 
 def builds() -> list[Path]:
-    """Every build that is there."""
+    """Every build that is there. Raises as `folder` does."""
     return sorted(path for name in HELPERS for path in folder().glob(f"chameleon_mm_{name}-*"))
 
 
-def build(name: str, *, compiler: str = "g++") -> Path:
-    """Return the build of the helper `name`, compiled now by `compiler` if there is none. Takes up to a minute.
+def remove() -> int:
+    """Remove every build, and what a build that was killed has left. Returns the number of builds. Raises as `folder` does, and
+    `OSError`."""
+    gone = builds()
+    for path in gone:
+        path.unlink(missing_ok=True)
+    for path in folder().glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return len(gone)
+
+
+def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
+    """Return the build of the helper `name`, compiled now by `compiler` if there is none, or `again`. Takes up to a minute.
 
     Raises `NativeBuildError`: there is no such compiler, Python or torch has no headers, the folder cannot be written to, or
     the compiler refuses the source.
     """
     try:
         path = file_of(name)
-        if path.exists():
+        if path.exists() and not again:
             return path
         command = [*_command(compiler), str(source_of(name))]
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as made:
+        with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as made:
             fresh = Path(made) / path.name
             _compile([*command, "-o", str(fresh), *_libraries()], name, fresh)
             fresh.replace(path)
@@ -109,6 +124,8 @@ def _libraries() -> list[str]:
 def _compile(command: list[str], name: str, target: Path) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_LIMIT_S, check=False)
+    except OSError as error:
+        raise NativeBuildError(f"native: expected a program that runs, got {error} from {command[0]}") from error
     except subprocess.TimeoutExpired:
         raise NativeBuildError(f"native: expected {command[0]} to be done in {_COMPILE_LIMIT_S} s, and it was not") from None
     if done.returncode != 0 or not target.exists():

@@ -18,8 +18,8 @@ class Status(NamedTuple):
     words: str
 
 
-_loaded: dict[Path, ModuleType | str] = {}
-"""Helpers by their builds; why one did not load."""
+_loaded: dict[Path, ModuleType] = {}
+"""Helpers by their builds."""
 
 
 def load(name: str) -> ModuleType | None:
@@ -41,7 +41,10 @@ def _find(name: str) -> ModuleType | str:
         if path not in _loaded:
             if not path.exists():
                 return "not built for this torch (`chameleon-mm native` builds it)"
-            _loaded[path] = _import(name, path)
+            found = _import(name, path)
+            if isinstance(found, str):  # asked again the next time: it may have been built anew
+                return found
+            _loaded[path] = found
     except (OSError, RuntimeError) as error:  # no home, or one that may not be read
         return f"not built: {error}"
     return _loaded[path]
@@ -54,6 +57,6 @@ def _import(name: str, path: Path) -> ModuleType | str:
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
-    except ImportError as error:
+    except Exception as error:  # noqa: BLE001 - whatever a build does, a session begins without it
         return f"does not load: {error}"
     return module

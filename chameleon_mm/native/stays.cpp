@@ -8,8 +8,7 @@
 // The GIL is held throughout, but a finaliser may run Python code, and with it another thread, wherever an object is made: so the
 // hooks' lock is taken here as there.
 
-#define PY_SSIZE_T_CLEAN
-#include <torch/csrc/python_headers.h>
+#include "python_objects.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -22,7 +21,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <pthread.h>
-
 #include <cstring>
 #include <typeinfo>
 
@@ -30,26 +28,18 @@
 #error "free-threaded builds have the hooks in Python alone"
 #endif
 
+using namespace python_objects;
+
 namespace {
 
-constexpr long NO_HOOK = -1, FIXED_STORAGE = -1, EARLIER_STEP = -2;  // as in Python: hooks.py compares
+constexpr long NO_HOOK = -1, FIXED_STORAGE = -1, EARLIER_STEP = -2;  // as in Python, which a test compares
 
-bool forked = false;  // set in a forked child: its parent's device is none of its own
-
-struct Ref {  // one owned reference, possibly null
-  PyObject* it = nullptr;
-  Ref() = default;
-  explicit Ref(PyObject* owned) : it(owned) {}
-  Ref(const Ref&) = delete;
-  Ref& operator=(const Ref&) = delete;
-  ~Ref() { Py_XDECREF(it); }
-  explicit operator bool() const { return it != nullptr; }
-};
+unsigned forks = 0;  // between the process that imported this and the one that runs: a parent's device is no child's
 
 // Names of attributes, interned once.
 #define NAMES(X)                                                                                                       \
   X(saves) X(uses) X(is_over) X(fresh) X(waiting_bytes) X(_tight) X(_small_limit) X(nbytes) X(kept_by_reason)           \
-  X(num_hooks) X(_number) X(_last_used) X(_features) X(at_rest_until) X(epoch) X(add) X(parameter) X(leaf)              \
+  X(num_hooks) X(_number) X(_last_used) X(_features) X(at_rest_until) X(epoch) X(_epoch) X(parameter) X(leaf)           \
   X(persistent) X(empty)
 #define DECLARE(name) PyObject* n_##name = nullptr;
 NAMES(DECLARE)
@@ -58,7 +48,8 @@ PyObject* n_small_reason = nullptr;
 // What the hooks read, in the order of `PARTS` in hooks.py.
 enum Part {
   FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS, LIMIT,
-  TOTALS, PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, CAPTURING, KEPT_TENSOR, CURRENT_NODE, DEVICE, MIN_BYTES,
+  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, ADD_SMALL, CAPTURING, KEPT_TENSOR, CURRENT_NODE, DEVICE,
+  MIN_BYTES,
   PARTS
 };
 
@@ -68,49 +59,14 @@ struct Hooks {
   size_t min_bytes;
   c10::Device device;
   bool plans;
+  unsigned forks;  // when they were made
   Py_ssize_t tensor_at, expected_at, moved_at, saved_at_at, origin_at;  // offsets of KeptTensor's slots
 };
 
-// ---------------------------------------------------------------------------------------------- attributes, without much ado
-
-// An attribute as a number. False: it is none, or there is an error, which is cleared: the Python function meets it again.
-bool read_number(PyObject* of, PyObject* name, long long& value) {
-  Ref at(PyObject_GetAttr(of, name));
-  if (at && PyLong_CheckExact(at.it)) {
-    int overflow = 0;
-    value = PyLong_AsLongLongAndOverflow(at.it, &overflow);
-    if (!overflow) return true;
-  }
-  PyErr_Clear();
-  return false;
-}
-
-bool write_number(PyObject* of, PyObject* name, long long value) {
-  Ref number(PyLong_FromLongLong(value));
-  return number && PyObject_SetAttr(of, name, number.it) == 0;
-}
-
-bool add_one(PyObject* of, PyObject* name) {
-  long long value = 0;
-  return read_number(of, name, value) && write_number(of, name, value + 1);
-}
-
-bool is_true(PyObject* of, PyObject* name) {
-  Ref at(PyObject_GetAttr(of, name));
-  int truth = at ? PyObject_IsTrue(at.it) : -1;
-  if (truth < 0) PyErr_Clear();
-  return truth != 0;  // an error counts as true, which leaves the hook to Python
-}
-
-bool some_in(PyObject* container) { return PyObject_IsTrue(container) != 0; }
-
-PyObject*& slot(PyObject* handle, Py_ssize_t at) { return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + at); }
-
-bool equals(PyObject* number, long long value) {
-  if (!PyLong_CheckExact(number)) return false;
-  int overflow = 0;
-  long long it = PyLong_AsLongLongAndOverflow(number, &overflow);
-  return !overflow && it == value;
+bool is_over(PyObject* recording) {
+  Ref at(PyObject_GetAttr(recording, n_is_over));
+  if (!at) forget_error();
+  return at.it == Py_True;
 }
 
 // ----------------------------------------------------------------------------------------------------------- the conditions
@@ -121,7 +77,7 @@ class Locked {  // the hooks' lock, taken if it is free
     PyObject* arguments[] = {Py_False};
     Ref got(PyObject_Vectorcall(hooks->parts[ACQUIRE], arguments, 1, nullptr));
     taken_ = got.it == Py_True;
-    if (!got) PyErr_Clear();
+    if (!got) forget_error();
   }
   ~Locked() {
     if (!taken_) return;
@@ -141,29 +97,29 @@ class Locked {  // the hooks' lock, taken if it is free
 bool nothing_waits(Hooks* h) {
   PyObject* const* p = h->parts;
   return !(some_in(p[LEAVING]) || some_in(p[QUEUED_OUT]) || some_in(p[QUEUED_IN]) || some_in(p[ENDED]) || some_in(p[ERRORS]) ||
-           is_true(p[OUTS], n_fresh) || is_true(p[OUTS], n_waiting_bytes));
+           some_in(p[OUTS], n_fresh) || some_in(p[OUTS], n_waiting_bytes));
 }
 
 bool wants_check(Hooks* h) {  // SwapMemoryLimit.wants_check
   PyObject* limit = h->parts[LIMIT];
   if (limit == Py_None) return false;
   long long nbytes = 0, most = 0;
-  return is_true(limit, n__tight) || !read_number(h->parts[SMALL], n_nbytes, nbytes) ||
+  return some_in(limit, n__tight) || !read_number(h->parts[SMALL], n_nbytes, nbytes) ||
          !read_number(limit, n__small_limit, most) || nbytes > most;
 }
 
-bool is_here(Hooks* h) { return !forked && c10::impl::TorchDispatchModeTLS::stack_len() == 0; }
+bool is_here(Hooks* h) { return forks == h->forks && c10::impl::TorchDispatchModeTLS::stack_len() == 0; }
 
-// Whether a small tensor may be moved later: `is_plain` in hooks.py, for a CUDA device alone.
+// Whether a small tensor may be moved later: `is_plain` in hooks.py, for a CUDA device alone. False with an error set: it asked
+// Python.
 bool is_plain(Hooks* h, const at::Tensor& t) {
   static const c10::DispatchKeySet wrapped{
       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
       c10::DispatchKey::Batched};
   if (!h->device.is_cuda() || t.device() != h->device) return false;
   if (t.layout() != c10::kStrided || t.is_nested() || t.is_quantized() || t.key_set().has_any(wrapped)) return false;
-  Ref yes(PyObject_Vectorcall(h->parts[CAPTURING], nullptr, 0, nullptr));
-  if (!yes) PyErr_Clear();
-  return yes.it == Py_False;
+  Ref capturing(PyObject_Vectorcall(h->parts[CAPTURING], nullptr, 0, nullptr));
+  return capturing.it == Py_False;
 }
 
 bool is_function_in_python(torch::autograd::Node* node) {
@@ -183,7 +139,7 @@ bool save_agrees(PyObject* light, PyObject* kind, const at::Tensor& t, long long
   Ref features(PyObject_GetAttr(light, n__features));
   long long last = 0;
   if (!features || !PyList_CheckExact(features.it) || hook >= PyList_GET_SIZE(features.it) || !read_number(light, n__number, last)) {
-    PyErr_Clear();
+    forget_error();
     return false;
   }
   PyObject* feature = PyList_GET_ITEM(features.it, hook);
@@ -199,12 +155,13 @@ bool save_agrees(PyObject* light, PyObject* kind, const at::Tensor& t, long long
 
 // ------------------------------------------------------------------------------------------------------------------ the hooks
 
-// What becomes of a save here: its handle; null without an error: it is Python's.
+// What becomes of a save here: its handle; null without an error: it is Python's. With the first thing that is noted, what may fail
+// is over, but for errors that are raised.
 PyObject* saved(Hooks* h, PyObject* argument) {
   PyObject* const* p = h->parts;
   PyObject* kind = (PyObject*)Py_TYPE(argument);
   if (kind != THPVariableClass && kind != ParameterClass) return nullptr;
-  if (!is_here(h) || !is_true(p[RECORDING], n_is_over)) return nullptr;
+  if (!is_here(h) || !is_over(p[RECORDING])) return nullptr;
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (!t.unsafeGetTensorImpl()->has_storage() || t.is_inference() || t.is_nested()) return nullptr;
   PyObject* reason = nullptr;
@@ -213,7 +170,7 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     reason = n_parameter;
   } else if (t.is_view()) {
     Ref base(THPVariable_Wrap(t._base()));
-    if (!base) return PyErr_Clear(), nullptr;
+    if (!base) return nullptr;
     PyObject* type = (PyObject*)Py_TYPE(base.it);
     if (type == ParameterClass) reason = n_parameter;
     else if (type != THPVariableClass) return nullptr;
@@ -223,8 +180,15 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     nbytes = t.storage().nbytes();
     if (PyDict_GET_SIZE(p[PROTECTED_REFS])) {
       Ref storage(THPStorage_Wrap(t.storage()));
-      int in = storage ? PySequence_Contains(p[PROTECTED], storage.it) : -1;
-      if (in < 0) return PyErr_Clear(), nullptr;
+      if (!storage) return nullptr;
+      Ref key(PyLong_FromVoidPtr(storage.it));  // its id
+      int in = key ? PyDict_Contains(p[PROTECTED_REFS], key.it) : -1;
+      if (in > 0) {
+        PyObject* arguments[] = {storage.it};
+        Ref protects(PyObject_Vectorcall(p[IS_PROTECTED], arguments, 1, nullptr));
+        in = protects ? protects.it == Py_True : -1;
+      }
+      if (in < 0) return nullptr;
       if (in) reason = n_persistent;
     }
     if (!reason) {
@@ -246,7 +210,8 @@ PyObject* saved(Hooks* h, PyObject* argument) {
         !save_agrees(light, kind, t, hook, number))
       return nullptr;
   }
-  if (!read_number(p[REGISTRY], n_epoch, epoch)) return nullptr;
+  long long saves = 0;
+  if (!read_number(p[REGISTRY], n_epoch, epoch) || !read_number(p[COUNTS], n_saves, saves)) return nullptr;
 
   // All that the handle needs is made before anything is noted.
   PyTypeObject* kept = (PyTypeObject*)p[KEPT_TENSOR];
@@ -265,29 +230,34 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     return nullptr;
   }
   if (!kept_by_reason || !saved_at || !version) return nullptr;
-  Ref count(PyObject_GetItem(kept_by_reason.it, reason)), one(PyLong_FromLong(1));
-  Ref more(count && one ? PyNumber_Add(count.it, one.it) : nullptr);
-  if (!more || PyObject_SetItem(kept_by_reason.it, reason, more.it) != 0) return nullptr;
+  if (!PyDict_Check(kept_by_reason.it)) return nullptr;
+  PyObject* count = PyDict_GetItemWithError(kept_by_reason.it, reason);  // a Counter: none is 0
+  long long before = 0;
+  if (PyErr_Occurred() || (count && !to_number(count, before))) return nullptr;
+  Ref more(PyLong_FromLongLong(before + 1));
+  if (!more || PyDict_SetItem(kept_by_reason.it, reason, more.it) != 0) return nullptr;
   if (moves_later) {
     Ref size(PyLong_FromSize_t(nbytes));
-    PyObject* arguments[] = {p[SMALL], handle.it, size.it};
-    Ref done(size ? PyObject_VectorcallMethod(n_add, arguments, 3, nullptr) : nullptr);
+    PyObject* arguments[] = {handle.it, size.it};
+    Ref done(size ? PyObject_Vectorcall(p[ADD_SMALL], arguments, 2, nullptr) : nullptr);
     if (!done) return nullptr;
   }
   if (h->plans && (!write_number(light, n__number, number) || !write_number(light, n_num_hooks, hook + 1))) return nullptr;
-  if (!add_one(p[COUNTS], n_saves)) return nullptr;
+  if (!write_number(p[COUNTS], n_saves, saves + 1)) return nullptr;
   return Py_NewRef(handle.it);
 }
 
 // What a use gives here; null without an error: it is Python's.
 PyObject* used(Hooks* h, PyObject* handle) {
   PyObject* const* p = h->parts;
-  if ((PyObject*)Py_TYPE(handle) != p[KEPT_TENSOR] || !is_true(p[RECORDING], n_is_over)) return nullptr;
+  if ((PyObject*)Py_TYPE(handle) != p[KEPT_TENSOR] || !is_over(p[RECORDING])) return nullptr;
   PyObject *argument = slot(handle, h->tensor_at), *expected = slot(handle, h->expected_at);
   if (!argument || argument == Py_None || !expected || !THPVariable_Check(argument)) return nullptr;
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (t.is_inference() || !equals(expected, t._version())) return nullptr;
   Ref result(Py_NewRef(argument));  // another thread may move it
+  long long uses = 0;
+  if (!read_number(p[COUNTS], n_uses, uses)) return nullptr;
   if (h->plans) {
     if (!is_here(h)) return nullptr;
     Locked lock(h);
@@ -296,11 +266,12 @@ PyObject* used(Hooks* h, PyObject* handle) {
     PyObject* saved_at = slot(handle, h->saved_at_at);
     long long hook = 0, until = 0, last = 0, epoch = 0, save = EARLIER_STEP;
     if (!read_number(light, n_num_hooks, hook) || !read_number(p[DIRECTOR], n_at_rest_until, until) || hook >= until ||
-        !read_number(light, n__last_used, last) || !read_number(p[REGISTRY], n_epoch, epoch) || !saved_at ||
+        !read_number(light, n__last_used, last) || !read_number(p[DIRECTOR], n__epoch, epoch) || !saved_at ||
         !PyTuple_CheckExact(saved_at) || PyTuple_GET_SIZE(saved_at) != 2)
       return nullptr;
-    PyObject* at_hook = PyTuple_GET_ITEM(saved_at, 1);
-    if (equals(PyTuple_GET_ITEM(saved_at, 0), epoch) && !equals(at_hook, NO_HOOK)) save = PyLong_AsLongLong(at_hook);
+    long long at_hook = NO_HOOK;
+    if (!to_number(PyTuple_GET_ITEM(saved_at, 1), at_hook)) return nullptr;
+    if (equals(PyTuple_GET_ITEM(saved_at, 0), epoch) && at_hook != NO_HOOK) save = at_hook;
     Ref features(PyObject_GetAttr(light, n__features)), node(PyObject_Vectorcall(p[CURRENT_NODE], nullptr, 0, nullptr));
     if (!features || !node || !PyList_CheckExact(features.it) || hook >= PyList_GET_SIZE(features.it)) return nullptr;
     PyObject* feature = PyList_GET_ITEM(features.it, hook);
@@ -309,7 +280,7 @@ PyObject* used(Hooks* h, PyObject* handle) {
       return nullptr;
     if (!write_number(light, n__last_used, save) || !write_number(light, n_num_hooks, hook + 1)) return nullptr;
   }
-  if (!add_one(p[COUNTS], n_uses)) return nullptr;
+  if (!write_number(p[COUNTS], n_uses, uses + 1)) return nullptr;
   return Py_NewRef(result.it);
 }
 
@@ -359,7 +330,7 @@ PyMethodDef methods[] = {
 PyType_Slot slots[] = {
     {Py_tp_traverse, (void*)traverse}, {Py_tp_clear, (void*)clear}, {Py_tp_dealloc, (void*)dealloc}, {Py_tp_methods, methods}, {0, nullptr}};
 
-PyType_Spec spec = {"chameleon_mm_stays.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
+PyType_Spec spec = {"chameleon_mm_stays.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
 
 PyObject* hooks_type = nullptr;
 
@@ -392,6 +363,7 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   if (PyErr_Occurred()) return nullptr;
   h->device = ((THPDevice*)h->parts[DEVICE])->device;
   h->plans = h->parts[LIGHT] != Py_None;
+  h->forks = forks;
   PyObject* kept = h->parts[KEPT_TENSOR];
   if (!offset_of(kept, "tensor", h->tensor_at) || !offset_of(kept, "expected", h->expected_at) ||
       !offset_of(kept, "moved", h->moved_at) || !offset_of(kept, "saved_at", h->saved_at_at) ||
@@ -423,6 +395,6 @@ PyMODINIT_FUNC PyInit_chameleon_mm_stays() {
   NAMES(INTERN)
   if (!(n_small_reason = PyUnicode_InternFromString("small"))) return nullptr;
   if (!(hooks_type = PyType_FromSpec(&spec))) return nullptr;
-  pthread_atfork(nullptr, nullptr, [] { forked = true; });
+  pthread_atfork(nullptr, nullptr, [] { forks++; });
   return PyModule_Create(&definition);
 }

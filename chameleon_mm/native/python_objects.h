@@ -1,0 +1,65 @@
+// References to Python objects, and their attributes as numbers and truth values, for what has a Python function to fall back to.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/python_headers.h>
+
+namespace python_objects {
+
+struct Ref {  // one owned reference, possibly null
+  PyObject* it = nullptr;
+  Ref() = default;
+  explicit Ref(PyObject* owned) : it(owned) {}
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() { Py_XDECREF(it); }
+  explicit operator bool() const { return it != nullptr; }
+};
+
+// Forget an error that the Python function will meet again. Not an interrupt, which comes once: whoever finds it set returns null.
+inline void forget_error() {
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+}
+
+inline bool to_number(PyObject* number, long long& value) {
+  if (!PyLong_CheckExact(number)) return false;
+  int overflow = 0;
+  value = PyLong_AsLongLongAndOverflow(number, &overflow);
+  return !overflow;
+}
+
+// An attribute as a number. False: it is none.
+inline bool read_number(PyObject* of, PyObject* name, long long& value) {
+  Ref at(PyObject_GetAttr(of, name));
+  if (at && to_number(at.it, value)) return true;
+  forget_error();
+  return false;
+}
+
+inline bool write_number(PyObject* of, PyObject* name, long long value) {
+  Ref number(PyLong_FromLongLong(value));
+  return number && PyObject_SetAttr(of, name, number.it) == 0;
+}
+
+// Whether an attribute is something that waits: an error counts as that, and leaves the hook to Python.
+inline bool some_in(PyObject* of, PyObject* name) {
+  Ref at(PyObject_GetAttr(of, name));
+  int truth = at ? PyObject_IsTrue(at.it) : -1;
+  if (truth < 0) forget_error();
+  return truth != 0;
+}
+
+inline bool some_in(PyObject* container) {
+  int truth = PyObject_IsTrue(container);
+  if (truth < 0) forget_error();
+  return truth != 0;
+}
+
+inline PyObject*& slot(PyObject* handle, Py_ssize_t at) { return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + at); }
+
+inline bool equals(PyObject* number, long long value) {
+  long long it = 0;
+  return to_number(number, it) && it == value;
+}
+
+}  // namespace python_objects

@@ -182,12 +182,13 @@ def test_a_storage_at_a_recycled_id_is_another(sim: SimDevice) -> None:
 @pytest.mark.usefixtures("no_gc")
 def test_a_plain_storage_at_the_id_of_dropped_pinned_memory_is_plain(sim: SimDevice) -> None:
     """Nothing has told the ledger of the death when the id is used again."""
-    for _ in range(10_000):
+    for _ in range(1_000):
         pinned = sim.alloc_pinned(N)
         key = id(pinned.untyped_storage())
         del pinned
-        plain = torch.empty(N)
-        if id(plain.untyped_storage()) == key:
+        # Several: other objects of the same size may be made and freed meanwhile.
+        plain = next((t for t in [torch.empty(N) for _ in range(50)] if id(t.untyped_storage()) == key), None)
+        if plain is not None:
             break
     else:
         pytest.fail("no id was used again: nothing was tested")

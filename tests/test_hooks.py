@@ -132,28 +132,30 @@ def test_a_view_of_a_result_has_plain_pytorchs_gradient(device: Device) -> None:
         assert torch.equal(gradient().cpu(), expected)
 
 
+def error_of_a_write(device: Device) -> str:
+    """Message of the error that a write to a saved tensor ends in."""
+    x = torch.ones(16, device=device.torch_device, requires_grad=True)
+    y = x.sin()
+    z = y.sin()
+    y.add_(1)
+    with pytest.raises(RuntimeError) as raised:
+        z.sum().backward()
+    return str(raised.value)
+
+
 @pytest.mark.parametrize("by_session", [False, True])
 def test_a_write_to_what_stays_is_eagers_error(by_session: bool, device: Device) -> None:
-    def provoke() -> str:
-        x = torch.ones(16, device=device.torch_device, requires_grad=True)
-        y = x.sin()
-        z = y.sin()
-        y.add_(1)
-        with pytest.raises(RuntimeError) as raised:
-            z.sum().backward()
-        return str(raised.value)
-
-    expected = provoke()
+    expected = error_of_a_write(device)
     if by_session:
         with cm.SwapSession(device=device) as session:
             for _ in range(4):
                 with session.step():
                     small_chain(device)
             with session.step():
-                got = provoke()
+                got = error_of_a_write(device)
     else:
         with device.compute(), cm.save_on_cpu(device=device):
-            got = provoke()
+            got = error_of_a_write(device)
     assert got == expected
 
 

@@ -27,6 +27,7 @@ from chameleon_mm.profiler.step_record import EARLIER_STEP
 from chameleon_mm.saved.classify import ProtectedStorages
 from chameleon_mm.saved.handles import NO_HOOK
 from tests._fakes import Unwatched
+from tests.test_hooks import Twice, error_of_a_write
 
 BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
 """Builds of this version of the sources, kept from run to run."""
@@ -243,26 +244,9 @@ def test_it_does_what_the_python_would(plain_device: Device, stays: ModuleType) 
     assert (counts.steps, counts.steps_without_saves, counts.steps_without_uses) == (6, 0, 0)
 
 
-class Own(torch.autograd.Function):
-    """Takes its number in the sequence long before it saves what it returns."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x.detach().requires_grad_().sin().cos()
-        out = x * 2
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (out,) = ctx.saved_tensors
-        return grad * out
-
-
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize(
-    "operator", [torch.exp, torch.Tensor.relu, lambda x: x.clone().tanh_(), lambda x: x.sin().view(4, 4).exp(), Own.apply]
+    "operator", [torch.exp, torch.Tensor.relu, lambda x: x.clone().tanh_(), lambda x: x.sin().view(4, 4).exp(), Twice.apply]
 )
 def test_no_node_keeps_itself(operator: Callable[[Tensor], Tensor], plain_device: Device, stays: ModuleType) -> None:
     with cm.save_on_cpu(device=plain_device):
@@ -274,28 +258,19 @@ def test_no_node_keeps_itself(operator: Callable[[Tensor], Tensor], plain_device
 
 def test_it_knows_functions_in_python(stays: ModuleType) -> None:
     x = torch.ones(3, requires_grad=True)
-    assert stays.is_python_functions(Own.apply(x))  # type: ignore[no-untyped-call]  # torch annotates no `apply`
+    assert stays.is_python_functions(Twice.apply(x))  # type: ignore[no-untyped-call]  # torch annotates no `apply`
     assert not stays.is_python_functions(x.sin())
     assert not stays.is_python_functions(x)
 
 
 def test_a_write_to_what_stays_is_eagers_error(plain_device: Device, stays: ModuleType) -> None:
-    def provoke() -> str:
-        x = torch.ones(16, device=plain_device.torch_device, requires_grad=True)
-        y = x.sin()
-        z = y.sin()
-        y.add_(1)
-        with pytest.raises(RuntimeError) as raised:
-            z.sum().backward()
-        return str(raised.value)
-
-    expected = provoke()
+    expected = error_of_a_write(plain_device)
     with cm.SwapSession(device=plain_device) as session:
         for _ in range(4):
             with session.step():
                 chain(plain_device.torch_device)
         with session.step():
-            got = provoke()
+            got = error_of_a_write(plain_device)
     assert got == expected
 
 

@@ -111,7 +111,7 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
     stays = native.load("stays")
     if stays is None or plans != (director.light is not None):
         return save, use
-    # What C++ calls has no marked frame above it, so it is marked itself.
+    # Functions that C++ calls have no marked frame above them: each is marked itself.
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
     native_hooks: tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]] = stays.hooks(
         save, use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors, limit,

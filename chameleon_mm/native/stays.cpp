@@ -40,12 +40,11 @@ unsigned forks = 0;  // between the process that imported this and the one that 
 #define NAMES(X)                                                                                                       \
   X(saves) X(uses) X(is_over) X(fresh) X(waiting_bytes) X(_tight) X(_small_limit) X(nbytes) X(kept_by_reason)           \
   X(num_hooks) X(_number) X(_last_used) X(_features) X(at_rest_until) X(epoch) X(_epoch) X(parameter) X(leaf)           \
-  X(persistent) X(empty)
+  X(persistent) X(empty) X(small)
 #define DECLARE(name) PyObject* n_##name = nullptr;
 NAMES(DECLARE)
-PyObject* n_small_reason = nullptr;
 
-// What the hooks read, in the order of `PARTS` in hooks.py.
+// Objects that the hooks read, in the order in which hooks.py gives them.
 enum Part {
   FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS, LIMIT,
   TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, ADD_SMALL, CAPTURING, KEPT_TENSOR, CURRENT_NODE, DEVICE,
@@ -193,7 +192,7 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     }
     if (!reason) {
       if (nbytes >= h->min_bytes) return nullptr;
-      reason = nbytes ? n_small_reason : n_empty;
+      reason = nbytes ? n_small : n_empty;
     }
   }
   bool by_reference = reason == n_parameter, moves_later = nbytes && p[SMALL] != Py_None;
@@ -393,7 +392,6 @@ PyMODINIT_FUNC PyInit_chameleon_mm_stays() {
 #define INTERN(name) \
   if (!(n_##name = PyUnicode_InternFromString(#name))) return nullptr;
   NAMES(INTERN)
-  if (!(n_small_reason = PyUnicode_InternFromString("small"))) return nullptr;
   if (!(hooks_type = PyType_FromSpec(&spec))) return nullptr;
   pthread_atfork(nullptr, nullptr, [] { forks++; });
   return PyModule_Create(&definition);

@@ -240,6 +240,20 @@ def test_what_a_step_allocates_between_its_hooks() -> None:
             assert (between.start, between.stop) == (since + 1, ticks[hook + 1])
 
 
+def test_growth_is_foreseen_until_memory_is_checked_again() -> None:
+    """Where a parameter or a small tensor is saved it is not."""
+    trace = dataclasses.replace(TRACE, hook_tensor=np.where(np.arange(len(TRACE.hook_tick)) % 3 == 0, TRACE.hook_tensor, -1))
+    checked = [hook for hook, tensor in enumerate(trace.hook_tensor.tolist()) if tensor >= 0]
+    made, curve = PlannedStep(planned().record, trace), memory_curve(trace)
+    ticks = [*trace.hook_tick.tolist(), trace.num_ticks]
+    for hook in range(len(trace.hook_tick)):
+        for checks in (0, 1):
+            later = [other for other in checked if other > hook][checks:]
+            until = curve[ticks[hook] : ticks[later[0] if later else -1] + 1]
+            assert made.growth_after(hook, checks) == until.max() - curve[ticks[hook]]
+    assert any(made.growth_after(hook, 0) > PlannedStep(made.record, TRACE).growth_after(hook, 0) for hook in checked)
+
+
 def test_a_plan_of_another_trace_is_refused() -> None:
     with pytest.raises(ValueError, match="make a plan for this trace"):
         planned(dataclasses.replace(plan(1.0), fingerprint=3))

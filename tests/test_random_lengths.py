@@ -1,4 +1,4 @@
-"""Training whose lengths change with every step: three steps are recorded, all others are predicted from them.
+"""Training whose lengths change with every step: two steps are recorded, all others are predicted from them.
 
 The reference is plain PyTorch, on plain tensors, with nothing of ours around it.
 """
@@ -74,8 +74,8 @@ def test_lengths_that_nobody_saw_are_planned_without_a_recording(name: str, reco
     make, shapes = MODELS[name], [(2, n) for n in lengths_of("uniform", 24, Random(1), longest=400)]
     budget = budget_of(make, max(shapes), 0.6)
     run = check(make, shapes, budget, recompute=recompute)
-    assert report_of(run).detailed_steps == 3
-    assert report_of(run).steps_by_phase == {"recorded": 3, "partly planned": 1, "planned": 20}
+    assert report_of(run).detailed_steps == 2
+    assert report_of(run).steps_by_phase == {"recorded": 2, "partly planned": 1, "planned": 21}
 
 
 def test_rows_and_length_change_apart() -> None:
@@ -107,6 +107,7 @@ def test_a_wrong_prediction_costs_time_alone(factor: float, monkeypatch: pytest.
 
     monkeypatch.setattr(Structure, "trace_of", wrong)
     make, shapes = MODELS["llama"], [(2, n) for n in lengths_of("uniform", 16, Random(3), longest=300)]
+    assert len(set(shapes)) < len(shapes)  # a step that was taken for a wrong one comes again
     budget = budget_of(make, (2, 300), 0.7)
     check(make, shapes, budget)
 
@@ -126,7 +127,7 @@ def test_recorded_steps_of_two_lengths_have_the_operators_of_the_model_alone(
     monkeypatch.setattr(Structure, "note", keep)
     shapes = [(1, n) for n in (1295, 543, 1539, 754)]
     run_lengths(MODELS[name], shapes, budget_of(MODELS[name], (1, 1900), 0.5))
-    _, one, other = traces
+    one, other = traces  # the first step makes the optimizer's state, which is none of either
     assert [op.name for op in one.ops] == [op.name for op in other.ops]
     assert not any(op.name.startswith("aten::set_") for op in one.ops)
     assert all(sorted(a.reads) == sorted(b.reads) for a, b in zip(one.ops, other.ops, strict=True))

@@ -9,7 +9,8 @@ import pytest
 
 from chameleon_mm.policy import memory_curve
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces
-from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times
+from chameleon_mm.trace.recurring import outliving_bytes, there_before, with_extra, with_spikes, with_times, without_making
+from chameleon_mm.trace.trace import COLUMNS
 
 STATE = {TensorKind.OPTIMIZER}
 
@@ -51,6 +52,43 @@ def test_state_is_there_from_the_beginning() -> None:
     assert [t.born for t in again.tensors] == [
         -1 if t.kind is TensorKind.OPTIMIZER and t.dies > 4 else t.born for t in trace.tensors
     ]
+
+
+def test_what_only_made_state_is_not_in_later_steps() -> None:
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=8192 + 4096 + 512)
+    parameter, _ = b.tensor(4000, TensorKind.PARAMETER, born=-1), b.tensor(100, TensorKind.OPTIMIZER, born=-1)
+    t = b.tensor(3000)
+    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, reads=(parameter,), writes=(t,))
+    gradient = b.tensor(4000, TensorKind.GRADIENT)
+    b.op("aten::mm", 2, StepPhase.BACKWARD, 1.0, reads=(t,), writes=(gradient,))
+    b.dies(t)
+    for nbytes in (4000, 1):
+        b.tensor(nbytes, TensorKind.OPTIMIZER, born=-1)
+    short = b.tensor(700, TensorKind.OPTIMIZER)
+    b.op("aten::sqrt", 4, StepPhase.OPTIMIZER, 1.0, writes=(short,), inner_bytes=512)
+    b.dies(short)
+    b.op("aten::add_", 5, StepPhase.OPTIMIZER, 1.0, writes=(parameter,))
+    later, made = b.finish(1), without_making(first_step(), STATE)
+    for name in (*COLUMNS.keys() - {"op_name"}, "ops"):
+        assert list(getattr(made, name)) == list(getattr(later, name)), name
+    assert (made.start_bytes, made.num_ticks) == (later.start_bytes, later.num_ticks)
+    assert without_making(made, STATE) is made
+
+
+def test_what_a_dropped_operator_used_last_dies_before_it() -> None:
+    b = TraceBuilder(device="simulated h200", simulated=True, start_bytes=0)
+    t = b.tensor(1000, TensorKind.ACTIVATION)
+    b.op("aten::mm", 1, StepPhase.FORWARD, 1.0, writes=(t,))
+    b.save(t, 7)
+    moment = b.tensor(1000, TensorKind.OPTIMIZER)
+    b.op("aten::zeros_like", 2, StepPhase.OPTIMIZER, 1.0, reads=(t,), writes=(moment,))
+    b.dies(t)
+    b.op("aten::add_", 3, StepPhase.OPTIMIZER, 1.0, writes=(moment,))
+    made = without_making(b.finish(1), STATE)
+    assert [op.name for op in made.ops] == ["aten::mm", "aten::add_"]
+    assert [op.tick for op in made.ops] == [0, 2]
+    assert [(tensor.born, tensor.dies) for tensor in made.tensors] == [(0, 1), (-1, 3)]
+    assert [hook.tick for hook in made.hooks] == [1]
 
 
 def test_once_it_is_there_nothing_changes_any_more() -> None:

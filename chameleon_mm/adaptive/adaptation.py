@@ -36,7 +36,7 @@ from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
 from chameleon_mm.trace import TensorKind, Trace
-from chameleon_mm.trace.recurring import renumbered, there_before
+from chameleon_mm.trace.recurring import renumbered, without_making
 
 _log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class Adaptation:
             self._unused.add(record.fingerprint)
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
-            trace = renumbered(there_before(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
+            trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
             planned = self._planned_step(record, trace, self._structures.note(record, trace))
             self._add_plans(planned)
             self.steps.put(record, planned)

@@ -184,7 +184,7 @@ class PlanFollower(Director):
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             self._assign_action(saved, cached_hook)
-            if self._predicted and not self._diverged:
+            if not self._diverged:
                 self._compare_size(saved, hook)
         return hook
 
@@ -363,15 +363,16 @@ class PlanFollower(Director):
             self._storages[action.tensor] = saved
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
-        """Trust what was predicted no more if it has another size for `saved`."""
+        """Trust what was predicted no more if it has another size for `saved`: neither now nor in later steps like this one."""
         planned = self._planned
-        if planned is None or saved.planned is None or self._budget is None:
+        structure = None if planned is None else planned.predicted_by
+        if planned is None or structure is None or structure.has_open_sizes or self._budget is None or self._steps is None:
             return
-        if planned.predicted_by is None or planned.predicted_by.has_open_sizes:
-            return
-        if planned.trace.tensor_bytes[saved.planned.tensor] != saved.nbytes:
-            planned.predicted_by.note_misprediction()
+        tensor = planned.trace.hook_tensor[hook]
+        if tensor >= 0 and planned.trace.tensor_bytes[tensor] != saved.nbytes:
+            structure.note_misprediction()
             self._diverge(self._budget, hook + 1)
+            self._steps.forget(planned.record.fingerprint)
 
     # --- what is due
 

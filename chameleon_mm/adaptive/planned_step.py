@@ -13,6 +13,7 @@ planned.learn_inner_memory(unused, 1 << 20)    # the latest steps held less insi
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -97,6 +98,8 @@ class PlannedStep:
         self._recorded = trace
         self._by_hook = [*trace.hook_tick.tolist(), trace.num_ticks]
         """Tick of each hook, and of the step's end."""
+        self._checked: list[int] = np.flatnonzero(trace.hook_tensor >= 0).tolist()
+        """Hooks at which memory is checked, whatever the plan."""
         self._allocated_until = self._cumulative()
         """Bytes that the step had allocated by each hook and by its end, freed ones included."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
@@ -300,13 +303,14 @@ class PlannedStep:
         until = self._allocated_until
         return until[later] - (until[hook] if hook >= 0 else 0)
 
-    def growth_after(self, hook: int, hooks: int) -> int:
-        """Bytes that allocation grows at most from a hook until so many hooks behind the next one, if nothing moves meanwhile.
-        -1: from the step's beginning."""
+    def growth_after(self, hook: int, checks: int) -> int:
+        """Bytes that allocation grows at most from a hook until so many checks of memory behind the next one, if nothing moves
+        meanwhile. -1: from the step's beginning. Memory is checked where something is saved or used that may move."""
         if self._curve is None:
             self._curve = memory_curve(self.trace)
         begin = self._by_hook[hook] if hook >= 0 else 0
-        end = self._by_hook[min(hook + hooks + 1, len(self._by_hook) - 1)]
+        behind = bisect_right(self._checked, hook) + checks
+        end = self._by_hook[self._checked[behind] if behind < len(self._checked) else -1]
         before = self._curve[begin] if hook >= 0 else self.trace.start_bytes
         return int(self._curve[begin : end + 1].max(initial=before) - before) + self.margin_bytes
 

@@ -49,7 +49,7 @@ class TraceForecast(Forecast):
 
     def follow(self, growth_after: Callable[[int, int], int], hook: int) -> None:
         """Follow the step of which `growth_after` tells how many bytes allocation grows at most from one hook until so many
-        hooks behind the next one. `hook`: the latest."""
+        checks of memory behind the next one. `hook`: the latest."""
         self._growth_after, self.hook = growth_after, hook
 
     def forget(self) -> None:

@@ -1,6 +1,7 @@
 """Turns the trace of a first step into that of the later ones: what it made and kept is there when the next one begins.
 
 again = there_before(trace, {TensorKind.OPTIMIZER})      # made at the first optimizer step, kept ever since
+again = without_making(trace, {TensorKind.OPTIMIZER})    # ... and without the operators that made it
 again = with_extra(trace, nbytes)                        # something else is there too, all the time
 again = with_spikes(trace, {tick: nbytes})               # ... or for one tick
 again = with_times(trace, 0.8)                           # operators take less than they did
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from chameleon_mm.trace.trace import COLUMNS, NEVER, TensorKind, Trace
+from chameleon_mm.trace.trace import COLUMNS, NEVER, Bools, TensorKind, Trace
 from chameleon_mm.units import allocated_size
 
 
@@ -32,14 +33,31 @@ def there_before(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     if not outliving.any():
         return trace
     born = np.where(outliving, np.int32(-1), trace.tensor_born).astype(np.int32)
-    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
-    writes = trace.write_tensors
-    makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
-    made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
-    over = (made > 0) & (made == written)
+    over = _only_make(trace, outliving)
     op_us, inner_bytes = np.where(over, 0.0, trace.op_us), np.where(over, 0, trace.op_inner_bytes)
     start_bytes = trace.start_bytes + outliving_bytes(trace, kinds)
     return dataclasses.replace(trace, tensor_born=born, op_us=op_us, op_inner_bytes=inner_bytes, start_bytes=start_bytes)
+
+
+def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
+    """`trace` as that of a later step: `there_before`, without the operators that made such storages and wrote nothing else.
+    Ticks are numbered anew."""
+    over = _only_make(trace, _outliving(trace, kinds))
+    trace = there_before(trace, kinds)
+    if not over.any():
+        return trace
+    gone = trace.op_tick[over]  # in order
+    columns = {
+        name: (column - np.searchsorted(gone, column, side="right")).astype(np.int32)
+        for name in ("op_tick", "tensor_born", "tensor_released", "tensor_dies", "hook_tick")
+        for column in (getattr(trace, name),)
+    }
+    for what in ("read", "write"):
+        counts = np.diff(getattr(trace, f"{what}_offsets"))
+        columns[f"{what}_tensors"] = getattr(trace, f"{what}_tensors")[np.repeat(~over, counts)]
+        columns[f"{what}_offsets"] = np.concatenate([[0], np.cumsum(counts[~over])]).astype(np.int64)
+    columns |= {name: columns.get(name, getattr(trace, name))[~over] for name in COLUMNS if name.startswith("op_")}
+    return dataclasses.replace(trace, **columns)
 
 
 def with_extra(trace: Trace, nbytes: int) -> Trace:
@@ -85,6 +103,15 @@ def renumbered(trace: Trace) -> Trace:
     return dataclasses.replace(trace, **columns, **numbers)
 
 
-def _outliving(trace: Trace, kinds: Collection[TensorKind]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _only_make(trace: Trace, outliving: Bools) -> Bools:
+    """(operators,): whether an operator makes some of the storages `outliving`, and writes nothing else."""
+    op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
+    writes = trace.write_tensors
+    makes = outliving[writes] & (trace.tensor_born[writes] == trace.op_tick[op])
+    made, written = (np.bincount(some, minlength=len(trace.op_us)) for some in (op[makes], op))
+    return np.asarray((made > 0) & (made == written))
+
+
+def _outliving(trace: Trace, kinds: Collection[TensorKind]) -> Bools:
     of_kind = np.isin(trace.tensor_kind, [int(kind) for kind in kinds])
     return np.asarray(of_kind & (trace.tensor_born >= 0) & (trace.tensor_dies >= trace.num_ticks))

@@ -204,7 +204,7 @@ def _run_native(args: argparse.Namespace, console: Console) -> int:
     if args.remove:
         console.print(f"removed {native.remove()} builds from {native.folder()}")
         return 0
-    for name in native.HELPERS:
+    for name in native.useful():
         path = native.build(name, compiler=args.compiler, again=not native.status(name).active)
         console.print(f"{name}: {native.status(name).words}, {path}", soft_wrap=True)
     return 0

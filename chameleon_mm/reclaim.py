@@ -3,6 +3,7 @@
     queue.add(entry)                  # a device buffer whose copy to the host is queued or running; the queue's owner holds it
     queue.reclaim_complete()          # those already complete: dropped, no wait
     queue.reclaim_until(enough)       # under pressure, oldest first: compute waits for the copy, then the buffer is dropped
+    lending.lend(); lending.settle()  # where the device has a hook in its allocator, that may reclaim them between two calls
 
 Why not `record_stream`: it returns a block only when the host polls an event, and the host runs far ahead of the device, so
 while a step is being issued nothing would come back. A wait on the stream that owns the block makes it reusable for that
@@ -14,6 +15,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
+
+from chameleon_mm.device.allocator_hook import AllocatorHook
 
 
 class Reclaimable(Protocol):
@@ -31,6 +34,72 @@ class Reclaimable(Protocol):
 
     def reclaim(self) -> None:
         """Order the owner stream after the copy, issuing what was still queued of it, and drop the buffer."""
+
+
+class Lendable(Reclaimable, Protocol):
+    """A device buffer on its way out that may be lent to the device's allocator meanwhile."""
+
+    @property
+    def copy_is_handed_over(self) -> bool:
+        """Whether no part of the copy waits any more to be handed to the device."""
+
+    @property
+    def is_lent(self) -> bool: ...
+
+    def lend(self, hook: AllocatorHook) -> None:
+        """Lend the buffer, if it is one that may be lent."""
+
+    def settle(self) -> None:
+        """Note it if the allocator has reclaimed the buffer."""
+
+    def take_back(self) -> None:
+        """Take the buffer back if the allocator has not reclaimed it, else note that it has."""
+
+
+class Lending:
+    """Lends buffers on their way out to the allocator of their device, once all of their copy was handed over."""
+
+    def __init__(self, hook: AllocatorHook, *, may_lend: Callable[[], bool]) -> None:
+        """`may_lend()`: whether the stream that owns a buffer is the only one that may have worked with it."""
+        self._hook = hook
+        self._may_lend = may_lend
+        self._waiting: deque[Lendable] = deque()
+        self._lent: deque[Lendable] = deque()
+        self._num_reclaimed = 0
+
+    def add(self, entry: Lendable) -> None:
+        """Note a buffer whose copy was queued."""
+        self._waiting.append(entry)
+
+    def settle(self) -> None:
+        """Note what the allocator has reclaimed since the last call. Called at every hook."""
+        now = self._hook.reclaimed
+        if now == self._num_reclaimed:
+            return
+        self._num_reclaimed = now
+        for entry in self._lent:
+            entry.settle()
+        self._lent = deque(entry for entry in self._lent if entry.is_lent)
+
+    def lend(self) -> None:
+        """Lend the buffers whose copies were handed over. Called at every hook."""
+        if not self._may_lend():
+            while self._lent:
+                self._lent.popleft().take_back()
+            self._waiting.clear()
+            return
+        while self._lent and not self._lent[0].is_lent:
+            self._lent.popleft()
+        while self._waiting and self._waiting[0].copy_is_handed_over:
+            entry = self._waiting.popleft()
+            if not entry.reclaimed:
+                entry.lend(self._hook)
+                if entry.is_lent:
+                    self._lent.append(entry)
+
+    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
+        """Set limits as `AllocatorHook.set_limits` does."""
+        self._hook.set_limits(limit_bytes, growth_bytes)
 
 
 class ReclaimQueue:

@@ -214,7 +214,7 @@ class SwapReport(Counters):
             ("peak device memory", self._peak()),
             *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
-            ("reclaimed", format_size(self.bytes_reclaimed)),
+            ("reclaimed", self._reclaimed()),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
             (f"late prefetches{clock}", self._lateness()),
             ("uses found on the device", str(self.uses_on_device)),
@@ -227,6 +227,11 @@ class SwapReport(Counters):
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._retried()),
         ]  # fmt: skip
+
+    def _reclaimed(self) -> str:
+        by_allocator = self.bytes_reclaimed_by_allocator
+        inside = f", {format_size(by_allocator)} of it inside of an allocation" if by_allocator else ""
+        return format_size(self.bytes_reclaimed) + inside
 
     def _peak(self) -> str:
         """Text of the peak as far as it is known, the budget, and whether that was held."""

@@ -25,6 +25,7 @@ from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.dispatch_state import remove
 from chameleon_mm.profiler.recorder import Recorder
+from tests._native import BUILDS
 from tests.cuda_stand_in import control
 
 
@@ -38,10 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--torch-threads"))
     settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
     settings.load_profile("chameleon_mm")
+    # What this machine's user has built is none of the tests'.
     if config.getoption("--native"):
-        for name in native.HELPERS:
+        native.building.CACHE = BUILDS
+        for name in native.useful():
             native.build(name)
-    else:  # what this machine's user has built is none of the tests'
+    else:
         native.building.CACHE = Path(tempfile.gettempdir(), "chameleon_mm has no build here")
 
 

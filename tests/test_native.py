@@ -27,10 +27,8 @@ from chameleon_mm.profiler.step_record import EARLIER_STEP
 from chameleon_mm.saved.classify import ProtectedStorages
 from chameleon_mm.saved.handles import NO_HOOK
 from tests._fakes import Unwatched
+from tests._native import BUILDS, helper
 from tests.test_hooks import Twice, error_of_a_write
-
-BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
-"""Builds of this version of the sources, kept from run to run."""
 
 
 @pytest.fixture
@@ -43,16 +41,7 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def stays(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper for what stays, built."""
-    monkeypatch.setattr(native.building, "CACHE", BUILDS)
-    try:
-        native.build("stays")
-    except NativeBuildError as error:
-        if "expected" not in str(error):  # there is a compiler, and it refuses our source
-            raise
-        pytest.skip(f"nothing can be compiled here: {error}")
-    module = native.load("stays")
-    assert module is not None, native.status("stays")
-    return module
+    return helper("stays", monkeypatch)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -102,7 +91,7 @@ def test_a_torch_without_headers_is_named(empty: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_helper_is_refused() -> None:
     for ask in (native.build, native.load, native.status):
-        with pytest.raises(ValueError, match="native: expected one of stays, got 'stay'"):
+        with pytest.raises(ValueError, match="native: expected one of stays, reclaim, got 'stay'"):
             ask("stay")
 
 

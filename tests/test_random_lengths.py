@@ -197,7 +197,7 @@ def test_two_hundred_lengths_take_no_longer_than_where_each_was_planned_before()
     budget = share_of_unswapped(make, max(shapes), 0.5)
     run, known = (run_lengths(make, shapes, budget, known=known) for known in (False, True))
     assert_within(run, budget)
-    assert sum(run.times_us) <= 1.04 * sum(known.times_us)
+    assert sum(run.times_us) <= 1.03 * sum(known.times_us)
     assert sum(run.times_us[4:]) <= 1.02 * sum(known.times_us[4:])  # those before it are recorded, or not known yet
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from chameleon_mm.device.allocator_hook import AllocatorHook
     from chameleon_mm.kernels.codec import Codec
 
 
@@ -195,6 +196,9 @@ class Device(Protocol):
     def release_unused(self) -> None:
         """Give back to the driver what the caching allocator has reserved and nobody uses. Waits for the device. The simulator
         reserves nothing."""
+
+    def allocator_hook(self) -> AllocatorHook | None:
+        """A new hook in the device's allocator, to which storages may be lent; None where it has none."""
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor`'s memory is this device's (the simulator: a plain CPU tensor that is not pinned memory of its)."""

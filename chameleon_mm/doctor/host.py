@@ -122,7 +122,7 @@ def software(machine: Machine) -> Iterator[Finding]:
     yield run_probe("software", "torch", _torch)
     for name, distributions in _DISTRIBUTIONS.items():
         yield run_probe("software", name, partial(_installed, distributions))
-    for name in native.HELPERS:
+    for name in native.useful():
         yield run_probe("software", f"C++ helper {name}", partial(_helper, name))
     yield run_probe("software", "NVIDIA driver", lambda: _driver(machine))
 

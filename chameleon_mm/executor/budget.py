@@ -27,7 +27,7 @@ from chameleon_mm.executor.forecasts import Forecast, HighestForecast, LearnedFo
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
-from chameleon_mm.reclaim import Reclaimable, ReclaimQueue
+from chameleon_mm.reclaim import Lending, Reclaimable, ReclaimQueue
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
@@ -66,6 +66,8 @@ class Budget:
         """Swap-outs by the default rule: reclaimed once their copies are complete."""
         self.planned = ReclaimQueue()
         """Swap-outs by a plan: reclaimed when it says so, or under pressure."""
+        self.lending: Lending | None = None
+        """Lends what is on its way out to the device's allocator, where that has a hook."""
         self.headroom = Headroom()
         self.learned_forecast = LearnedForecast(self.headroom)
         self.highest_forecast = HighestForecast(self.headroom)
@@ -116,6 +118,8 @@ class Budget:
             self.memory_limit.check_memory()
         budget = self._limits.hbm_budget_bytes
         if budget is None:
+            if self.lending is not None:
+                self.lending.set_limits(_NO_BOUND, None)
             return 0
         growth = self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
@@ -123,9 +127,17 @@ class Budget:
         # may have taken what the plan counts on.
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
         ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
+        if self.lending is not None:
+            self.lending.set_limits(budget, ahead)
         if ahead is None or self._allocated + ahead > budget:
             self._make_room(0, ahead, exclude=())
         return growth
+
+    def note_leaving(self, saved: SavedStorage, *, planned: bool = False) -> None:
+        """Note that a copy out was queued: by a plan, which says when it is reclaimed, or by the default rule."""
+        (self.planned if planned else self.reclaim).add(saved)
+        if self.lending is not None:
+            self.lending.add(saved)
 
     def allocated_bytes(self) -> int:
         """Bytes allocated on the device now."""

@@ -16,6 +16,7 @@ from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, UseOrder
+from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import Claim, Claims, StorageRegistry
 from chameleon_mm.saved.metrics import Metrics
@@ -74,6 +75,8 @@ def assemble(
         swap_outs=lambda: weak_outs(),  # noqa: PLW0108 - it is there only later
         small=small,
     )
+    if (hook := device.allocator_hook()) is not None:
+        budget.lending = Lending(hook, may_lend=streams.is_one)
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
     weak_outs = weakref.ref(outs)

@@ -109,6 +109,9 @@ class SwapOuts:
 
     def carry_out(self, due: HookActions) -> None:
         """Reclaim and swap out what is due at a hook, and give the link and the allocator what else is ready for them."""
+        lending = self._budget.lending
+        if lending is not None:
+            lending.settle()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
         for saved, nbytes in due.reclaims:
             self.swap_out_planned(saved, nbytes)
@@ -126,6 +129,8 @@ class SwapOuts:
         self._context.transfer.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
+        if lending is not None:
+            lending.lend()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
         """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it
@@ -159,7 +164,7 @@ class SwapOuts:
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
         else:
-            self._budget.planned.add(saved)
+            self._budget.note_leaving(saved, planned=True)
 
     def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
@@ -192,7 +197,7 @@ class SwapOuts:
             self._refused(refusal)
             self._budget.note_on_device(saved)
         else:
-            self._budget.reclaim.add(saved)
+            self._budget.note_leaving(saved)
 
     def _refused(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))

@@ -11,7 +11,7 @@ comment at the top of its source names it. Sessions use what is built when they 
 
 from __future__ import annotations
 
-from chameleon_mm.native.building import HELPERS, build, builds, folder, remove
+from chameleon_mm.native.building import HELPERS, build, builds, folder, remove, useful
 from chameleon_mm.native.loading import Status, load, status
 
-__all__ = ["HELPERS", "Status", "build", "builds", "folder", "load", "remove", "status"]
+__all__ = ["HELPERS", "Status", "build", "builds", "folder", "load", "remove", "status", "useful"]

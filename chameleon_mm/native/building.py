@@ -21,8 +21,11 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("stays",)
+HELPERS = ("stays", "reclaim")
 """Names of the helpers, each of a source beside this file."""
+
+OF_CUDA = ("reclaim",)
+"""Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")
 
@@ -35,6 +38,11 @@ _HEADER = Path("include", "torch", "csrc", "autograd", "python_variable.h")
 def folder() -> Path:
     """Folder of the builds. Raises `RuntimeError` where the user has no home."""
     return CACHE.expanduser()
+
+
+def useful() -> list[str]:
+    """The helpers that are of use with the torch that is installed."""
+    return [name for name in HELPERS if name not in OF_CUDA or torch.version.cuda is not None]
 
 
 def source_of(name: str) -> Path:
@@ -85,7 +93,7 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=path.parent) as made:
             fresh = Path(made) / path.name
-            _compile([*command, "-o", str(fresh), *_libraries()], name, fresh)
+            _compile([*command, "-o", str(fresh), *_libraries(name)], name, fresh)
             fresh.replace(path)
     except (OSError, RuntimeError) as error:
         if isinstance(error, NativeBuildError):
@@ -117,8 +125,11 @@ def _command(compiler: str) -> list[str]:
     return [program, *_FLAGS, abi, *(f"-isystem{path}" for path in includes)]
 
 
-def _libraries() -> list[str]:
-    return [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-lc10"]
+def _libraries(name: str) -> list[str]:
+    """Options for the linker, and for the parts of a source that are for CUDA."""
+    folder = Path(torch.__file__).parent / "lib"
+    of_cuda = ["-DWITH_CUDA", "-lc10_cuda"] if name in OF_CUDA and torch.version.cuda is not None else []
+    return [f"-L{folder}", *of_cuda, "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 
 def _compile(command: list[str], name: str, target: Path) -> None:

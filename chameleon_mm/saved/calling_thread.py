@@ -93,6 +93,10 @@ class ComputeStreams:
             self._seen.append(stream)
         return stream
 
+    def is_one(self) -> bool:
+        """Whether one stream has been seen, and no other."""
+        return len(self._seen) == 1
+
     def is_only(self, stream: Stream) -> bool:
         """Whether no other stream has been seen."""
         return len(self._seen) == 1 and self._seen[0] is stream

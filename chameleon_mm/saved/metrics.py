@@ -115,6 +115,8 @@ class Counters:
     bytes_swapped_in: int = 0
     bytes_reclaimed: int = 0
     """Device memory reclaimed after a swap-out while the tensor was still needed later."""
+    bytes_reclaimed_by_allocator: int = 0
+    """Bytes of `bytes_reclaimed` that the device's allocator reclaimed itself, in the middle of an allocation."""
     swap_ins_on_demand: int = 0
     """Swap-ins that nobody had started before the use."""
     prefetches: int = 0

@@ -36,6 +36,8 @@ from chameleon_mm.units import round_up
 class PackedGroup(SavedStorage):
     """The packed bytes of several small storages. It retires with its last member."""
 
+    may_be_lent = False  # `Staging` asks what is on the device at every hook
+
     def __init__(self, members: Sequence[SavedStorage], compute: Stream, context: SwapContext, *, epoch: int) -> None:
         """Pack `members`, all of them ON_DEVICE, on `compute`, the current stream.
 

@@ -1,7 +1,8 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
 
 A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
-`form` says how the bytes are kept off the device, its base class `SaveRecord` which saves share one copy.
+`form` says how the bytes are kept off the device, its base classes which saves share one copy (`SaveRecord`) and who holds
+what is on the device (`DeviceCopy`).
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
-from chameleon_mm.pinned import PinnedBlock
 from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator
+from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.save_record import SaveRecord
-from chameleon_mm.saved.state import NEXT, State, SwapContext
+from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
@@ -28,7 +28,7 @@ from chameleon_mm.transfer import Move
 _log = logging.getLogger(__name__)
 
 
-class SavedStorage(SaveRecord):
+class SavedStorage(DeviceCopy):
     """A storage that autograd saved, with the state machine that copies it out and back.
 
     A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
@@ -38,32 +38,17 @@ class SavedStorage(SaveRecord):
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
-        super().__init__(storage, saved, alloc_stream, epoch, index)
-        self.device: torch.UntypedStorage | None = storage
-        """The device copy, held strongly. None when it was dropped."""
+        super().__init__(storage, saved, alloc_stream, context, epoch, index)
         self.latest = self.first
         """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in
         made."""
-        self.form = WHOLE
-        """The form in which its bytes are off the device, from the copy out on."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
-        self._context = context
         self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
-        self._block: PinnedBlock | None = None
-        """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
-        not over."""
-        self._out: Move | None = None
         self._in: Move | None = None
         self._read: Event | None = None
         """Event after the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
-
-    def _to(self, state: State) -> None:
-        """Go from one state to the next. Every change of `state` is made here."""
-        if state not in NEXT[self.state]:
-            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
-        self.state = state
 
     # --- out
 
@@ -164,6 +149,9 @@ class SavedStorage(SaveRecord):
             return False
         if self._out.done is None or not self._out.done.query():
             return False
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
         if self.form.host_decides and not self._host_stands_for_it():
             return False
@@ -188,6 +176,9 @@ class SavedStorage(SaveRecord):
         """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
         plan."""
         assert self._out is not None
+        self.take_back()
+        if self.state is not State.SWAPPING_OUT:
+            return
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
             done = issue(self._out)
@@ -227,6 +218,7 @@ class SavedStorage(SaveRecord):
     def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
         assert self._out is not None
+        self.take_back()
         if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
             return False
         self._undo_swap_out()
@@ -246,7 +238,7 @@ class SavedStorage(SaveRecord):
         self.alloc_stream.free(flat_bytes(self.device))
         self.device = None
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
-        self._to(State.RETIRED if self._block is None else State.ON_HOST)
+        self._note_reclaimed()
 
     # --- back
 
@@ -363,6 +355,7 @@ class SavedStorage(SaveRecord):
 
         A copy out that still reads the device buffer keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
+        self.take_back()
         if self.state is State.RETIRED:
             return
         try:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
 from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
 from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
@@ -163,6 +164,10 @@ class CudaDevice:
     def release_unused(self) -> None:
         with torch.cuda.device(self.index):
             torch.cuda.empty_cache()
+
+    def allocator_hook(self) -> CudaAllocatorHook | None:
+        module = helper()
+        return None if module is None else CudaAllocatorHook(module, self.index)
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.is_cuda and tensor.get_device() == self.index

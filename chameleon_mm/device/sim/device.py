@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chameleon_mm.device.pinning import pageable_memory
 from chameleon_mm.device.protocols import MemoryReading
+from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel, Span
 from chameleon_mm.device.sim.late_copy import poison
@@ -35,6 +36,7 @@ class SimDevice:
 
     `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity. `check_races`
     off leaves only poison and late copies to show a missing wait (as wrong numbers): for tests of the simulator itself.
+    `allocator_hook`: its allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
     Thread-safe; all threads count as one host. What runs outside `compute()` is not seen: its tensors count from their first
     copy on, its accesses never. Raises `ValueError` for an unknown spec or size.
     """
@@ -46,11 +48,13 @@ class SimDevice:
         *,
         cost: CostModel | None = None,
         check_races: bool = True,
+        allocator_hook: bool = False,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
         self._machine = Machine(self.capacity, self.cost, check_races=check_races)
+        self._has_allocator_hook = allocator_hook
 
     @property
     def name(self) -> str:
@@ -134,6 +138,9 @@ class SimDevice:
         with self._machine.lock:
             self._machine.ledger.settle()
             return MemoryReading(self._machine.ledger.allocated_bytes, self._machine.ledger.cumulative_bytes)
+
+    def allocator_hook(self) -> SimAllocatorHook | None:
+        return SimAllocatorHook(self._machine) if self._has_allocator_hook else None
 
     # --- streams
 

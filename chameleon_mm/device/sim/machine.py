@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.sim.allocator_hook import HeldStorages
 from chameleon_mm.device.sim.checks import check_batch, check_copy, packed_parts
 from chameleon_mm.device.sim.cost import CopyEngine, CostModel, Span
 from chameleon_mm.device.sim.late_copy import LateCopy, all_pending, carry_out, poison
@@ -33,7 +34,10 @@ class Machine:
         self.cost = cost
         self.check_races = check_races
         self.host_us = 0.0
-        self.ledger = Ledger(capacity, lambda actor: (dict(self._streams[actor].clock), dict(self._host_clock)))
+        self.held = HeldStorages(self)
+        self.ledger = Ledger(
+            capacity, lambda actor: (dict(self._streams[actor].clock), dict(self._host_clock)), self.held.reclaim
+        )
         self._host_clock: Clock = {HOST: 0}
         self._streams: list[SimStream] = []
         spec = cost.spec

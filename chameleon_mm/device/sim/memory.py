@@ -83,14 +83,18 @@ class Ledger:
     """Every storage seen, what is allocated now and at most, and the deaths that are still to be checked.
 
     `clocks_of(actor)` copies the clock of that actor and of the host: what is ordered before its next piece of work.
+    `reclaim(nbytes)` reclaims what was lent to the allocator, where so many more bytes do not fit.
     """
 
-    def __init__(self, capacity: int, clocks_of: Callable[[int], tuple[Clock, Clock]]) -> None:
+    def __init__(
+        self, capacity: int, clocks_of: Callable[[int], tuple[Clock, Clock]], reclaim: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.capacity = capacity
         self.allocated_bytes = 0
         self.peak_bytes = 0
         self.cumulative_bytes = 0
         self._clocks_of = clocks_of
+        self._reclaim = reclaim
         self._buffers: dict[int, Buffer] = {}
         self._host: list[Buffer] = []  # by address
         self._deaths: deque[tuple[int, Buffer, tuple[Clock, Clock] | None]] = deque()
@@ -141,6 +145,8 @@ class Ledger:
 
     def make_room(self, nbytes: int) -> None:
         """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
+        if nbytes:
+            self._reclaim(nbytes)
         if nbytes and self.allocated_bytes + nbytes > self.capacity:
             raise torch.OutOfMemoryError(
                 f"out of memory on the simulated device. Tried to allocate {format_size(nbytes)}. It has a capacity of "

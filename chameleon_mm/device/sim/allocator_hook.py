@@ -1,0 +1,96 @@
+"""The hook in the simulated allocator: storages that it may reclaim when an allocation does not fit.
+
+    held = machine.held                          # of all sessions, oldest first
+    held.reclaim(nbytes, stream)                 # while so many more do not fit: those of that stream
+
+It does as the C++ helper for CUDA does, and knows what that is not told: how much is wanted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from chameleon_mm.device.sim.memory import held_by_caller_alone
+from chameleon_mm.device.sim.stream import SimEvent, SimStream
+
+if TYPE_CHECKING:
+    from chameleon_mm.device.protocols import Event, Stream
+    from chameleon_mm.device.sim.machine import Machine
+
+
+class SimHeldStorage:
+    """A storage that the simulated allocator may reclaim."""
+
+    def __init__(self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream) -> None:
+        self.hook = hook
+        self.storage: torch.UntypedStorage | None = storage
+        self.done = done
+        self.owner = owner
+
+    @property
+    def reclaimed(self) -> bool:
+        return self.storage is None
+
+    def withdraw(self) -> torch.UntypedStorage | None:
+        machine = self.hook.machine
+        with machine.lock:
+            storage, self.storage = self.storage, None
+            if storage is not None:
+                machine.held.entries.remove(self)
+            return storage
+
+    def reclaim_if_unshared(self) -> bool:
+        """Reclaim it behind its copy, unless somebody else holds it. Returns whether it went."""
+        assert self.storage is not None
+        with torch._C._DisableTorchDispatch():
+            flat = torch.empty(0, dtype=torch.uint8).set_(self.storage)
+        self.storage = None
+        if not held_by_caller_alone(flat):
+            self.storage = flat.untyped_storage()
+            return False
+        if not self.done.query():
+            self.owner.wait(self.done)  # orders the memory's next owner, on the same stream, after the copy
+        self.owner.free(flat)
+        self.hook.reclaimed += 1
+        return True
+
+
+class HeldStorages:
+    """Storages that the simulated allocator may reclaim, oldest first. Used under the machine's lock."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.entries: list[SimHeldStorage] = []
+
+    def reclaim(self, nbytes: int) -> None:
+        """Reclaim, oldest first, what belongs to the current stream, while `nbytes` more pass the capacity or a limit."""
+        ledger, stream = self._machine.ledger, self._machine.current_stream()
+        for held in tuple(self.entries):
+            fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
+            if not fits and held.owner is stream and held.reclaim_if_unshared():
+                self.entries.remove(held)
+                ledger.settle()
+
+
+class SimAllocatorHook:
+    """What one session lends to the simulated allocator."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.reclaimed = 0
+        self.limit_bytes = machine.ledger.capacity
+
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> SimHeldStorage:
+        """Hold as `AllocatorHook.hold` does."""
+        if not isinstance(done, SimEvent) or not isinstance(owner, SimStream):
+            raise TypeError(f"hold: expected a simulated event and stream, got {type(done).__name__}, {type(owner).__name__}")
+        held = SimHeldStorage(self, storage, done, owner)
+        with self.machine.lock:
+            self.machine.held.entries.append(held)
+        return held
+
+    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
+        """Set the limit. The growth is of no use here: an allocation says what it wants."""
+        self.limit_bytes = limit_bytes

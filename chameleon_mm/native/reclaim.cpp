@@ -1,0 +1,376 @@
+// Device storages whose copies to the host are queued, held for torch's caching allocator, which reclaims them inside malloc.
+//
+//   hook = Hook(device)                                             // for one session: its limits and its counts
+//   held = hook.hold(storage, event, event_handle, stream_handle, stream_id)      // or None: it may not be held
+//   storage = held.withdraw()                                       // or None: the allocator has reclaimed its memory
+//
+// The allocator asks on every miss of its pools: with nothing held that costs one load. It does not say how much it wants. So what
+// is copied goes at once, and what is not goes oldest first, behind a wait of the stream that owns it, up to what is missing
+// by the limits. Note [Reclaim].
+//
+// The allocator asks under its own lock and as a rule without the GIL, so nothing here may take the GIL then: memory goes by taking
+// it out of its storage, which stays as a shell until Python withdraws it. Locks are taken in one order: the allocator's, then the
+// queue's; a thread with the GIL gives it up before it waits for the queue's, and has given that back before it waits for the GIL.
+
+#include <pybind11/pybind11.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Storage.h>
+#include <c10/core/impl/GPUTrace.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Registry.h>
+#include <torch/csrc/Storage.h>
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#ifdef Py_GIL_DISABLED
+#error "free-threaded builds reclaim in Python alone"
+#endif
+
+namespace py = pybind11;
+
+#ifdef WITH_CUDA
+namespace c10 {
+// As in c10/cuda/CUDACachingAllocator.h, which needs CUDA's own headers.
+class FreeMemoryCallback {
+ public:
+  virtual ~FreeMemoryCallback() = default;
+  virtual bool Execute() = 0;
+};
+C10_DECLARE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback);
+}  // namespace c10
+#endif
+
+namespace {
+
+// Calls into the CUDA runtime. A test gives its own.
+struct Driver {
+  int (*query_event)(void* event) = nullptr;
+  int (*wait_event)(void* stream, void* event, unsigned flags) = nullptr;
+  int (*is_capturing)(void* stream, int* status) = nullptr;
+  int (*exchange_capture_mode)(int* mode) = nullptr;
+  int (*free_memory)(size_t* free, size_t* total) = nullptr;
+  int (*last_error)() = nullptr;
+
+  bool is_complete() const {
+    return query_event && wait_event && is_capturing && exchange_capture_mode && free_memory && last_error;
+  }
+};
+
+constexpr int SUCCESS = 0;
+constexpr int RELAXED = 2;  // cudaStreamCaptureModeRelaxed: queries of this thread break no capture of another one
+
+Driver driver;
+
+// Limits and counts of one session.
+struct Session {
+  std::atomic<size_t> limit_bytes{SIZE_MAX};   // what the allocator may reserve
+  std::atomic<size_t> growth_bytes{0};         // what may be allocated until the limits are set again
+  std::atomic<bool> needs_gil{false};          // a free may run Python code: memory history with stacks
+  std::atomic<size_t> reclaimed{0}, reclaimed_bytes{0}, waits{0};
+};
+
+struct Entry {
+  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, size_t nbytes, std::shared_ptr<Session> session)
+      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(nbytes), session(std::move(session)) {}
+
+  c10::Storage storage;
+  void* event;
+  void* stream;
+  c10::StreamId stream_id;
+  size_t nbytes;
+  std::shared_ptr<Session> session;
+  std::atomic<bool> reclaimed{false};
+  bool queued = true;
+
+  // Whether nobody else holds the storage. Its Python object, where there is one, is itself a holder, and is held by all other
+  // holders together. Whoever is to become a new one has to be one already, or to withdraw this entry.
+  bool is_sole_holder() const {
+    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
+    const PyObject* object = impl->pyobj_slot()->load_pyobj();
+    if (object == nullptr) return storage.use_count() == 1;
+    return storage.use_count() == 2 && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) == 1 && storage.use_count() == 2;
+  }
+};
+
+// Entries of one device, oldest first.
+struct Queue {
+  std::mutex mutex;
+  std::list<std::shared_ptr<Entry>> entries;
+  std::atomic<size_t> size{0};
+};
+
+constexpr int MAX_DEVICES = 128;
+// Never destroyed: the allocator may ask after the interpreter is gone.
+std::array<Queue, MAX_DEVICES>& queues = *new std::array<Queue, MAX_DEVICES>;
+
+// Memory of the CPU, which tests hold, has the index -1.
+Queue& queue_of(int device) {
+  return queues[device + 1];
+}
+
+// Calls `change` under the queue's lock, from a thread that holds the GIL. It never waits for one of the two while it holds the
+// other: whoever holds the GIL may wait for the allocator, and that for the queue.
+template <typename Change>
+void change_from_python(Queue& queue, const Change& change) {
+  if (queue.mutex.try_lock()) {
+    const std::lock_guard<std::mutex> lock(queue.mutex, std::adopt_lock);
+    change();
+    return;
+  }
+  const py::gil_scoped_release released;
+  const std::lock_guard<std::mutex> lock(queue.mutex);
+  change();
+}
+
+// What the allocator says of itself when it asks.
+struct Request {
+  c10::StreamId stream_id;   // memory of another stream's would not be found
+  size_t reserved_bytes;
+  size_t free_bytes;         // what the device has beside
+};
+
+size_t missing_bytes(const Session& session, const Request& request) {
+  const size_t growth = session.growth_bytes, limit = session.limit_bytes;
+  const size_t room = std::min(limit - std::min(limit, request.reserved_bytes), request.free_bytes);
+  return growth - std::min(growth, room);
+}
+
+bool is_copied(const Entry& entry) {
+  if (driver.query_event(entry.event) == SUCCESS) return true;
+  driver.last_error();  // "not ready" is no error of anybody's
+  return false;
+}
+
+// Takes the memory out of the storage, which nobody else holds.
+c10::DataPtr take_memory(Queue& queue, Entry& entry) {
+  c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
+  c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
+  impl->set_nbytes(0);
+  entry.reclaimed = true;
+  entry.queued = false;
+  queue.size--;
+  entry.session->reclaimed_bytes += entry.nbytes;
+  entry.session->reclaimed++;
+  return memory;
+}
+
+// Reclaims what is copied, and of the rest what is missing. Returns the bytes reclaimed.
+template <typename Ask>
+size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
+  std::vector<c10::DataPtr> freed;  // freed without the queue's lock
+  size_t bytes = 0;
+  std::unique_lock<std::mutex> lock(queue.mutex);
+  int capturing = 0;
+  for (const auto& entry : queue.entries) {
+    if (entry->stream_id != stream_id) continue;
+    if (driver.is_capturing(entry->stream, &capturing) != SUCCESS) driver.last_error(), capturing = 1;
+    break;
+  }
+  if (capturing) return 0;
+  bool asked = false;
+  Request request{stream_id, 0, 0};
+  bool copies_are_complete = true;  // they end in the order in which they are held
+  for (auto at = queue.entries.begin(); at != queue.entries.end();) {
+    Entry& entry = **at;
+    const bool may_go = entry.stream_id == stream_id && entry.is_sole_holder() &&
+        (!entry.session->needs_gil || PyGILState_Check());
+    if (!may_go) {
+      ++at;
+      continue;
+    }
+    copies_are_complete = copies_are_complete && is_copied(entry);
+    if (!copies_are_complete) {
+      if (!asked) request = ask(), asked = true;
+      if (missing_bytes(*entry.session, request) <= bytes) {
+        ++at;
+        continue;
+      }
+      // The memory's next owner, on the same stream, comes after the copy.
+      if (driver.wait_event(entry.stream, entry.event, 0) != SUCCESS) {
+        driver.last_error();
+        ++at;
+        continue;
+      }
+      entry.session->waits++;
+    }
+    bytes += entry.nbytes;
+    freed.push_back(take_memory(queue, entry));
+    at = queue.entries.erase(at);
+  }
+  lock.unlock();
+  freed.clear();
+  return bytes;
+}
+
+#ifdef WITH_CUDA
+struct ReclaimInMalloc final : c10::FreeMemoryCallback {
+  bool Execute() override {
+    if (std::all_of(queues.begin(), queues.end(), [](const Queue& queue) { return queue.size.load() == 0; })) return false;
+    if (c10::impl::GPUTrace::get_trace() != nullptr) return false;  // a free would call Python
+    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    const c10::Device device = guard.getDevice();  // the allocator is asked for memory of the current one
+    Queue& queue = queue_of(device.index());
+    if (queue.size == 0) return false;
+    int mode = RELAXED;
+    if (driver.exchange_capture_mode(&mode) != SUCCESS) {
+      driver.last_error();
+      return false;
+    }
+    const c10::StreamId stream = guard.getStream(device).id();
+    const size_t bytes = reclaim(queue, stream, [&] {
+      const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device.index());
+      size_t free = 0, total = 0;
+      if (driver.free_memory(&free, &total) != SUCCESS) driver.last_error();
+      return Request{stream, static_cast<size_t>(stats.reserved_bytes[0].current), free};
+    });
+    driver.exchange_capture_mode(&mode);
+    return bytes > 0;
+  }
+};
+
+// Symbols of the runtime that torch itself uses: of libc10_cuda and what that is linked with.
+void find_driver() {
+  Dl_info torch_library;
+  const auto registry = reinterpret_cast<const void*>(&c10::FreeCudaMemoryCallbacksRegistry);
+  void* library = dladdr(registry, &torch_library) ? dlopen(torch_library.dli_fname, RTLD_NOLOAD | RTLD_NOW) : nullptr;
+  const auto find = [library](auto& function, const char* name) {
+    function = library ? reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name)) : nullptr;
+  };
+  find(driver.query_event, "cudaEventQuery");
+  find(driver.wait_event, "cudaStreamWaitEvent");
+  find(driver.is_capturing, "cudaStreamIsCapturing");
+  find(driver.exchange_capture_mode, "cudaThreadExchangeStreamCaptureMode");
+  find(driver.free_memory, "cudaMemGetInfo");
+  find(driver.last_error, "cudaGetLastError");
+  if (!driver.is_complete()) throw std::runtime_error("torch's CUDA runtime lacks a call that the helper needs");
+}
+#endif
+
+class Held {
+ public:
+  Held(std::shared_ptr<Entry> entry, int device, py::object event)
+      : entry_(std::move(entry)), device_(device), event_(std::move(event)) {}
+
+  ~Held() {
+    take_out();
+  }
+
+  bool reclaimed() const {
+    return !entry_ || entry_->reclaimed;
+  }
+
+  // Returns the storage, or None where its memory was reclaimed. Once.
+  py::object withdraw() {
+    if (!entry_) throw std::runtime_error("withdraw: expected a storage that is held, got one that was withdrawn");
+    const c10::Storage storage = take_out();
+    return storage ? py::reinterpret_steal<py::object>(THPStorage_Wrap(storage)) : py::none();
+  }
+
+ private:
+  c10::Storage take_out() {
+    if (!entry_) return {};
+    Queue& queue = queue_of(device_);
+    change_from_python(queue, [&] {
+      if (entry_->queued) {
+        queue.entries.remove(entry_);
+        entry_->queued = false;
+        queue.size--;
+      }
+    });
+    c10::Storage storage = std::move(entry_->storage);
+    const bool reclaimed = entry_->reclaimed;
+    entry_.reset();
+    return reclaimed ? c10::Storage{} : storage;
+  }
+
+  std::shared_ptr<Entry> entry_;
+  int device_;
+  py::object event_;  // whose handle the entry has
+};
+
+class Hook {
+ public:
+  explicit Hook(int device) : device_(device), session_(std::make_shared<Session>()) {
+    if (device < -1 || device + 1 >= MAX_DEVICES) throw py::value_error("Hook: expected a device's index, got " + std::to_string(device));
+  }
+
+  py::object hold(const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id) {
+    if (!driver.is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
+    if (!THPStorage_Check(storage.ptr())) throw py::type_error("hold: expected a torch.UntypedStorage");
+    const c10::Storage& held = THPStorage_Unpack(storage.ptr());
+    const c10::Device device = held.device();
+    // Memory that another allocator made may need Python when it goes.
+    if (device.index() != device_ || held.data_ptr().get_deleter() != c10::GetAllocator(device.type())->raw_deleter()) return py::none();
+    auto entry = std::make_shared<Entry>(
+        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, held.nbytes(), session_);
+    Queue& queue = queue_of(device_);
+    change_from_python(queue, [&] {
+      queue.entries.push_back(entry);
+      queue.size++;
+    });
+    return py::cast(std::make_unique<Held>(std::move(entry), device_, std::move(event)));
+  }
+
+  void set_limits(size_t limit_bytes, size_t growth_bytes, bool needs_gil) {
+    session_->limit_bytes = limit_bytes;
+    session_->growth_bytes = growth_bytes;
+    session_->needs_gil = needs_gil;
+  }
+
+  const Session& session() const {
+    return *session_;
+  }
+
+ private:
+  int device_;
+  std::shared_ptr<Session> session_;
+};
+
+template <typename Function>
+Function address(uintptr_t at) {
+  return reinterpret_cast<Function>(at);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(chameleon_mm_reclaim, m) {
+#ifdef WITH_CUDA
+  find_driver();
+  c10::FreeCudaMemoryCallbacksRegistry()->Register(
+      "chameleon_mm reclaim", [] { return std::unique_ptr<c10::FreeMemoryCallback>(new ReclaimInMalloc); });
+#endif
+  py::class_<Held>(m, "Held").def("withdraw", &Held::withdraw).def_property_readonly("reclaimed", &Held::reclaimed);
+  py::class_<Hook>(m, "Hook")
+      .def(py::init<int>())
+      .def("hold", &Hook::hold)
+      .def("set_limits", &Hook::set_limits)
+      .def_property_readonly("reclaimed", [](const Hook& hook) { return hook.session().reclaimed.load(); })
+      .def_property_readonly("reclaimed_bytes", [](const Hook& hook) { return hook.session().reclaimed_bytes.load(); })
+      .def_property_readonly("waits", [](const Hook& hook) { return hook.session().waits.load(); });
+  m.def("held", [](int device) { return queue_of(device).size.load(); });
+  // For tests of the queue on machines without CUDA: another driver, and the allocator's question.
+  m.def("use_driver", [](uintptr_t query, uintptr_t wait, uintptr_t capturing, uintptr_t exchange, uintptr_t free, uintptr_t last) {
+    driver.query_event = address<int (*)(void*)>(query);
+    driver.wait_event = address<int (*)(void*, void*, unsigned)>(wait);
+    driver.is_capturing = address<int (*)(void*, int*)>(capturing);
+    driver.exchange_capture_mode = address<int (*)(int*)>(exchange);
+    driver.free_memory = address<int (*)(size_t*, size_t*)>(free);
+    driver.last_error = address<int (*)()>(last);
+  });
+  m.def("reclaim", [](int device, c10::StreamId stream, size_t reserved, size_t free) {
+    py::gil_scoped_release released;
+    return reclaim(queue_of(device), stream, [&] { return Request{stream, reserved, free}; });
+  });
+}

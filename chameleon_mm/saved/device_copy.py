@@ -1,0 +1,102 @@
+"""The device copy of a saved storage, which may be lent to the device's allocator while it is copied out.
+
+saved.device                # the device copy, taken back if it is lent; None when it was dropped
+saved.lend(hook)            # from then on the allocator may reclaim it, at any moment, on any thread
+saved.settle()              # note it if it has
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chameleon_mm.device import Stream
+from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
+from chameleon_mm.pinned import PinnedBlock
+from chameleon_mm.saved.form import WHOLE, Form
+from chameleon_mm.saved.save_record import SaveRecord
+from chameleon_mm.saved.state import NEXT, State, SwapContext
+from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.transfer import Move
+
+
+class DeviceCopy(SaveRecord):
+    """A saved storage as far as its device copy goes."""
+
+    may_be_lent = True
+
+    def __init__(
+        self,
+        storage: torch.UntypedStorage,
+        saved: SavedBytes,
+        alloc_stream: Stream,
+        context: SwapContext,
+        epoch: int,
+        index: int,
+    ) -> None:
+        super().__init__(storage, saved, alloc_stream, epoch, index)
+        self._context = context
+        self._device: torch.UntypedStorage | None = storage
+        self._lent: HeldStorage | None = None
+        self.form: Form = WHOLE
+        """The form in which its bytes are off the device, from the copy out on."""
+        self._out: Move | None = None
+        self._block: PinnedBlock | None = None
+        """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
+        not over."""
+
+    @property
+    def device(self) -> torch.UntypedStorage | None:
+        """The device copy, held strongly, and taken back from the allocator. None when it was dropped."""
+        if self._lent is not None:
+            self.take_back()
+        return self._device
+
+    @device.setter
+    def device(self, storage: torch.UntypedStorage | None) -> None:
+        self._device = storage
+
+    @property
+    def copy_is_handed_over(self) -> bool:
+        """Whether no part of the copy out waits any more to be handed to the device."""
+        return self._out is None or self._out.ended
+
+    @property
+    def is_lent(self) -> bool:
+        return self._lent is not None
+
+    def lend(self, hook: AllocatorHook) -> None:
+        """Lend the device copy to the allocator, if its copy out is handed over and all of it is to go."""
+        storage, out = self._device, self._out
+        if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent:
+            return
+        if storage is None or out is None or out.done is None or out.failed:
+            return
+        self._lent = hook.hold(storage, out.done, self.alloc_stream)
+        if self._lent is not None:
+            self._device = None
+
+    def settle(self) -> None:
+        """Note it if the allocator has reclaimed the device copy."""
+        if self._lent is not None and self._lent.reclaimed:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Take the device copy back if the allocator has not reclaimed it, else note that it has."""
+        if self._lent is None:
+            return
+        lent, self._lent = self._lent, None
+        self._device = lent.withdraw()
+        if self._device is None:
+            totals = self._context.metrics.totals
+            totals.bytes_reclaimed += self.nbytes
+            totals.bytes_reclaimed_by_allocator += self.nbytes
+            self._note_reclaimed()
+
+    def _note_reclaimed(self) -> None:
+        self._to(State.RETIRED if self._block is None else State.ON_HOST)
+
+    def _to(self, state: State) -> None:
+        """Go from one state to the next. Every change of `state` is made here."""
+        if state not in NEXT[self.state]:
+            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
+        self.state = state

@@ -1,0 +1,31 @@
+"""The C++ helpers for tests: built once for these sources, and kept from run to run.
+
+module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chameleon_mm import native
+from chameleon_mm.errors import NativeBuildError
+
+BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
+"""Builds of this version of the sources, kept from run to run."""
+
+
+def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The helper `name`, which devices and sessions find from then on, as they find others of that folder."""
+    monkeypatch.setattr(native.building, "CACHE", BUILDS)
+    try:
+        native.build(name)
+    except NativeBuildError as error:
+        if "expected" not in str(error):  # there is a compiler, and it refuses our source
+            raise
+        pytest.skip(f"nothing can be compiled here: {error}")
+    module = native.load(name)
+    assert module is not None, native.status(name)
+    return module

@@ -18,6 +18,9 @@ from typing import Protocol
 
 from chameleon_mm.device.allocator_hook import AllocatorHook
 
+SHORT_SHARE = 0.5
+"""Share of the limit above which copies out are handed over at once where an allocator may reclaim what they read."""
+
 
 class Reclaimable(Protocol):
     """A device buffer whose copy to the host is queued or running."""
@@ -66,6 +69,8 @@ class Lending:
         self._waiting: deque[Lendable] = deque()
         self._lent: deque[Lendable] = deque()
         self._num_reclaimed = 0
+        self.memory_is_short = True
+        """Whether as much as possible should be lent: copies are handed over at once, rather than when they can begin."""
 
     def add(self, entry: Lendable) -> None:
         """Note a buffer whose copy was queued."""
@@ -97,9 +102,10 @@ class Lending:
                 if entry.is_lent:
                     self._lent.append(entry)
 
-    def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
-        """Set limits as `AllocatorHook.set_limits` does."""
+    def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
+        """Set limits as `AllocatorHook.set_limits` does. `allocated_bytes`: what is allocated now."""
         self._hook.set_limits(limit_bytes, growth_bytes)
+        self.memory_is_short = allocated_bytes > limit_bytes * SHORT_SHARE
 
 
 class ReclaimQueue:

@@ -59,6 +59,8 @@ class Setting:
     short: bool
     """Whether there is no room for anything that could be on the host."""
     packs: bool
+    allocator_reclaims: bool
+    """Whether the simulated allocator reclaims what is lent to it."""
     collect: bool
 
 
@@ -72,6 +74,7 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
         room_bytes=st.sampled_from([1, 12 * KIB, 24 * KIB]),  # 1: always exceeded
         short=st.booleans(),
         packs=st.booleans(),
+        allocator_reclaims=st.booleans(),
         collect=st.booleans(),
     )
 
@@ -79,7 +82,7 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
 def fresh(kind: str, setting: Setting) -> Device:
     if kind == "cuda":
         return cm.CudaDevice()
-    return cm.SimDevice(SLOW_LINK if setting.slow_link else "h200")
+    return cm.SimDevice(SLOW_LINK if setting.slow_link else "h200", allocator_hook=setting.allocator_reclaims)
 
 
 class Reentered:

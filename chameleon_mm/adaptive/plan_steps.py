@@ -5,6 +5,7 @@ adaptation = plan_steps(executor, pool)      # from the next step on
 
 from __future__ import annotations
 
+import importlib
 import weakref
 
 from torch import nn
@@ -31,6 +32,9 @@ def plan_steps(
     Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
     timed. `replayable`: base names of operators that may run again.
     """
+    # A dispatch mode imports it at its first operator, and that import leaves frames to the collector: a recorder's are those
+    # of hooks, with saved tensors and their blocks.
+    importlib.import_module("torch._dynamo")
     me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
     device = executor.device
     adaptation = Adaptation(

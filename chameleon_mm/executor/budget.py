@@ -119,7 +119,7 @@ class Budget:
         budget = self._limits.hbm_budget_bytes
         if budget is None:
             if self.lending is not None:
-                self.lending.set_limits(_NO_BOUND, None)
+                self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
             return 0
         growth = self._note_growth()
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
@@ -128,7 +128,7 @@ class Budget:
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
         ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
         if self.lending is not None:
-            self.lending.set_limits(budget, ahead)
+            self.lending.set_limits(budget, ahead, allocated_bytes=self._allocated)
         if ahead is None or self._allocated + ahead > budget:
             self._make_room(0, ahead, exclude=())
         return growth

@@ -126,6 +126,8 @@ class SwapOuts:
                 self.swap_out_planned(saved, last_bytes)
         if self._small:
             self._pack_waiting()
+        if lending is not None and lending.memory_is_short:
+            self._context.transfer.hand_over_all_out()
         self._context.transfer.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()

@@ -120,6 +120,11 @@ class CopyQueue:
                 return
             self._hand_over_front()
 
+    def hand_over_all(self) -> None:
+        """Hand over everything that is queued."""
+        while self.queued:
+            self._hand_over_front()
+
     def is_idle(self) -> bool:
         """Whether everything that was submitted is complete."""
         self._forget_complete()
@@ -350,6 +355,12 @@ class Transfer:
         """Whether all swap-outs that were submitted are complete: one more would start at once."""
         with self._lock:
             return self._out.is_idle()
+
+    def hand_over_all_out(self) -> None:
+        """Hand over all queued swap-outs, whatever is outstanding."""
+        if self._out.queued:
+            with self._lock:
+                self._out.hand_over_all()
 
     def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""

@@ -1,0 +1,221 @@
+"""Storages on their way out that the device's allocator reclaims itself, in the middle of an allocation: on the simulator, and
+with torch's own allocator on CUDA. The reference is plain PyTorch on a device with enough memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+import torch
+
+import chameleon_mm as cm
+from chameleon_mm import native
+from chameleon_mm.bench._measure import free_unused
+from chameleon_mm.device import Device
+from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.device.sim.allocator_hook import SimHeldStorage
+from chameleon_mm.device.sim.stream import SimStream
+from chameleon_mm.errors import SimRaceError
+from chameleon_mm.executor import Executor
+from chameleon_mm.saved import SwappedView
+from chameleon_mm.units import MIB
+from tests._memory_limit import fraction_of_memory
+from tests._native import BUILDS, helper
+from tests._ordering import SLOW_LINK, OnCuda, OnSim, executor, randn, saved
+from tests.cuda_stand_in import control
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+LAYERS, SIDE = 8, 512
+LAYER_BYTES = SIDE * SIDE * 4
+SURPRISE = 4
+"""Tensors of a layer's size that are made in the last step alone, between two hooks."""
+
+CAPACITY = {"sim": 12 * MIB, "cuda": 10 * MIB}
+"""Bytes of the device, of which the parameters and their gradients take 4 MiB. Torch's allocator adds two MiB at a time."""
+
+
+class Training:
+    """A step of it saves a tensor a layer, and in the last step makes one, for a moment, that nobody foresees."""
+
+    def __init__(self, at: torch.device) -> None:
+        torch.manual_seed(0)
+        self.weights = [(torch.randn(SIDE, SIDE) / SIDE**0.5).to(at).requires_grad_() for _ in range(LAYERS // 4)]
+        self.x = torch.randn(SIDE, SIDE).to(at)
+        self.at = at
+        self.losses: list[float] = []
+
+    def step(self, *, surprise: bool) -> None:
+        x = self.x
+        for i in range(LAYERS):
+            x = torch.tanh(x * 1.1) if i % 4 else torch.tanh(x @ self.weights[i // 4])
+        if surprise:
+            with torch.no_grad():
+                sums = [torch.ones_like(t).sum() for t in [torch.ones_like(x) for _ in range(SURPRISE)]]
+                assert float(torch.stack(sums).sum()) == SURPRISE * x.numel()
+        loss = x.square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight in self.weights:
+                assert weight.grad is not None
+                weight.sub_(0.1 * weight.grad)
+                weight.grad = None
+        self.losses.append(loss.item())
+
+
+def plainly() -> Training:
+    training = Training(torch.device("cpu"))
+    for number in range(4):
+        training.step(surprise=number == 3)
+    return training
+
+
+@contextmanager
+def cuda(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[CudaDevice]:
+    """A GPU of which the process may hold 10 MiB."""
+    if hook:
+        helper("reclaim", monkeypatch)
+    else:
+        monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
+    free_unused()
+    device = CudaDevice()
+    with fraction_of_memory(torch.cuda.memory_reserved(device.index) + CAPACITY["cuda"], device.index):
+        yield device
+
+
+@contextmanager
+def simulated(monkeypatch: pytest.MonkeyPatch, *, hook: bool) -> Iterator[cm.SimDevice]:
+    yield cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=hook)
+
+
+def run(device: Device, *, budget_bytes: int, surprise: bool = True, plans: bool = False) -> tuple[Training, cm.SwapReport]:
+    with device.compute():
+        training = Training(device.torch_device)
+        session = cm.SwapSession(budget_bytes, host_budget="64MiB", device=device, min_bytes=4096, plans=plans, recompute=False)
+        with session.pool, session:
+            for number in range(4):
+                with session.step():
+                    training.step(surprise=surprise and number == 3)
+        return training, session.report()
+
+
+def assert_plain(training: Training, plain: Training) -> None:
+    assert training.losses == plain.losses
+    assert all(torch.equal(got.cpu(), expected) for got, expected in zip(training.weights, plain.weights, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "on"), [("sim", simulated), pytest.param("cuda", cuda, marks=pytest.mark.gpu)], ids=["sim", "cuda"]
+)
+def test_a_step_that_would_run_out_between_two_hooks_does_not(
+    kind: str, on: Callable[..., AbstractContextManager[Device]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on(monkeypatch, hook=True) as device:
+        before = failures()
+        training, report = run(device, budget_bytes=device.allocated_bytes() + CAPACITY[kind])
+        assert failures() == before
+    assert_plain(training, plainly())
+    if kind == "sim" or control.is_loaded():  # on a GPU copies may be done by then
+        assert report.bytes_reclaimed_by_allocator >= LAYER_BYTES
+        assert f"{report.bytes_reclaimed_by_allocator // MIB}.00 MiB of it inside of an allocation" in str(report)
+        assert report.bytes_reclaimed >= report.bytes_reclaimed_by_allocator
+        del training
+        with on(monkeypatch, hook=False) as device, pytest.raises(torch.OutOfMemoryError):
+            run(device, budget_bytes=device.allocated_bytes() + CAPACITY[kind])
+
+
+def failures() -> list[int]:
+    """How often torch's allocator tried again after it gave its cache back, and how often it ran out of memory."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.memory_stats()[name] for name in ("num_alloc_retries", "num_ooms")]
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_training_is_plain_pytorchs_where_the_allocator_reclaims(
+    plans: bool, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.simulated:
+        device = cm.SimDevice(SLOW_LINK, allocator_hook=True)
+    else:
+        helper("reclaim", monkeypatch)
+        device = CudaDevice()
+    before = device.allocated_bytes()
+    training, report = run(device, budget_bytes=before + 9 * MIB, surprise=False, plans=plans)
+    assert_plain(training, plainly())
+    assert report.bytes_swapped_out
+    assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES  # weights and input, and nothing of ours
+
+
+# --- ordering: Note [Reclaim]
+
+
+def test_without_the_wait_the_simulator_names_both_accesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_wait(self: SimHeldStorage) -> bool:
+        monkeypatch.setattr(type(self.owner), "wait", lambda stream, event: None)
+        try:
+            return reclaim(self)
+        finally:
+            monkeypatch.setattr(type(self.owner), "wait", wait)
+
+    reclaim, wait = SimHeldStorage.reclaim_if_unshared, SimStream.wait
+    monkeypatch.setattr(SimHeldStorage, "reclaim_if_unshared", without_wait)
+    with pytest.raises(
+        SimRaceError, match=r"\(the block is reused\) is not ordered after read .* by d2h copy of 1048576 bytes"
+    ):
+        run(cm.SimDevice(SLOW_LINK, CAPACITY["sim"], allocator_hook=True), budget_bytes=CAPACITY["sim"])
+
+
+def lent(machine: OnSim | OnCuda, swapper: Executor) -> SwappedView:
+    """A handle of a storage that is lent to the allocator."""
+    handle = saved(machine, swapper, randn(machine, 128, 128).clone())
+    swapper.save(randn(machine, 8, requires_grad=True))
+    assert handle.claim.saved.is_lent
+    return handle
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> OnSim | OnCuda:
+    if request.param == "cuda":
+        helper("reclaim", monkeypatch)
+        return OnCuda()
+    machine = OnSim()
+    machine.device = machine._sim = cm.SimDevice(SLOW_LINK, allocator_hook=True)
+    return machine
+
+
+def test_nothing_is_lent_once_another_stream_may_have_worked_with_it(machine: OnSim | OnCuda) -> None:
+    """Only that stream would wait for the copy, and the other one's kernels may still read."""
+    with machine.device.compute():
+        swapper = executor(machine, cm.PinnedPool("1MiB", device=machine.device), leaving_bytes=None)
+        handle, saved_storage = (handle := lent(machine, swapper)), handle.claim.saved
+        other = machine.other_stream()
+        other.wait(machine.device.current_stream().record())
+        with machine.on(other):
+            swapper.save(randn(machine, 8, 8, requires_grad=True) * 2)
+            swapper.save(randn(machine, 8, requires_grad=True))
+        assert not saved_storage.is_lent
+        assert swapper.metrics.totals.bytes_reclaimed_by_allocator == 0
+        machine.device.synchronize()
+        del handle
+
+
+@pytest.mark.parametrize("end", ["use", "drop"])
+def test_a_lent_storage_is_used_and_dropped_like_any_other(end: str, machine: OnSim | OnCuda) -> None:
+    with machine.device.compute():
+        pool = cm.PinnedPool("1MiB", device=machine.device)
+        swapper = executor(machine, pool, leaving_bytes=None)
+        kept = randn(machine, 128, 128)
+        before = machine.device.allocated_bytes()
+        handle = saved(machine, swapper, kept.clone())
+        swapper.save(randn(machine, 8, requires_grad=True))
+        assert handle.claim.saved.is_lent
+        if end == "use":
+            assert torch.equal(swapper.use(handle), kept)
+        del handle
+        swapper.save(randn(machine, 8, requires_grad=True))
+        machine.device.synchronize()
+        swapper.save(randn(machine, 8, requires_grad=True))
+        assert pool.stats().live_bytes == 0
+        assert machine.device.allocated_bytes() == before

@@ -18,6 +18,7 @@ THEMES: dict[str, str] = {
     "pinned": "chameleon_mm.bench.pinned.command",
     "planner": "chameleon_mm.bench.planner",
     "profiler": "chameleon_mm.bench.profiler",
+    "reclaim": "chameleon_mm.bench.reclaim",
     "timeline": "chameleon_mm.bench.timeline",
     "training": "chameleon_mm.bench.training",
 }

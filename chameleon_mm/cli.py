@@ -94,6 +94,7 @@ _BENCH = {
     "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
     "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
     "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
+    "reclaim": "device memory of a step by each way of giving it back: record_stream, at hooks, in the allocator; --svg",
     "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",
     "training": "step time and peak memory of one model: no swapping, checkpointing, torch's save_on_cpu, chameleon_mm",
 }

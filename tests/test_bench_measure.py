@@ -207,6 +207,7 @@ def test_every_theme_names_a_module_of_the_package() -> None:
         "pinned",
         "planner",
         "profiler",
+        "reclaim",
         "timeline",
         "training",
     }

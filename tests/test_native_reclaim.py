@@ -87,7 +87,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> Iterator[Queue]:
         pytest.skip("the driver is CUDA's own here")
     queue = Queue(module)
     yield queue
-    assert module.held(HOST) == 0
+    assert module.held() == 0
 
 
 # --- the queue by itself
@@ -185,9 +185,9 @@ def test_a_withdrawn_storage_is_the_same_object_with_the_same_bytes(queue: Queue
 
 def test_what_is_dropped_without_being_withdrawn_leaves_the_queue(queue: Queue) -> None:
     held = queue.hold(1)
-    assert queue.module.held(HOST) == 1
+    assert queue.module.held() == 1
     del held
-    assert queue.module.held(HOST) == 0
+    assert queue.module.held() == 0
 
 
 def test_wrong_arguments_are_refused(queue: Queue) -> None:

@@ -104,11 +104,24 @@ struct Entry {
   }
 };
 
+std::atomic<size_t> num_held{0};  // on all devices
+
 // Entries of one device, oldest first.
 struct Queue {
   std::mutex mutex;
   std::list<std::shared_ptr<Entry>> entries;
-  std::atomic<size_t> size{0};
+
+  void add(const std::shared_ptr<Entry>& entry) {
+    entries.push_back(entry);
+    num_held++;
+  }
+
+  // Returns the entry behind the one removed.
+  std::list<std::shared_ptr<Entry>>::iterator remove(std::list<std::shared_ptr<Entry>>::iterator at) {
+    (*at)->queued = false;
+    num_held--;
+    return entries.erase(at);
+  }
 };
 
 constexpr int MAX_DEVICES = 128;
@@ -154,13 +167,11 @@ bool is_copied(const Entry& entry) {
 }
 
 // Takes the memory out of the storage, which nobody else holds.
-c10::DataPtr take_memory(Queue& queue, Entry& entry) {
+c10::DataPtr take_memory(Entry& entry) {
   c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
   c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
   impl->set_nbytes(0);
   entry.reclaimed = true;
-  entry.queued = false;
-  queue.size--;
   entry.session->reclaimed_bytes += entry.nbytes;
   entry.session->reclaimed++;
   return memory;
@@ -206,8 +217,8 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
       entry.session->waits++;
     }
     bytes += entry.nbytes;
-    freed.push_back(take_memory(queue, entry));
-    at = queue.entries.erase(at);
+    freed.push_back(take_memory(entry));
+    at = queue.remove(at);
   }
   lock.unlock();
   freed.clear();
@@ -217,12 +228,11 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
 #ifdef WITH_CUDA
 struct ReclaimInMalloc final : c10::FreeMemoryCallback {
   bool Execute() override {
-    if (std::all_of(queues.begin(), queues.end(), [](const Queue& queue) { return queue.size.load() == 0; })) return false;
+    if (num_held == 0) return false;  // as a rule
     if (c10::impl::GPUTrace::get_trace() != nullptr) return false;  // a free would call Python
     const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
     const c10::Device device = guard.getDevice();  // the allocator is asked for memory of the current one
     Queue& queue = queue_of(device.index());
-    if (queue.size == 0) return false;
     int mode = RELAXED;
     if (driver.exchange_capture_mode(&mode) != SUCCESS) {
       driver.last_error();
@@ -283,11 +293,7 @@ class Held {
     if (!entry_) return {};
     Queue& queue = queue_of(device_);
     change_from_python(queue, [&] {
-      if (entry_->queued) {
-        queue.entries.remove(entry_);
-        entry_->queued = false;
-        queue.size--;
-      }
+      if (entry_->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry_));
     });
     c10::Storage storage = std::move(entry_->storage);
     const bool reclaimed = entry_->reclaimed;
@@ -316,10 +322,7 @@ class Hook {
     auto entry = std::make_shared<Entry>(
         held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, held.nbytes(), session_);
     Queue& queue = queue_of(device_);
-    change_from_python(queue, [&] {
-      queue.entries.push_back(entry);
-      queue.size++;
-    });
+    change_from_python(queue, [&] { queue.add(entry); });
     return py::cast(std::make_unique<Held>(std::move(entry), device_, std::move(event)));
   }
 
@@ -359,7 +362,7 @@ PYBIND11_MODULE(chameleon_mm_reclaim, m) {
       .def_property_readonly("reclaimed", [](const Hook& hook) { return hook.session().reclaimed.load(); })
       .def_property_readonly("reclaimed_bytes", [](const Hook& hook) { return hook.session().reclaimed_bytes.load(); })
       .def_property_readonly("waits", [](const Hook& hook) { return hook.session().waits.load(); });
-  m.def("held", [](int device) { return queue_of(device).size.load(); });
+  m.def("held", [] { return num_held.load(); });
   // For tests of the queue on machines without CUDA: another driver, and the allocator's question.
   m.def("use_driver", [](uintptr_t query, uintptr_t wait, uintptr_t capturing, uintptr_t exchange, uintptr_t free, uintptr_t last) {
     driver.query_event = address<int (*)(void*)>(query);

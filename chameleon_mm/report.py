@@ -214,6 +214,7 @@ class SwapReport(Counters):
             ("peak device memory", self._peak()),
             *self._recomputed_rows(clock),
             ("swapped out / in", f"{format_size(self.bytes_swapped_out)} / {format_size(self.bytes_swapped_in)}"),
+            *self._state_rows(),
             ("reclaimed", self._reclaimed()),
             ("swap-ins", f"{self.prefetches} prefetched, {self.swap_ins_on_demand} on demand"),
             (f"late prefetches{clock}", self._lateness()),
@@ -227,6 +228,10 @@ class SwapReport(Counters):
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._retried()),
         ]  # fmt: skip
+
+    def _state_rows(self) -> list[tuple[str, str]]:
+        out, back = self.state_bytes_swapped_out, self.state_bytes_swapped_in
+        return [("optimizer state out / in", f"{format_size(out)} / {format_size(back)}")] if out else []
 
     def _reclaimed(self) -> str:
         by_allocator = self.bytes_reclaimed_by_allocator

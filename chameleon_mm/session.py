@@ -28,9 +28,11 @@ from chameleon_mm.adaptive import link_cost_for, plan_steps
 from chameleon_mm.arguments import check_type, describe
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch
-from chameleon_mm.errors import InfeasibleBudget, SessionClosedError
+from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
+from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.executor.hook_counts import misuse
+from chameleon_mm.optimizer_state import OptimizerSwap, check_optimizer
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
@@ -39,7 +41,7 @@ from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.uncompiled import uncompiled
-from chameleon_mm.units import MIB, format_size, parse_size
+from chameleon_mm.units import MIB, parse_size
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +89,13 @@ class SwapSession:
     this device, else packed together below 128 KiB and each alone from there on), and in the shorter form of `codecs`, lossless
     ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
-    bytes the budget is checked against first. The first step, and one like none before it, is recorded; steps like it then
-    follow a plan. `plans` off leaves every step to the default rule, by which everything moves. `recompute` lets plans drop
-    what is cheaper to make again than to move, each storage only after it was made again bit for bit beside the original; off,
-    they only swap. `verify` checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator
-    and step; slow, and takes a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there.
+    bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
+    and comes back for them part by part; whoever reads it gets it on the device. The first step, and one like none before it,
+    is recorded; steps like it then follow a plan. `plans` off leaves every step to the default rule, by which everything moves.
+    `recompute` lets plans drop what is cheaper to make again than to move, each storage only after it was made again bit for
+    bit beside the original; off, they only swap. `verify` checksums what goes out against what comes back and raises
+    `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of the budget, from 16 KiB to 16 MiB, for as
+    long as the session is there.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
@@ -114,6 +118,7 @@ class SwapSession:
         verify: bool = False,
         plans: bool = True,
         recompute: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -122,6 +127,8 @@ class SwapSession:
             check_type("model", model, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
         if thresholds is not None:
             check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
+        if optimizer is not None:
+            check_optimizer(optimizer, model)
         for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
         known_codecs = codecs_by_name(codecs)
@@ -148,6 +155,7 @@ class SwapSession:
             plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
         )
         self._save, self._use = autograd_hooks(self._executor)
+        self._optimizer_swap = None if optimizer is None else OptimizerSwap(self._executor, optimizer)
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -165,6 +173,9 @@ class SwapSession:
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
+            if self._optimizer_swap is not None:
+                stack.callback(self._optimizer_swap.detach)
+                self._optimizer_swap.attach()
             self._thread = threading.current_thread()
             self._to(Phase.OPEN)
             self._stack = stack.pop_all()
@@ -368,19 +379,14 @@ class SwapSession:
         )
 
     def _check_budget(self, hbm_budget_bytes: int) -> None:
-        named = sum(
-            t.untyped_storage().nbytes() for t in {id(t.untyped_storage()): t for t in _tensors_of(self._model)}.values()
-        )
         checksums = self._executor.checksums
-        for_checksums = 0 if checksums is None else checksums.nbytes
-        held = max(named, self.device.allocated_bytes()) + for_checksums
-        if hbm_budget_bytes <= held:
-            and_checksums = f" ({format_size(for_checksums)} of it for verify=True)" if for_checksums else ""
-            raise InfeasibleBudget(
-                f"hbm_budget: expected more than the {format_size(held)} of parameters, optimizer state and other tensors that "
-                f"are on {self.device.name} already and never move{and_checksums}, got "
-                f"{format_size(hbm_budget_bytes)}; raise the budget or make the model smaller"
-            )
+        check_budget(
+            self.device,
+            hbm_budget_bytes,
+            tensors=_tensors_of(self._model),
+            movable_bytes=0 if self._optimizer_swap is None else self._optimizer_swap.resident_bytes,
+            checksum_bytes=0 if checksums is None else checksums.nbytes,
+        )
 
 
 def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:

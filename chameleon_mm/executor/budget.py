@@ -133,12 +133,6 @@ class Budget:
             self._make_room(0, ahead, exclude=())
         return growth
 
-    def note_leaving(self, saved: SavedStorage, *, planned: bool = False) -> None:
-        """Note that a copy out was queued: by a plan, which says when it is reclaimed, or by the default rule."""
-        (self.planned if planned else self.reclaim).add(saved)
-        if self.lending is not None:
-            self.lending.add(saved)
-
     def allocated_bytes(self) -> int:
         """Bytes allocated on the device now."""
         self._allocated = self._device.allocated_bytes()

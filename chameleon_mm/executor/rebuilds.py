@@ -214,8 +214,8 @@ class Rebuilds:
 
 def _there(saved: SavedStorage, compute: Stream, restore: Restore) -> torch.UntypedStorage:
     """The bytes of `saved` on the device. A copy out that is on its way goes on: it is read, and nothing else."""
-    if saved.state is State.SWAPPING_OUT and saved.device is not None:
-        return saved.device
+    if saved.state is State.SWAPPING_OUT and (storage := saved.device) is not None:
+        return storage
     return restore(saved, compute)
 
 

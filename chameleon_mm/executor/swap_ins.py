@@ -128,8 +128,9 @@ class SwapIns:
         totals.uses_on_device += 1
         if saved.state in (State.SWAPPING_IN, State.RESTORED):
             return saved.arrive(compute, prefetched=saved.state is State.SWAPPING_IN)
-        assert saved.device is not None
-        return saved.device
+        storage = saved.device
+        assert storage is not None
+        return storage
 
     def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage]) -> _Made:
         """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""

@@ -166,7 +166,9 @@ class SwapOuts:
         except (HostMemoryExhausted, TransferFailed) as refusal:
             self._refused(refusal)
         else:
-            self._budget.note_leaving(saved, planned=True)
+            self._budget.planned.add(saved)
+            if self._budget.lending is not None:
+                self._budget.lending.add(saved)
 
     def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
@@ -199,7 +201,9 @@ class SwapOuts:
             self._refused(refusal)
             self._budget.note_on_device(saved)
         else:
-            self._budget.note_leaving(saved)
+            self._budget.reclaim.add(saved)
+            if self._budget.lending is not None:
+                self._budget.lending.add(saved)
 
     def _refused(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))

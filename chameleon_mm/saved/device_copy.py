@@ -7,15 +7,15 @@ saved.settle()              # note it if it has
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from chameleon_mm.device import Stream
 from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.pinned import PinnedBlock
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.save_record import SaveRecord
-from chameleon_mm.saved.state import NEXT, State, SwapContext
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.transfer import Move
 
 
@@ -24,25 +24,16 @@ class DeviceCopy(SaveRecord):
 
     may_be_lent = True
 
-    def __init__(
-        self,
-        storage: torch.UntypedStorage,
-        saved: SavedBytes,
-        alloc_stream: Stream,
-        context: SwapContext,
-        epoch: int,
-        index: int,
-    ) -> None:
-        super().__init__(storage, saved, alloc_stream, epoch, index)
-        self._context = context
-        self._device: torch.UntypedStorage | None = storage
-        self._lent: HeldStorage | None = None
-        self.form: Form = WHOLE
-        """The form in which its bytes are off the device, from the copy out on."""
-        self._out: Move | None = None
-        self._block: PinnedBlock | None = None
-        """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
-        not over."""
+    # Values of the class, for those that most saved storages never have: one is made at every save.
+    form: Form = WHOLE
+    """The form in which its bytes are off the device, from the copy out on."""
+    _lent: HeldStorage | None = None
+    _out: Move | None = None
+    _block: PinnedBlock | None = None
+    """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
+    not over."""
+    _device: torch.UntypedStorage | None
+    _context: SwapContext
 
     @property
     def device(self) -> torch.UntypedStorage | None:
@@ -90,13 +81,8 @@ class DeviceCopy(SaveRecord):
             totals = self._context.metrics.totals
             totals.bytes_reclaimed += self.nbytes
             totals.bytes_reclaimed_by_allocator += self.nbytes
-            self._note_reclaimed()
+            self._to(State.RETIRED if self._block is None else State.ON_HOST)
 
-    def _note_reclaimed(self) -> None:
-        self._to(State.RETIRED if self._block is None else State.ON_HOST)
+    if TYPE_CHECKING:
 
-    def _to(self, state: State) -> None:
-        """Go from one state to the next. Every change of `state` is made here."""
-        if state not in NEXT[self.state]:
-            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
-        self.state = state
+        def _to(self, state: State) -> None: ...

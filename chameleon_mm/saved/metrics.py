@@ -117,6 +117,9 @@ class Counters:
     """Device memory reclaimed after a swap-out while the tensor was still needed later."""
     bytes_reclaimed_by_allocator: int = 0
     """Bytes of `bytes_reclaimed` that the device's allocator reclaimed itself, in the middle of an allocation."""
+    state_bytes_swapped_out: int = 0
+    """Bytes of optimizer state that left the device; in no other figure."""
+    state_bytes_swapped_in: int = 0
     swap_ins_on_demand: int = 0
     """Swap-ins that nobody had started before the use."""
     prefetches: int = 0

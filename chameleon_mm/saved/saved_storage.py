@@ -20,7 +20,7 @@ from chameleon_mm.saved.calling_thread import annotation, call_site, current_ope
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
@@ -38,7 +38,8 @@ class SavedStorage(DeviceCopy):
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
-        super().__init__(storage, saved, alloc_stream, context, epoch, index)
+        super().__init__(storage, saved, alloc_stream, epoch, index)
+        self._device, self._context = storage, context
         self.latest = self.first
         """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in
         made."""
@@ -50,13 +51,19 @@ class SavedStorage(DeviceCopy):
         """Event after the latest copy back that was handed over: until then the block is being read."""
         self._arrived_on: Stream | None = None
 
+    def _to(self, state: State) -> None:
+        """Go from one state to the next. Every change of `state` is made here."""
+        if state not in NEXT[self.state]:
+            raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
+        self.state = state
+
     # --- out
 
     @property
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
         that was written to raises anyway."""
-        if self.device is None or self.device.nbytes() != self.nbytes:
+        if self._device is None or self._device.nbytes() != self.nbytes:
             return False
         for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook
             if not saved.probe.moved:
@@ -79,12 +86,12 @@ class SavedStorage(DeviceCopy):
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed; where the form takes device memory,
         `torch.OutOfMemoryError` too.
         """
-        assert self.state is State.ON_DEVICE and self.device is not None
+        assert self.state is State.ON_DEVICE and self._device is not None
         context = self._context
         host_bytes = form.host_bytes(self.nbytes)
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
         try:
-            source = form.source(self.device, self.alloc_stream)
+            source = form.source(self._device, self.alloc_stream)
         except BaseException:
             block.release()
             raise
@@ -93,7 +100,7 @@ class SavedStorage(DeviceCopy):
         if self._checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(self.alloc_stream)
-            self._checksum.close(flat_bytes(self.device))
+            self._checksum.close(flat_bytes(self._device))
         with annotation("chameleon::swap_out"):
             out = context.transfer.swap_out(block.buffer, source, after, timed=context.metrics.timed)
         if out.failed:
@@ -111,12 +118,12 @@ class SavedStorage(DeviceCopy):
         `content` is a flat tensor over the device copy, which is freed here. Whoever read it ran on a stream that the
         allocating stream has joined since.
         """
-        assert self.state is State.ON_DEVICE and self.device is not None
+        assert self.state is State.ON_DEVICE and self._device is not None
         if self._checksum is not None:
             self._checksum.close(content)
         self.alloc_stream.free(content)
         self._began_in = current_operator(), call_site()
-        self.device, self.form = None, form
+        self._device, self.form = None, form
         self._to(State.ON_HOST)
 
     def restored_in(self, storage: torch.UntypedStorage, compute: Stream) -> None:
@@ -124,7 +131,7 @@ class SavedStorage(DeviceCopy):
         assert self.state is State.ON_HOST and self._block is None
         if self._checksum is not None:
             self._checksum.check(flat_bytes(storage))
-        self.device, self.alloc_stream, self.latest = storage, compute, weakref.ref(storage)
+        self._device, self.alloc_stream, self.latest = storage, compute, weakref.ref(storage)
         self.note_swap_in()
         self._to(State.RESTORED)
 
@@ -149,9 +156,10 @@ class SavedStorage(DeviceCopy):
             return False
         if self._out.done is None or not self._out.done.query():
             return False
-        self.take_back()
-        if self.state is not State.SWAPPING_OUT:
-            return True
+        if self._lent is not None:
+            self.take_back()
+            if self.state is not State.SWAPPING_OUT:
+                return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
         if self.form.host_decides and not self._host_stands_for_it():
             return False
@@ -176,9 +184,10 @@ class SavedStorage(DeviceCopy):
         """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
         plan."""
         assert self._out is not None
-        self.take_back()
-        if self.state is not State.SWAPPING_OUT:
-            return
+        if self._lent is not None:
+            self.take_back()
+            if self.state is not State.SWAPPING_OUT:
+                return
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
             done = issue(self._out)
@@ -205,11 +214,11 @@ class SavedStorage(DeviceCopy):
     def _copy_stationary_part(self) -> bool:
         """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it; else all of the
         storage stays."""
-        assert self.device is not None
+        assert self._device is not None
         if self._block is None:  # nobody wants it any more
             return True
         try:
-            self.form.keep(self.device, self.alloc_stream)
+            self.form.keep(self._device, self.alloc_stream)
         except torch.OutOfMemoryError:
             self._undo_swap_out()
             return False
@@ -218,7 +227,8 @@ class SavedStorage(DeviceCopy):
     def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
         assert self._out is not None
-        self.take_back()
+        if self._lent is not None:
+            self.take_back()
         if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
             return False
         self._undo_swap_out()
@@ -232,13 +242,13 @@ class SavedStorage(DeviceCopy):
         self._to(State.ON_DEVICE)
 
     def _drop_device(self) -> None:
-        assert self.device is not None
+        assert self._device is not None
         self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
         self.form.drop_buffer()
-        self.alloc_stream.free(flat_bytes(self.device))
-        self.device = None
+        self.alloc_stream.free(flat_bytes(self._device))
+        self._device = None
         self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
-        self._note_reclaimed()
+        self._to(State.RETIRED if self._block is None else State.ON_HOST)
 
     # --- back
 
@@ -263,20 +273,20 @@ class SavedStorage(DeviceCopy):
         self.form.put_back(whole, compute)
         self._in = back
         self._context.metrics.moved(back, "in", self.transfer_bytes)
-        self.device = whole.untyped_storage()
-        self.latest = weakref.ref(self.device)
+        self._device = whole.untyped_storage()
+        self.latest = weakref.ref(self._device)
         self.alloc_stream = compute
         self._arrived_on = None
         self.note_swap_in()
         self._to(State.SWAPPING_IN)
-        return self.device
+        return self._device
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
         use."""
-        assert self.device is not None
+        assert self._device is not None
         if self._block is None:
-            return self.device  # its form put it there, on the stream that allocated it
+            return self._device  # its form put it there, on the stream that allocated it
         assert self._in is not None
         arrived = self._read = self._context.transfer.issue_in(self._in)
         if self._arrived_on is not compute:
@@ -287,28 +297,28 @@ class SavedStorage(DeviceCopy):
             elif prefetched:
                 self._context.metrics.on_time()
             self._arrived_on = compute
-        self.form.arrive(self.device, compute)
+        self.form.arrive(self._device, compute)
         if self._checksum is not None and self.state is State.SWAPPING_IN:
-            self._checksum.check(flat_bytes(self.device))
+            self._checksum.check(flat_bytes(self._device))
         self._to(State.RESTORED)
-        return self.device
+        return self._device
 
     def drop_restored(self) -> None:
         """Drop a device copy that the host still has: nothing has to be copied.
 
         Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
         """
-        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.device is not None
-        self.form.keep(self.device, self.alloc_stream)
+        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self._device is not None
+        self.form.keep(self._device, self.alloc_stream)
         self._drop_restored()
 
     def _drop_restored(self) -> None:
-        assert self.device is not None
+        assert self._device is not None
         if self.state is State.SWAPPING_IN:
             self._settle_arrival()
         self.form.drop_buffer()
-        self.alloc_stream.free(flat_bytes(self.device))
-        self.device = None
+        self.alloc_stream.free(flat_bytes(self._device))
+        self._device = None
         self._to(State.ON_HOST)
 
     @property
@@ -324,7 +334,7 @@ class SavedStorage(DeviceCopy):
         assert self.state is State.RESTORED
         if self.form.device_bytes:
             return
-        self.device = None
+        self._device = None
         self._to(State.ON_HOST)
 
     def usable_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
@@ -355,7 +365,8 @@ class SavedStorage(DeviceCopy):
 
         A copy out that still reads the device buffer keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
-        self.take_back()
+        if self._lent is not None:
+            self.take_back()
         if self.state is State.RETIRED:
             return
         try:
@@ -376,7 +387,7 @@ class SavedStorage(DeviceCopy):
     def _retired(self) -> None:
         self._release_block()
         self.form.drop()
-        self.device, self.form = None, WHOLE
+        self._device, self.form = None, WHOLE
         self._to(State.RETIRED)
 
     def _release_block(self) -> None:

@@ -1,0 +1,38 @@
+"""What all swapped state of one session shares: its executor, and how large a tensor has to be to leave."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.optimizer_state.swapped_state import least_holders
+
+if TYPE_CHECKING:
+    from chameleon_mm.device import Stream
+    from chameleon_mm.optimizer_state.swapped_state import SwappedState
+
+
+class Home:
+    """The executor whose link, pool and budget swapped state uses."""
+
+    def __init__(self, executor: Executor, *, min_bytes: int) -> None:
+        self._executor = executor
+        self.min_bytes = min_bytes
+        self.device, self.budget, self.context = executor.device, executor.budget, executor.parts.context
+        self.least_holders = least_holders()
+        self.states: weakref.WeakValueDictionary[int, SwappedState] = weakref.WeakValueDictionary()
+        """All swapped state there is, by id: the optimizer's, and what is left of it in a `state_dict` that somebody holds."""
+
+    @contextmanager
+    def entered(self) -> Iterator[Stream]:
+        """Context of work on state: the executor's lock is held, and no recorder sees it. Gives the current compute stream."""
+        with self._executor.recording.paused(), self._executor.hook_lock.entered():
+            yield self.context.streams.current()
+
+    def bring_back(self, state: SwappedState) -> None:
+        """Have all of `state` on the device, as somebody reads it. Raises `torch.OutOfMemoryError`."""
+        with self.entered() as compute:
+            state.arrive(compute)

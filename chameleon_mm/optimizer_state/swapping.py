@@ -1,0 +1,212 @@
+"""Swaps an optimizer's state out after its step, and back for it, part by part.
+
+    step:  for i, chunk: compute waits for the copies back of chunk i; queue those of chunk i + 1; step it; queue its copies out
+
+At most three chunks are on the device: one that comes, one that is stepped, one that leaves. Hooks of the optimizer run once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from chameleon_mm.arguments import check_type
+from chameleon_mm.errors import TransferFailed
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.optimizer_state.home import Home
+from chameleon_mm.optimizer_state.split_step import alone, chunks_of, is_splittable, raw_step
+from chameleon_mm.optimizer_state.swapped_state import SwappedState, movable_bytes
+from chameleon_mm.units import MIB, format_size
+
+_log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 64 * MIB
+"""Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
+
+MIN_BYTES = 64 << 10
+"""Bytes from which a tensor of state leaves: smaller ones are a small part of all, and cost a copy each."""
+
+_STATE_PER_PARAMETER = 2
+"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
+
+
+def check_optimizer(optimizer: object, model: nn.Module | None) -> None:
+    """Raise `TypeError` for what is no optimizer, `ValueError` for one that has parameters that are not the model's."""
+    check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None", "pass what is stepped")
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    if model is None:
+        raise ValueError("optimizer: expected its model beside it, got none; pass model=, too")
+    known = {id(p) for p in model.parameters()}
+    foreign = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if foreign:
+        raise ValueError(
+            f"optimizer: expected one of the model's parameters alone, got one with {foreign} others; pass the model that it "
+            f"trains, or several in an nn.ModuleList"
+        )
+
+
+class OptimizerSwap:
+    """Keeps the state of one optimizer in host memory between its steps."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        optimizer: torch.optim.Optimizer,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        min_bytes: int = MIN_BYTES,
+    ) -> None:
+        self._optimizer = optimizer
+        self._home = Home(executor, min_bytes=min_bytes)
+        self._chunk_bytes = chunk_bytes
+        self._splits = is_splittable(optimizer)
+        self._active = False
+        self._before: Any = None
+        self._ours: Any = None
+        self._plain: RemovableHandle | None = None
+
+    # --- attaching
+
+    def attach(self) -> None:
+        """Send all state away, and have steps bring it back part by part."""
+        raw, run = raw_step(self._optimizer), self._step
+
+        @functools.wraps(raw)
+        def step(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return run(closure) if closure is not None else run()
+
+        # torch's own wrapper: its hooks run once around all parts.
+        hooked = torch.optim.Optimizer.profile_hook_step(step)
+        self._before = self._optimizer.__dict__.get("step")
+        self._ours = types.MethodType(hooked, self._optimizer)
+        if getattr(self._before, "_wrapped_by_lr_sched", False):
+            self._ours = _noting_call(hooked, self._optimizer)
+        self._optimizer.__dict__["step"] = self._ours
+        self._plain = self._optimizer.register_state_dict_post_hook(_as_plain)
+        self._active = True
+        self._leave(list(self._optimizer.state))
+
+    def detach(self) -> None:
+        """Have all state back on the device, in plain dicts, and step as before. What does not fit any more becomes ordinary
+        host memory, and is said."""
+        if not self._active:
+            return
+        self._active = False
+        if self._plain is not None:
+            self._plain.remove()
+        if self._optimizer.__dict__.get("step") is self._ours:
+            if self._before is None:
+                del self._optimizer.__dict__["step"]
+            else:
+                self._optimizer.__dict__["step"] = self._before
+        on_host = sum(state.end() for state in list(self._home.states.values()))
+        for p, state in list(self._optimizer.state.items()):
+            if isinstance(state, SwappedState):
+                self._optimizer.state[p] = state.copy()
+        if on_host:
+            _log.warning(
+                "chameleon_mm: %s of optimizer state do not fit on the device and are in host memory now; "
+                "step this optimizer inside a session, which takes them from there",
+                format_size(on_host),
+            )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state that is on the device now and may leave."""
+        states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
+        return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
+
+    # --- a step
+
+    def _step(self, closure: Callable[[], Any] | None = None) -> Any:
+        raw = raw_step(self._optimizer)
+        if not self._active:
+            return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
+        if not self._splits:
+            return self._step_whole(raw, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        chunks = chunks_of(self._optimizer, self._state_bytes, self._chunk_bytes)
+        for i, chunk in enumerate(chunks):
+            self._arrive(chunk.params)
+            if i + 1 < len(chunks):
+                self._prefetch(chunks[i + 1].params)
+            with alone(self._optimizer, chunk):
+                raw(self._optimizer)
+            self._leave(chunk.params)
+        return loss
+
+    def _step_whole(self, raw: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Step all parameters at once: all state comes back first."""
+        self._arrive(list(self._optimizer.state))
+        try:
+            return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
+        finally:
+            self._leave(list(self._optimizer.state))
+
+    def _state_bytes(self, p: Tensor) -> int:
+        state = self._optimizer.state.get(p)
+        if isinstance(state, SwappedState):
+            return state.moved_bytes
+        return _STATE_PER_PARAMETER * p.numel() * p.element_size()
+
+    def _states(self, params: list[Any]) -> list[SwappedState]:
+        states = (self._optimizer.state.get(p) for p in params)
+        return [state for state in states if isinstance(state, SwappedState)]
+
+    def _prefetch(self, params: list[Any]) -> None:
+        """Queue the copies back of the state of `params`, as far as there is memory."""
+        states = [state for state in self._states(params) if state.away_bytes]
+        if states:
+            with self._home.entered() as compute, suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                for state in states:
+                    state.swap_in(compute)
+
+    def _arrive(self, params: list[Any]) -> None:
+        """Have the state of `params` on the device. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        states = [state for state in self._states(params) if state.away_bytes]
+        if states:
+            with self._home.entered() as compute:
+                for state in states:
+                    state.arrive(compute)
+
+    def _leave(self, params: list[Any]) -> None:
+        """Have the state of `params` leave, which may be new."""
+        all_state = self._optimizer.state
+        with self._home.entered():
+            for p in params:
+                state = all_state.get(p)
+                if type(state) is dict and state:
+                    state = all_state[p] = SwappedState(state, self._home)
+                if isinstance(state, SwappedState):
+                    state.leave()
+            self._home.context.transfer.hand_over()
+            self._home.budget.reclaim.reclaim_complete()
+
+
+def _as_plain(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Have `state_dict`, which the optimizer has just made, hold plain dicts of tensors on the device."""
+    state = state_dict["state"]
+    state_dict["state"] = {k: entry.copy() if isinstance(entry, SwappedState) else entry for k, entry in state.items()}
+
+
+def _noting_call(hooked: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
+    """A step that tells a scheduler, which has wrapped the optimizer's own, that it was called."""
+
+    @functools.wraps(hooked)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return hooked(self, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as torch's own wrapper has it
+    return types.MethodType(step, optimizer)

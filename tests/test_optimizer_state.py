@@ -1,0 +1,427 @@
+"""Optimizer state that is in host memory between steps: training, checkpoints and whoever reads it see what plain PyTorch has.
+
+The reference is plain PyTorch on the same device, with nothing of ours around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.optimizer_state.hosted_tensor import HostedTensor, Where
+from chameleon_mm.optimizer_state.swapped_state import SwappedState
+from chameleon_mm.units import KIB, MIB
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2),
+    "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW, amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, foreach=False),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-3),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.5, centered=True),
+}
+
+WIDTH, LAYERS = 96, 8
+CHUNK_BYTES = 80 * KIB
+"""About a layer's moments: so each step is taken in four parts or more."""
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of somebody's own, which counts its steps for all parameters: it must not be taken apart."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {"steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch has overloads
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("sum", torch.zeros_like(p)).add_(p.grad / group["steps"])
+                    p.sub_(state["sum"], alpha=0.01)
+        return None
+
+
+class Training:
+    """A model, an optimizer and batches."""
+
+    def __init__(self, make: Make, at: torch.device) -> None:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.model = nn.Sequential(*layers).to(at)
+        self.optimizer = make(self.model.parameters())
+        self.at = at
+
+    def forward(self, number: int) -> Tensor:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(self.at)
+        return cast(Tensor, self.model(x)).square().mean()
+
+    def step(self, number: int) -> None:
+        self.forward(number).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def outcome(self) -> list[Tensor]:
+        """Parameters and state, on the host."""
+        state = self.optimizer.state_dict()["state"]
+        tensors = [value for entry in state.values() for _, value in sorted(entry.items()) if isinstance(value, Tensor)]
+        return [t.detach().cpu().clone() for t in (*self.model.parameters(), *tensors)]
+
+
+def session_of(training: Training, device: Device, *, budget: int | str = "1GiB", **given: Any) -> cm.SwapSession:
+    session = cm.SwapSession(
+        budget, "64MiB", device, min_bytes=4 * KIB, model=training.model, optimizer=training.optimizer, **given
+    )
+    swap = session._optimizer_swap
+    assert swap is not None
+    swap._chunk_bytes, swap._home.min_bytes = CHUNK_BYTES, 4 * KIB
+    return session
+
+
+def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def plainly(make: Make, at: torch.device, steps: int) -> list[Tensor]:
+    training = Training(make, at)
+    for number in range(steps):
+        training.step(number)
+    return training.outcome()
+
+
+def hosted(optimizer: torch.optim.Optimizer) -> list[HostedTensor]:
+    return [value for state in optimizer.state.values() for value in dict.values(state) if isinstance(value, HostedTensor)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("plans", [True, False], ids=["plans", "rule"])
+def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, device: Device) -> None:
+    steps = 200 if name in ("AdamW", "SGD, momentum") and not plans else 12
+    expected = plainly(OPTIMIZERS[name], device.torch_device, steps)
+    with device.compute():
+        training = Training(OPTIMIZERS[name], device.torch_device)
+        session = session_of(training, device, plans=plans, recompute=False)
+        with session.pool, session:
+            for number in range(steps):
+                with session.step():
+                    training.step(number)
+                where = {value.where for value in hosted(training.optimizer)}
+                assert where == ({Where.ON_HOST} if name != "Adafactor" else set())  # whose state is a row and a column
+        report = session.report()
+        assert equal(training.outcome(), expected)
+    assert report.state_bytes_swapped_out == report.state_bytes_swapped_in or name == "Adafactor"
+    assert not any(isinstance(state, SwappedState) for state in training.optimizer.state.values())
+    assert session.pool.stats().live_bytes == 0
+
+
+def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
+    with device.compute():
+        training = Training(OPTIMIZERS["AdamW"], device.torch_device)
+        training.step(0)
+        before = device.allocated_bytes()
+        moments = 2 * sum(p.numel() * 4 for p in training.model.parameters() if p.dim() == 2)
+        session = session_of(training, device)
+        with session.pool, session:
+            with session.step():
+                pass
+            assert before - device.allocated_bytes() >= moments
+            peaks = []
+            for number in range(1, 5):
+                device.reset_peaks()
+                with session.step():
+                    training.step(number)
+                peaks.append(device.peak_allocated_bytes())
+        # Parameters, gradients, three chunks and a step's own temporaries: never all moments beside the gradients.
+        assert max(peaks) < before + moments // 2
+        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 5))
+
+
+def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
+    """State is made part by part in the first step, and the budget below what plain training takes is held."""
+    with device.compute():
+        start = device.allocated_bytes()
+        training = Training(OPTIMIZERS["AdamW"], device.torch_device)
+        model_bytes = device.allocated_bytes() - start
+        budget = device.allocated_bytes() + 5 * model_bytes // 2  # gradients, what a part of the step takes, and no more
+        session = session_of(training, device, budget=budget, plans=False)
+        with session.pool, session:
+            device.reset_peaks()
+            for number in range(3):
+                with session.step():
+                    training.step(number)
+            assert device.peak_allocated_bytes() <= budget
+            plain_peak = device.allocated_bytes() + 3 * model_bytes
+            assert plain_peak > budget
+
+
+# --- whoever reads or writes it
+
+
+def trained(device: Device, steps: int = 3, make: Make = OPTIMIZERS["AdamW"]) -> tuple[Training, cm.SwapSession]:
+    training = Training(make, device.torch_device)
+    return training, session_of(training, device, plans=False)
+
+
+def test_a_checkpoint_in_the_middle_is_plain_and_goes_on_without_us(device: Device) -> None:
+    expected = plainly(OPTIMIZERS["AdamW"], device.torch_device, 6)
+    with device.compute():
+        training, session = trained(device)
+        with session.pool, session:
+            for number in range(3):
+                with session.step():
+                    training.step(number)
+            file = io.BytesIO()
+            torch.save({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}, file)
+            copied = copy.deepcopy(training.optimizer.state_dict())
+        assert all(type(state) is dict for state in copied["state"].values())
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)  # nothing of ours is in it
+    assert all(type(state) is dict for state in saved["optimizer"]["state"].values())
+    resumed = Training(OPTIMIZERS["AdamW"], device.torch_device)
+    resumed.model.load_state_dict(saved["model"])
+    resumed.optimizer.load_state_dict(saved["optimizer"])
+    for number in range(3, 6):
+        resumed.step(number)
+    assert equal(resumed.outcome(), expected)
+
+
+def test_a_checkpoint_is_loaded_in_the_middle(device: Device) -> None:
+    at = device.torch_device
+    earlier = Training(OPTIMIZERS["AdamW"], at)
+    earlier.step(0)
+    state = copy.deepcopy((earlier.model.state_dict(), earlier.optimizer.state_dict()))
+    for number in range(1, 4):
+        earlier.step(number)
+    with device.compute():
+        training, session = trained(device)
+        with session.pool, session:
+            with session.step():
+                training.step(7)
+            training.model.load_state_dict(state[0])
+            training.optimizer.load_state_dict(copy.deepcopy(state[1]))
+            for number in range(1, 4):
+                with session.step():
+                    training.step(number)
+            assert hosted(training.optimizer)
+        assert equal(training.outcome(), earlier.outcome())
+
+
+def test_state_is_read_and_written_between_steps(device: Device) -> None:
+    def meddle(optimizer: torch.optim.Optimizer) -> list[float]:
+        seen = []
+        for state in optimizer.state.values():
+            seen += [float(state["exp_avg"].norm()), float(state.get("exp_avg_sq").sum()), float(len(dict(state)))]
+            state["exp_avg"].mul_(0.5)
+            seen += [float(value.sum()) for value in {**state}.values()]
+        return seen
+
+    plain = Training(OPTIMIZERS["AdamW"], device.torch_device)
+    expected = []
+    for number in range(4):
+        plain.step(number)
+        expected += meddle(plain.optimizer)
+    with device.compute():
+        training, session = trained(device)
+        got = []
+        with session.pool, session:
+            for number in range(4):
+                with session.step():
+                    training.step(number)
+                got += meddle(training.optimizer)
+        assert got == expected
+        assert equal(training.outcome(), plain.outcome())
+
+
+def test_a_tensor_that_somebody_else_holds_stays_the_state(device: Device) -> None:
+    with device.compute():
+        training, session = trained(device)
+        with session.pool, session:
+            with session.step():
+                training.step(0)
+            p = next(training.model.parameters())
+            mine = training.optimizer.state[p]["exp_avg"]
+            with session.step():
+                training.step(1)
+            assert training.optimizer.state[p]["exp_avg"] is mine
+            assert len(hosted(training.optimizer)) == 2 * LAYERS - 1
+            del mine
+            with session.step():
+                training.step(2)
+            assert len(hosted(training.optimizer)) == 2 * LAYERS
+        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 3))
+
+
+def test_groups_added_later_and_parameters_without_gradients(device: Device) -> None:
+    def train(training: Training, step: Callable[[int], None]) -> None:
+        step(0)
+        training.optimizer.add_param_group({"params": list(training.model[-2].parameters()), "lr": 0.5})
+        for p in training.model[0].parameters():
+            p.requires_grad_(False)
+        step(1)
+        step(2)
+
+    def but_the_last(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(params)[:-2], lr=1e-2)
+
+    plain = Training(but_the_last, device.torch_device)
+    train(plain, plain.step)
+    with device.compute():
+        training, session = trained(device, make=but_the_last)
+
+        def step(number: int) -> None:
+            with session.step():
+                training.step(number)
+
+        with session.pool, session:
+            train(training, step)
+            assert len(training.optimizer.param_groups) == 2
+        assert equal(training.outcome(), plain.outcome())
+
+
+# --- around a step
+
+
+def test_hooks_schedulers_closures_and_scalers_see_one_step(device: Device) -> None:
+    def train(training: Training, around: Callable[[Callable[[], None]], None]) -> list[str]:
+        seen: list[str] = []
+        optimizer = training.optimizer
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        scaler = torch.amp.GradScaler(training.at.type, init_scale=4.0, enabled=True)
+
+        def closure() -> Tensor:
+            seen.append("closure")
+            optimizer.zero_grad()
+            loss = training.forward(1)
+            loss.backward()
+            return loss
+
+        def scaled() -> None:
+            optimizer.zero_grad()
+            scaler.scale(training.forward(2)).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+
+        def closed() -> None:
+            seen.append(str(float(cast(Tensor, optimizer.step(cast(Any, closure))).detach())))
+            scheduler.step()
+
+        for do in (scaled, closed, scaled):
+            around(do)
+        seen.append(str(optimizer.param_groups[0]["lr"]))
+        return seen
+
+    plain = Training(OPTIMIZERS["AdamW"], device.torch_device)
+    expected = train(plain, lambda do: do())
+    with device.compute():
+        training, session = trained(device)
+
+        def around(do: Callable[[], None]) -> None:
+            with session.step():
+                do()
+
+        with session.pool, session:
+            seen = train(training, around)
+        assert seen == expected
+        assert seen.count("before") == seen.count("after") == 3
+        assert equal(training.outcome(), plain.outcome())
+
+
+def test_an_optimizer_of_somebodys_own_steps_whole(device: Device) -> None:
+    expected = plainly(Counting, device.torch_device, 4)
+    with device.compute():
+        training, session = trained(device, make=Counting)
+        with session.pool, session:
+            for number in range(4):
+                with session.step():
+                    training.step(number)
+                assert hosted(training.optimizer)
+        assert training.optimizer.param_groups[0]["steps"] == 4
+        assert equal(training.outcome(), expected)
+
+
+def test_leaving_the_session_leaves_a_plain_optimizer(device: Device) -> None:
+    with device.compute():
+        training, session = trained(device)
+        scheduled = torch.optim.lr_scheduler.StepLR(training.optimizer, 1)
+        before = training.optimizer.__dict__["step"]
+        with session.pool, session:
+            with session.step():
+                training.step(0)
+            held = training.optimizer.state_dict()
+            scheduled.step()
+        assert training.optimizer.__dict__["step"] is before
+        training.step(1)
+        assert all(isinstance(value, Tensor) for entry in held["state"].values() for value in entry.values())
+
+
+def test_state_that_does_not_fit_any_more_is_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    device = cm.SimDevice("h200", 3 * MIB)
+    with device.compute():
+        training, session = trained(device)
+        with session.pool, session:
+            with session.step():
+                training.step(0)
+            blocking = torch.zeros((device.capacity - device.allocated_bytes() - 64 * KIB) // 4)
+        assert "of optimizer state do not fit on the device and are in host memory now" in caplog.text
+        del blocking
+    assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 1))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freed unordered as well, in a finaliser
+def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer must not read a moment before it has arrived: Note [Swap-in]."""
+    from tests._ordering import SLOW_LINK
+
+    device = cm.SimDevice(SLOW_LINK)
+    arrive = HostedTensor.arrive
+
+    def without_wait(self: HostedTensor, compute: Any) -> Tensor:
+        self._context.metrics.timed = False
+        monkeypatch.setattr(type(compute), "wait", lambda stream, event: None)
+        try:
+            return arrive(self, compute)
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setattr(HostedTensor, "arrive", without_wait)
+
+    monkeypatch.setattr(HostedTensor, "arrive", without_wait)
+    with pytest.raises(cm.SimRaceError), device.compute():
+        training, session = trained(device)
+        with session:
+            for number in range(2):
+                with session.step():
+                    training.step(number)
+
+
+# --- bad input
+
+
+def test_what_is_no_optimizer_of_the_model_is_refused(sim: cm.SimDevice) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer or None, got 'adam' \(str\)"):
+        cm.SwapSession(device=sim, model=model, optimizer="adam")  # type: ignore[arg-type]  # what is tested
+    with pytest.raises(ValueError, match="optimizer: expected its model beside it, got none; pass model="):
+        cm.SwapSession(device=sim, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(ValueError, match="expected one of the model's parameters alone, got one with 2 others"):
+        cm.SwapSession(device=sim, model=model, optimizer=torch.optim.SGD([*model.parameters(), *other.parameters()]))

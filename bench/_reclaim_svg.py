@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import StringIO
 
-from chameleon_mm.bench._reclaim_run import Curve
+from chameleon_mm.bench.probe.reclaim_steps import Curve
 from chameleon_mm.units import MIB
 
 _COLOURS = {"no swapping": "#9aa3af", "record_stream": "#c23b22", "Python": "#e0a100", "allocator": "#2b6cb0"}

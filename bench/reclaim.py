@@ -20,8 +20,8 @@ from rich.console import Console
 
 from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, check_share
-from chameleon_mm.bench._reclaim_run import LAYER_BYTES, LAYERS, SURPRISE, WAYS, Curve, has_helper, watched
 from chameleon_mm.bench._reclaim_svg import reclaim_svg
+from chameleon_mm.bench.probe.reclaim_steps import LAYER_BYTES, LAYERS, SURPRISE, WAYS, Curve, has_helper, watched
 from chameleon_mm.device import CudaDevice, resolve_device
 from chameleon_mm.units import MIB, format_size
 

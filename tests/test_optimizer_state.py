@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 WIDTH, LAYERS = 96, 8
-CHUNK_BYTES = 80 * KIB
+BUCKET_BYTES = 80 * KIB
 """About a layer's moments: so each step is taken in four parts or more."""
 
 
@@ -91,7 +91,7 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     )
     swap = session._optimizer_swap
     assert swap is not None
-    swap._chunk_bytes, swap._home.min_bytes = CHUNK_BYTES, 4 * KIB
+    swap._bucket_bytes, swap._home.min_bytes = BUCKET_BYTES, 4 * KIB
     return session
 
 
@@ -148,7 +148,7 @@ def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
                 with session.step():
                     training.step(number)
                 peaks.append(device.peak_allocated_bytes())
-        # Parameters, gradients, three chunks and a step's own temporaries: never all moments beside the gradients.
+        # Parameters, gradients, three buckets and a step's own temporaries: never all moments beside the gradients.
         assert max(peaks) < before + moments // 2
         assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 5))
 

@@ -1,7 +1,7 @@
 """An optimizer's step, taken apart: a few parameters at a time, so that the state of no more than those has to be there.
 
-    for chunk in chunks_of(optimizer, bytes_of, chunk_bytes):
-        with alone(optimizer, chunk):           # the optimizer has these parameters and no others
+    for bucket in buckets_of(optimizer, bytes_of, bucket_bytes):
+        with alone(optimizer, bucket):           # the optimizer has these parameters and no others
             raw_step(optimizer)
 
 The optimizers of `torch.optim` that are named here update each parameter from its own gradient and state, with nothing that is
@@ -35,7 +35,7 @@ SPLITTABLE = (
 )
 
 
-class Chunk(NamedTuple):
+class Bucket(NamedTuple):
     """Parameters of one group that are stepped together."""
 
     group: dict[str, Any]
@@ -54,9 +54,9 @@ def raw_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
     return raw
 
 
-def chunks_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], chunk_bytes: int) -> list[Chunk]:
-    """The parameters that have a gradient, in order, up to `chunk_bytes` of state together; `bytes_of(p)` is that of one."""
-    chunks = []
+def buckets_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int], bucket_bytes: int) -> list[Bucket]:
+    """The parameters that have a gradient, in order, up to `bucket_bytes` of state together; `bytes_of(p)` is that of one."""
+    buckets = []
     for group in optimizer.param_groups:
         with_grad = [p for p in group["params"] if p.grad is not None]
         if not with_grad:
@@ -65,13 +65,13 @@ def chunks_of(optimizer: torch.optim.Optimizer, bytes_of: Callable[[Tensor], int
         params: list[Tensor] = []
         nbytes = 0
         for p in with_grad:
-            if params and nbytes + bytes_of(p) > chunk_bytes:
-                chunks.append(Chunk(settled, params))
+            if params and nbytes + bytes_of(p) > bucket_bytes:
+                buckets.append(Bucket(settled, params))
                 params, nbytes = [], 0
             params.append(p)
             nbytes += bytes_of(p)
-        chunks.append(Chunk(settled, params))
-    return chunks
+        buckets.append(Bucket(settled, params))
+    return buckets
 
 
 def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def _settled(group: dict[str, Any], params: list[Tensor]) -> dict[str, Any]:
 
 
 @contextmanager
-def alone(optimizer: torch.optim.Optimizer, chunk: Chunk) -> Iterator[None]:
-    """Context in which `optimizer` has the parameters of `chunk` alone."""
+def alone(optimizer: torch.optim.Optimizer, bucket: Bucket) -> Iterator[None]:
+    """Context in which `optimizer` has the parameters of `bucket` alone."""
     groups = optimizer.param_groups
-    optimizer.param_groups = [{**chunk.group, "params": chunk.params}]
+    optimizer.param_groups = [{**bucket.group, "params": bucket.params}]
     try:
         yield
     finally:

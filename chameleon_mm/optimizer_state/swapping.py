@@ -1,8 +1,9 @@
 """Swaps an optimizer's state out after its step, and back for it, part by part.
 
-    step:  for i, chunk: compute waits for the copies back of chunk i; queue those of chunk i + 1; step it; queue its copies out
+    step:  for each bucket of parameters: compute waits for its state; queue the copies back of the next one's;
+           step it; queue the copies out of its state
 
-At most three chunks are on the device: one that comes, one that is stepped, one that leaves. Hooks of the optimizer run once.
+At most three buckets are on the device: one that comes, one that is stepped, one that leaves. Hooks of the optimizer run once.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from chameleon_mm.arguments import check_type
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.optimizer_state.home import Home
-from chameleon_mm.optimizer_state.split_step import alone, chunks_of, is_splittable, raw_step
+from chameleon_mm.optimizer_state.split_step import alone, buckets_of, is_splittable, raw_step
 from chameleon_mm.optimizer_state.swapped_state import SwappedState, movable_bytes
 from chameleon_mm.units import MIB, format_size
 
 _log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 * MIB
+BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
 
 MIN_BYTES = 64 << 10
@@ -61,12 +62,12 @@ class OptimizerSwap:
         executor: Executor,
         optimizer: torch.optim.Optimizer,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
         min_bytes: int = MIN_BYTES,
     ) -> None:
         self._optimizer = optimizer
         self._home = Home(executor, min_bytes=min_bytes)
-        self._chunk_bytes = chunk_bytes
+        self._bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
         self._active = False
         self._before: Any = None
@@ -136,14 +137,14 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        chunks = chunks_of(self._optimizer, self._state_bytes, self._chunk_bytes)
-        for i, chunk in enumerate(chunks):
-            self._arrive(chunk.params)
-            if i + 1 < len(chunks):
-                self._prefetch(chunks[i + 1].params)
-            with alone(self._optimizer, chunk):
+        buckets = buckets_of(self._optimizer, self._state_bytes, self._bucket_bytes)
+        for i, bucket in enumerate(buckets):
+            self._arrive(bucket.params)
+            if i + 1 < len(buckets):
+                self._prefetch(buckets[i + 1].params)
+            with alone(self._optimizer, bucket):
                 raw(self._optimizer)
-            self._leave(chunk.params)
+            self._leave(bucket.params)
         return loss
 
     def _step_whole(self, raw: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:

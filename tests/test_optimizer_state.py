@@ -18,6 +18,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.optimizer_state.hosted_tensor import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
+from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB, MIB
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -110,10 +111,11 @@ def hosted(optimizer: torch.optim.Optimizer) -> list[HostedTensor]:
     return [value for state in optimizer.state.values() for value in dict.values(state) if isinstance(value, HostedTensor)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("plans", [True, False], ids=["plans", "rule"])
-def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, device: Device) -> None:
-    steps = 200 if name in ("AdamW", "SGD, momentum") and not plans else 12
+RUNS = [("AdamW", False, 200), *((name, False, 8) for name in OPTIMIZERS if name != "AdamW"), ("AdamW, fused", True, 8)]
+
+
+@pytest.mark.parametrize(("name", "plans", "steps"), RUNS)
+def test_training_has_plain_pytorchs_bits(name: str, plans: bool, steps: int, device: Device) -> None:
     expected = plainly(OPTIMIZERS[name], device.torch_device, steps)
     with device.compute():
         training = Training(OPTIMIZERS[name], device.torch_device)
@@ -129,6 +131,14 @@ def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, devi
     assert report.state_bytes_swapped_out == report.state_bytes_swapped_in or name == "Adafactor"
     assert not any(isinstance(state, SwappedState) for state in training.optimizer.state.values())
     assert session.pool.stats().live_bytes == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("plans", [False, True], ids=["rule", "plans"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, device: Device) -> None:
+    test_training_has_plain_pytorchs_bits(name, plans, 200, device)
 
 
 def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
@@ -415,6 +425,24 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 
 # --- bad input
+
+
+def test_state_that_is_away_cannot_be_read_in_a_capture_or_a_child(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sim.compute():
+        training, session = trained(sim)
+        with session.pool, session:
+            with session.step():
+                training.step(0)
+            p = next(training.model.parameters())
+            with monkeypatch.context() as patch:
+                patch.setattr(cm.SimDevice, "capturing", lambda self: True)
+                with pytest.raises(RuntimeError, match="outside of the capture of a CUDA graph, in which it cannot come back"):
+                    training.optimizer.state[p]["exp_avg"]
+            with monkeypatch.context() as patch:
+                patch.setattr(ThisProcess, "pid", -1)
+                with pytest.raises(RuntimeError, match="got a read in a forked child"):
+                    training.optimizer.state[p]["exp_avg"]
+        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], sim.torch_device, 1))
 
 
 def test_what_is_no_optimizer_of_the_model_is_refused(sim: cm.SimDevice) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.optimizer_state.swapped_state import least_holders
+from chameleon_mm.process import ThisProcess
 
 if TYPE_CHECKING:
     from chameleon_mm.device import Stream
@@ -20,6 +21,7 @@ class Home:
 
     def __init__(self, executor: Executor, *, min_bytes: int) -> None:
         self._executor = executor
+        self._pid = ThisProcess.pid
         self.min_bytes = min_bytes
         self.device, self.budget, self.context = executor.device, executor.budget, executor.parts.context
         self.least_holders = least_holders()
@@ -33,6 +35,18 @@ class Home:
             yield self.context.streams.current()
 
     def bring_back(self, state: SwappedState) -> None:
-        """Have all of `state` on the device, as somebody reads it. Raises `torch.OutOfMemoryError`."""
+        """Have all of `state` on the device, as somebody reads it. Raises `torch.OutOfMemoryError`, and `RuntimeError` in a
+        forked child and in the capture of a graph."""
+        if ThisProcess.pid != self._pid:
+            raise RuntimeError(
+                f"optimizer state of {state.away_bytes} bytes: expected to be read in the process of its session "
+                f"({self._pid}), got a read in a forked child ({ThisProcess.pid}), where its device cannot be used; read it in "
+                f"the parent"
+            )
+        if self.device.capturing():
+            raise RuntimeError(
+                f"optimizer state of {state.away_bytes} bytes: expected to be read outside of the capture of a CUDA graph, in "
+                f"which it cannot come back from the host; capture the step in a session without optimizer="
+            )
         with self.entered() as compute:
             state.arrive(compute)

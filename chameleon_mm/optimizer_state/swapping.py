@@ -129,7 +129,7 @@ class OptimizerSwap:
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         raw = raw_step(self._optimizer)
-        if not self._active:
+        if not self._active or self._home.device.capturing():
             return raw(self._optimizer, closure) if closure is not None else raw(self._optimizer)
         if not self._splits:
             return self._step_whole(raw, closure)

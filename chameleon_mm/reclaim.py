@@ -63,7 +63,8 @@ class Lending:
     """Lends buffers on their way out to the allocator of their device, once all of their copy was handed over."""
 
     def __init__(self, hook: AllocatorHook, *, may_lend: Callable[[], bool]) -> None:
-        """`may_lend()`: whether the stream that owns a buffer is the only one that may have worked with it."""
+        """`may_lend()`: whether the stream that owns a buffer is the only one that may have worked with it, and nobody counts
+        what is allocated."""
         self._hook = hook
         self._may_lend = may_lend
         self._waiting: deque[Lendable] = deque()

@@ -68,8 +68,9 @@ class Executor:
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         claim_of = partial(_claim_of, weakref.ref(self))
+        self.recording = recording = Recording()
         self.parts = parts = assemble(
-            device, pool, claim_of, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
+            device, pool, claim_of, recording, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
         )
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
@@ -77,7 +78,6 @@ class Executor:
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
         self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
-        self.recording = Recording()
         self.director = Director()
         self.hook_lock = HookLock(device, weakref.WeakMethod(self._retire))
         self._pid = self.hook_lock.pid

@@ -10,6 +10,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.recomputing import Recomputing
+from chameleon_mm.executor.recording import Recording
 from chameleon_mm.executor.rescue import Rescue
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.swap_ins import SwapIns
@@ -49,6 +50,7 @@ def assemble(
     device: Device,
     pool: PinnedPool,
     claim_of: Callable[[SavedStorage], Claim],
+    recording: Recording,
     *,
     rule: DefaultRule,
     limits: Limits,
@@ -76,7 +78,8 @@ def assemble(
         small=small,
     )
     if (hook := device.allocator_hook()) is not None:
-        budget.lending = Lending(hook, may_lend=streams.is_one)
+        # A recorder counts who holds a storage, and what operators allocate: what the allocator does would be theirs.
+        budget.lending = Lending(hook, may_lend=lambda: recording.recorder is None and streams.is_one())
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
     weak_outs = weakref.ref(outs)

@@ -216,6 +216,10 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
       }
       entry.session->waits++;
     }
+    if (!entry.is_sole_holder()) {  // asked again: the wait has taken its time
+      ++at;
+      continue;
+    }
     bytes += entry.nbytes;
     freed.push_back(take_memory(entry));
     at = queue.remove(at);

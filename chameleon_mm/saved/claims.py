@@ -132,6 +132,8 @@ class Claims:
         saved = claim.saved
         last = self._last_saves.get(saved.storage_id)
         if last is not None and last.storage() is saved.first():
+            if last.lent is not None and (other := last.lent()) is not None:
+                other.take_back()
             saved.share_last_save(last)
         else:
             self._last_saves[saved.storage_id] = saved.last_save

@@ -7,6 +7,7 @@ saved.settle()              # note it if it has
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,11 +61,11 @@ class DeviceCopy(SaveRecord):
         storage, out = self._device, self._out
         if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent:
             return
-        if storage is None or out is None or out.done is None or out.failed:
+        if storage is None or out is None or out.done is None or out.failed or self.last_save.num_claims > 1:
             return
         self._lent = hook.hold(storage, out.done, self.alloc_stream)
         if self._lent is not None:
-            self._device = None
+            self._device, self.last_save.lent = None, weakref.ref(self)
 
     def settle(self) -> None:
         """Note it if the allocator has reclaimed the device copy."""
@@ -75,7 +76,7 @@ class DeviceCopy(SaveRecord):
         """Take the device copy back if the allocator has not reclaimed it, else note that it has."""
         if self._lent is None:
             return
-        lent, self._lent = self._lent, None
+        lent, self._lent, self.last_save.lent = self._lent, None, None
         self._device = lent.withdraw()
         if self._device is None:
             totals = self._context.metrics.totals

@@ -20,6 +20,7 @@ from chameleon_mm.saved.version import SavedBytes, VersionProbe
 
 if TYPE_CHECKING:
     from chameleon_mm.profiler.storages import TracedStorage
+    from chameleon_mm.saved.device_copy import DeviceCopy
     from chameleon_mm.saved.saved_part import Part
 
 
@@ -30,6 +31,9 @@ class LastSave:
     epoch, hook = -1, 0
     num_claims = 0
     """Number of live claims on the storage."""
+    lent: weakref.ref[DeviceCopy] | None = None
+    """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
+    references, which the allocator does not know of."""
 
 
 class SaveRecord:

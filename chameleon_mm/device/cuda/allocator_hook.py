@@ -33,7 +33,9 @@ class CudaAllocatorHook:
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)
         self._index = index
-        self._asked: tuple[int, int | None, bool] | None = None
+        self._asked: tuple[int, int | None] | None = None
+        self._set = (1 << 62, 0)
+        self._history = False
 
     @property
     def reclaimed(self) -> int:
@@ -48,6 +50,7 @@ class CudaAllocatorHook:
         """Hold as `AllocatorHook.hold` does; not what another allocator than torch's own made."""
         if not isinstance(done, CudaEvent) or not isinstance(owner, CudaStream):
             raise TypeError(f"hold: expected an event and a stream of CUDA, got {type(done).__name__}, {type(owner).__name__}")
+        self._note_history()
         event, stream = done.raw, owner.raw
         held: HeldStorage | None = self._hook.hold(storage, event, event.cuda_event, stream.cuda_stream, stream.stream_id)
         return held
@@ -55,13 +58,20 @@ class CudaAllocatorHook:
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:
         """Set limits as `AllocatorHook.set_limits` does, within the process's share of the device. Growth that is not known is
         taken to be half of the limit."""
-        asked = limit_bytes, growth_bytes, bool(torch._C._cuda_isHistoryEnabled())
-        if asked == self._asked:
+        self._note_history()
+        if (limit_bytes, growth_bytes) == self._asked:
             return
-        self._asked = asked
+        self._asked = limit_bytes, growth_bytes
         share = torch.cuda.get_per_process_memory_fraction(self._index)
         limit = min(limit_bytes, int(share * torch.cuda.get_device_properties(self._index).total_memory))
         growth = max(SEGMENT_BYTES, limit // 2 if growth_bytes is None else growth_bytes)
-        # With memory history the allocator may want Python's stack for every free, and for that the GIL, which whoever waits
-        # for the allocator may hold: then only threads that hold it themselves reclaim.
-        self._hook.set_limits(limit, growth, asked[2])
+        self._set = limit, growth
+        self._hook.set_limits(limit, growth, self._history)
+
+    def _note_history(self) -> None:
+        """Note whether torch records memory history: with that the allocator may want Python's stack for every free, and for it
+        the GIL, which whoever waits for the allocator may hold. Then only threads that hold it themselves reclaim."""
+        history = bool(torch._C._cuda_isHistoryEnabled())
+        if history != self._history:
+            self._history = history
+            self._hook.set_limits(*self._set, history)

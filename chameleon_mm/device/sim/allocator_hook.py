@@ -43,13 +43,17 @@ class SimHeldStorage:
 
     def reclaim_if_unshared(self) -> bool:
         """Reclaim it behind its copy, unless somebody else holds it. Returns whether it went."""
-        assert self.storage is not None
-        with torch._C._DisableTorchDispatch():
-            flat = torch.empty(0, dtype=torch.uint8).set_(self.storage)
-        self.storage = None
-        if not held_by_caller_alone(flat):
-            self.storage = flat.untyped_storage()
+        storage = self.storage
+        if storage is None:
             return False
+        with torch._C._DisableTorchDispatch():
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+        del storage
+        if (
+            not held_by_caller_alone(flat) or self.reclaimed
+        ):  # beside `self.storage`; a finaliser may have withdrawn it meanwhile
+            return False
+        self.storage = None
         if not self.done.query():
             self.owner.wait(self.done)  # orders the memory's next owner, on the same stream, after the copy
         self.owner.free(flat)
@@ -71,7 +75,7 @@ class HeldStorages:
             fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
             if not fits and held.owner is stream and held.reclaim_if_unshared():
                 self.entries.remove(held)
-                ledger.settle()
+                ledger.settle()  # what it freed
 
 
 class SimAllocatorHook:

@@ -14,12 +14,15 @@ from chameleon_mm import native
 from chameleon_mm.bench._measure import free_unused
 from chameleon_mm.device import Device
 from chameleon_mm.device.cuda import CudaDevice
+from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook
 from chameleon_mm.device.sim.allocator_hook import SimHeldStorage
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.executor import Executor
 from chameleon_mm.saved import SwappedView
+from chameleon_mm.saved.state import State
 from chameleon_mm.units import MIB
+from tests._fakes import GreedyDevice
 from tests._memory_limit import fraction_of_memory
 from tests._native import BUILDS, helper
 from tests._ordering import SLOW_LINK, OnCuda, OnSim, executor, randn, saved
@@ -133,19 +136,27 @@ def failures() -> list[int]:
 
 
 @pytest.mark.parametrize("plans", [False, True])
-def test_training_is_plain_pytorchs_where_the_allocator_reclaims(
-    plans: bool, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.simulated:
-        device = cm.SimDevice(SLOW_LINK, allocator_hook=True)
-    else:
-        helper("reclaim", monkeypatch)
-        device = CudaDevice()
+def test_training_is_plain_pytorchs_where_the_allocator_reclaims_all_it_can(plans: bool) -> None:
+    device = GreedyDevice(SLOW_LINK)
+    before = device.allocated_bytes()
+    training, report = run(device, budget_bytes=before + 9 * MIB, surprise=False, plans=plans)
+    assert_plain(training, plainly())
+    assert report.bytes_reclaimed_by_allocator > 4 * LAYER_BYTES
+    assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES  # weights and input, and nothing of ours
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plans", [False, True])
+def test_training_is_plain_pytorchs_with_the_helper(plans: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of nothing: at every miss of its pools torch's allocator takes all that is lent."""
+    helper("reclaim", monkeypatch)
+    monkeypatch.setattr(CudaAllocatorHook, "set_limits", lambda self, *_: self._hook.set_limits(0, 1 << 40, False))
+    device = CudaDevice()
     before = device.allocated_bytes()
     training, report = run(device, budget_bytes=before + 9 * MIB, surprise=False, plans=plans)
     assert_plain(training, plainly())
     assert report.bytes_swapped_out
-    assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES  # weights and input, and nothing of ours
+    assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES
 
 
 # --- ordering: Note [Reclaim]
@@ -219,3 +230,70 @@ def test_a_lent_storage_is_used_and_dropped_like_any_other(end: str, machine: On
         swapper.save(randn(machine, 8, requires_grad=True))
         assert pool.stats().live_bytes == 0
         assert machine.device.allocated_bytes() == before
+
+
+def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda) -> None:
+    """The allocator would take all of it, and its first bytes are nowhere else."""
+    with machine.device.compute():
+        swapper = executor(machine, cm.PinnedPool("1MiB", device=machine.device), leaving_bytes=None)
+        kept = randn(machine, 128, 128)
+        handle = saved(machine, swapper, kept.clone())
+        storage = handle.claim.saved
+        storage.op_ended()
+        swapper.parts.outs.swap_out_planned(storage, storage.nbytes // 2)
+        swapper.save(randn(machine, 8, requires_grad=True))
+        swapper.save(randn(machine, 8, requires_grad=True))
+        assert not storage.is_lent
+        storage.reclaim()
+        assert torch.equal(swapper.use(handle), kept)
+
+
+def test_a_second_record_of_a_storage_takes_it_back(machine: OnSim | OnCuda) -> None:
+    """It would find the storage by a weak reference, and the allocator would not know."""
+    with machine.device.compute():
+        swapper = executor(machine, cm.PinnedPool("1MiB", device=machine.device), leaving_bytes=None)
+        kept = randn(machine, 128, 128).clone()
+        first = saved(machine, swapper, kept)
+        swapper.save(randn(machine, 8, requires_grad=True))
+        record = first.claim.saved
+        was_lent = [record.is_lent]
+        kept.add_(1)
+        expected = kept.clone()
+        second = saved(machine, swapper, kept)
+        was_lent.append(record.is_lent)
+        assert was_lent == [True, False]
+        assert second.claim.saved is not record
+        del kept, first
+        assert torch.equal(swapper.use(second), expected)
+
+
+def test_nothing_is_lent_while_a_step_is_recorded(machine: OnSim | OnCuda) -> None:
+    with machine.device.compute():
+        at = machine.device.torch_device
+        session = cm.SwapSession("1GiB", "64MiB", machine.device, min_bytes=4096)
+        was_lent = []
+        with session.pool, session, session.step():
+            x = torch.randn(256, 256, device=at, requires_grad=True)
+            for _ in range(6):
+                x = torch.tanh(x)
+                was_lent += [one.is_lent for one in session._executor.parts.registry.all()]
+            x.sum().backward()
+        assert session.report().steps_by_phase == {"recorded": 1}
+        assert session.report().bytes_swapped_out
+        assert was_lent
+        assert not any(was_lent)
+
+
+def test_a_lent_storage_that_nobody_wants_is_retired(machine: OnSim | OnCuda) -> None:
+    with machine.device.compute():
+        pool = cm.PinnedPool("1MiB", device=machine.device)
+        swapper = executor(machine, pool, leaving_bytes=None)
+        handle = lent(machine, swapper)
+        storage = handle.claim.saved
+        del handle
+        assert not storage.is_lent
+        assert storage.state in (State.SWAPPING_OUT, State.RETIRED)
+        machine.device.synchronize()
+        swapper.save(randn(machine, 8, requires_grad=True))
+        assert storage.state is State.RETIRED
+        assert pool.stats().live_bytes == 0

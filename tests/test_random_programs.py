@@ -32,6 +32,7 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.transfer import Thresholds
+from tests._fakes import GreedyDevice
 from tests._random_programs import UNARY, Instruction, Run, normalised, programs, run
 from tests._unseen_writes import unseen_writes
 
@@ -79,8 +80,8 @@ def settings_drawn() -> st.SearchStrategy[Setting]:
 def fresh(kind: str, setting: Setting) -> Device:
     if kind == "cuda":
         return cm.CudaDevice()
-    # The allocator reclaims what is lent to it in about half of the programs.
-    return cm.SimDevice(SLOW_LINK if setting.slow_link else "h200", allocator_hook=not setting.packs)
+    # In about half of the programs the allocator reclaims whatever is lent to it, at once.
+    return (cm.SimDevice if setting.packs else GreedyDevice)(SLOW_LINK if setting.slow_link else "h200")
 
 
 class Reentered:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
+from typing import TYPE_CHECKING
 
+from chameleon_mm.bench._figure import svg_of
 from chameleon_mm.bench._lengths_run import LengthRun
 from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {"recorded": "#c23b22", "partly planned": "#e0a100", "planned": "#2b6cb0", "by rule": "#6b7280"}
 _LABELS = {
@@ -19,13 +23,8 @@ _LABELS = {
 
 def lengths_svg(session: LengthRun, unswapped: LengthRun, lengths: Sequence[int], hbm_budget_bytes: int, title: str) -> str:
     """SVG of a run in a session beside the same without one. Needs matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
 
-    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
-        figure = Figure(figsize=(10, 5.4), layout="constrained")
-        FigureCanvasSVG(figure)
+    def draw(figure: Figure) -> None:
         memory, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
         numbers = range(1, len(session.peaks) + 1)
         memory.plot(
@@ -45,7 +44,5 @@ def lengths_svg(session: LengthRun, unswapped: LengthRun, lengths: Sequence[int]
         below.set_ylabel("length")
         below.set_xlabel("step")
         below.set_xlim(0, len(session.peaks) + 1)
-        figure.suptitle(title, fontsize=11)
-        text = StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+
+    return svg_of(title, (10, 5.4), draw)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
+from typing import TYPE_CHECKING
 
+from chameleon_mm.bench._figure import svg_of
 from chameleon_mm.bench.probe.reclaim_steps import Curve
 from chameleon_mm.units import MIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {"no swapping": "#9aa3af", "record_stream": "#c23b22", "Python": "#e0a100", "allocator": "#2b6cb0"}
 _LABELS = {
@@ -19,13 +23,8 @@ _LABELS = {
 
 def reclaim_svg(curves: Sequence[Curve], budget_bytes: int, title: str) -> str:
     """SVG of all curves: active above, reserved below. Needs matplotlib."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
 
-    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
-        figure = Figure(figsize=(10, 6), layout="constrained")
-        FigureCanvasSVG(figure)
+    def draw(figure: Figure) -> None:
         above, below = figure.subplots(2, 1, sharex=True, sharey=True)
         for axes, name in ((above, "active"), (below, "reserved")):
             axes.axhline(budget_bytes / MIB, color="#111827", linewidth=1.1, linestyle="--", label="budget of the sessions")
@@ -36,7 +35,5 @@ def reclaim_svg(curves: Sequence[Curve], budget_bytes: int, title: str) -> str:
         above.set_ylim(bottom=0)
         above.legend(loc="upper center", bbox_to_anchor=(0.5, 1.3), ncols=3, fontsize=8, frameon=False)
         below.set_xlabel("allocations of the model, forward and then backward")
-        figure.suptitle(title, fontsize=11)
-        text = StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()
+
+    return svg_of(title, (10, 6), draw)

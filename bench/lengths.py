@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", type=float, default=0.5, metavar="SHARE",
         help="of the longest step's peak, what the budget is, 0 < share < 1 (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--known", action="store_true", help="also run a session that recorded and planned each length before, and compare"
+    )
     parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
 
 
@@ -79,6 +82,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     ]
     for name, one in (("no session", unswapped), ("plans=False", by_rule), ("session", planned)):
         results.add(name, {"budget_bytes": budget}, _cells(one, unswapped, name))
+    if args.known:
+        with console.status("running where each length is known ..."):
+            known_us = sum(run_lengths(make, shapes, budget, known=True).times_us)
+        results.notes.append(f"time / that of a session that knew each length before: {sum(planned.times_us) / known_us:.4f}")
     results.deliver(args, console)
     if args.svg:
         title = f"{args.steps} steps of {args.distribution} lengths, {args.model}-shaped model (simulated)"

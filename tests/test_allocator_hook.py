@@ -67,8 +67,8 @@ class Training:
         self.losses.append(loss.item())
 
 
-def plainly() -> Training:
-    training = Training(torch.device("cpu"))
+def plainly(at: torch.device) -> Training:
+    training = Training(at)
     for number in range(4):
         training.step(surprise=number == 3)
     return training
@@ -105,7 +105,7 @@ def run(device: Device, *, budget_bytes: int, surprise: bool = True, plans: bool
 
 def assert_plain(training: Training, plain: Training) -> None:
     assert training.losses == plain.losses
-    assert all(torch.equal(got.cpu(), expected) for got, expected in zip(training.weights, plain.weights, strict=True))
+    assert all(torch.equal(got, expected) for got, expected in zip(training.weights, plain.weights, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_step_that_would_run_out_between_two_hooks_does_not(
         before = failures()
         training, report = run(device, budget_bytes=device.allocated_bytes() + CAPACITY[kind])
         assert failures() == before
-    assert_plain(training, plainly())
+    assert_plain(training, plainly(training.at))
     if kind == "sim" or control.is_loaded():  # on a GPU copies may be done by then
         assert report.bytes_reclaimed_by_allocator >= LAYER_BYTES
         assert f"{report.bytes_reclaimed_by_allocator // MIB}.00 MiB of it inside of an allocation" in str(report)
@@ -140,7 +140,7 @@ def test_training_is_plain_pytorchs_where_the_allocator_reclaims_all_it_can(plan
     device = GreedyDevice(SLOW_LINK)
     before = device.allocated_bytes()
     training, report = run(device, budget_bytes=before + 9 * MIB, surprise=False, plans=plans)
-    assert_plain(training, plainly())
+    assert_plain(training, plainly(training.at))
     assert report.bytes_reclaimed_by_allocator > 4 * LAYER_BYTES
     assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES  # weights and input, and nothing of ours
 
@@ -154,7 +154,7 @@ def test_training_is_plain_pytorchs_with_the_helper(plans: bool, monkeypatch: py
     device = CudaDevice()
     before = device.allocated_bytes()
     training, report = run(device, budget_bytes=before + 9 * MIB, surprise=False, plans=plans)
-    assert_plain(training, plainly())
+    assert_plain(training, plainly(training.at))
     assert report.bytes_swapped_out
     assert device.allocated_bytes() == before + 2 * LAYER_BYTES + LAYER_BYTES
 

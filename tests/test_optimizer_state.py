@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.device.sim import SimStream
 from chameleon_mm.optimizer_state.hosted_tensor import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
 from chameleon_mm.process import ThisProcess
@@ -142,6 +143,7 @@ def test_two_hundred_steps_have_plain_pytorchs_bits(name: str, plans: bool, devi
 
 
 def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
+    expected = plainly(OPTIMIZERS["AdamW"], device.torch_device, 5)
     with device.compute():
         training = Training(OPTIMIZERS["AdamW"], device.torch_device)
         training.step(0)
@@ -160,7 +162,7 @@ def test_no_state_is_on_the_device_between_steps(device: Device) -> None:
                 peaks.append(device.peak_allocated_bytes())
         # Parameters, gradients, three buckets and a step's own temporaries: never all moments beside the gradients.
         assert max(peaks) < before + moments // 2
-        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 5))
+        assert equal(training.outcome(), expected)
 
 
 def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
@@ -184,7 +186,7 @@ def test_a_step_that_would_not_fit_with_its_state_does(device: Device) -> None:
 # --- whoever reads or writes it
 
 
-def trained(device: Device, steps: int = 3, make: Make = OPTIMIZERS["AdamW"]) -> tuple[Training, cm.SwapSession]:
+def trained(device: Device, make: Make = OPTIMIZERS["AdamW"]) -> tuple[Training, cm.SwapSession]:
     training = Training(make, device.torch_device)
     return training, session_of(training, device, plans=False)
 
@@ -260,6 +262,7 @@ def test_state_is_read_and_written_between_steps(device: Device) -> None:
 
 
 def test_a_tensor_that_somebody_else_holds_stays_the_state(device: Device) -> None:
+    expected = plainly(OPTIMIZERS["AdamW"], device.torch_device, 3)
     with device.compute():
         training, session = trained(device)
         with session.pool, session:
@@ -275,7 +278,7 @@ def test_a_tensor_that_somebody_else_holds_stays_the_state(device: Device) -> No
             with session.step():
                 training.step(2)
             assert len(hosted(training.optimizer)) == 2 * LAYERS
-        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], device.torch_device, 3))
+        assert equal(training.outcome(), expected)
 
 
 def test_groups_added_later_and_parameters_without_gradients(device: Device) -> None:
@@ -424,10 +427,65 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
                     training.step(number)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_a_missing_wait_for_a_copy_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory must not go before the copy that reads it: Note [Reclaim]."""
+    from tests._ordering import SLOW_LINK
+
+    def without_wait(self: HostedTensor) -> bool:
+        assert self._out is not None
+        self._context.transfer.issue_out(self._out)
+        return True
+
+    monkeypatch.setattr(HostedTensor, "_ordered_after_copy", without_wait)
+    device = cm.SimDevice(SLOW_LINK)
+    with pytest.raises(cm.SimRaceError), device.compute():
+        training, session = trained(device)
+        with session, session.step():
+            training.step(0)
+
+
+# --- copies that the device refuses
+
+
+@pytest.mark.parametrize("direction", ["d2h", "h2d"])
+def test_a_copy_that_is_refused_loses_nothing(direction: str, sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused copy out leaves the tensor where it is; a refused copy back raises, and the next read gets the bytes."""
+    expected = plainly(OPTIMIZERS["AdamW"], sim.torch_device, 3)
+    copy_of = SimStream.copy
+    refused: list[str] = []
+
+    def copy(self: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
+        if self.name == direction and src.numel() == 4 * WIDTH * WIDTH and not refused:
+            refused.append(direction)
+            raise RuntimeError("refused")
+        copy_of(self, dst, src, speculative=speculative)
+
+    with sim.compute():
+        training, session = trained(sim)
+        with session.pool, session:
+            for number in range(2):
+                with session.step():
+                    training.step(number)
+            p = next(training.model.parameters())
+            with monkeypatch.context() as patch:
+                patch.setattr(SimStream, "copy", copy)
+                if direction == "h2d":
+                    with pytest.raises(cm.TransferFailed):
+                        training.optimizer.state[p]["exp_avg"]
+                    assert refused
+                with session.step():
+                    training.step(2)
+            assert refused
+        assert equal(training.outcome(), expected)
+    assert session.pool.stats().live_bytes == 0
+
+
 # --- bad input
 
 
 def test_state_that_is_away_cannot_be_read_in_a_capture_or_a_child(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plainly(OPTIMIZERS["AdamW"], sim.torch_device, 1)
     with sim.compute():
         training, session = trained(sim)
         with session.pool, session:
@@ -442,7 +500,7 @@ def test_state_that_is_away_cannot_be_read_in_a_capture_or_a_child(sim: cm.SimDe
                 patch.setattr(ThisProcess, "pid", -1)
                 with pytest.raises(RuntimeError, match="got a read in a forked child"):
                     training.optimizer.state[p]["exp_avg"]
-        assert equal(training.outcome(), plainly(OPTIMIZERS["AdamW"], sim.torch_device, 1))
+        assert equal(training.outcome(), expected)
 
 
 def test_what_is_no_optimizer_of_the_model_is_refused(sim: cm.SimDevice) -> None:

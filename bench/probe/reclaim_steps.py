@@ -1,4 +1,4 @@
-"""One chain of layers whose results are swapped out, by each way of giving device memory back, and its memory over time.
+"""A chain of layers whose results are swapped out, by each way of giving device memory back, and its memory over time.
 
     curve = watched(device, "record_stream" | "Python" | "allocator", budget_bytes)
     curve.active, curve.reserved                 # bytes after each layer, forward and backward, of the last step

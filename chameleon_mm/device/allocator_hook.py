@@ -30,7 +30,7 @@ class HeldStorage(Protocol):
 
 
 class AllocatorHook(Protocol):
-    """What one session lends to the allocator of its device. Any thread may allocate, and none of our locks is taken then."""
+    """Interface of a hook to which one session lends storages. Any thread may allocate, and none of our locks is taken then."""
 
     @property
     def reclaimed(self) -> int:

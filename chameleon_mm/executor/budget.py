@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -41,6 +42,8 @@ UNKNOWN_SHARE = 0.5
 
 The other half is for the climb until the next check: an operator's result and its temporaries.
 """
+
+_Made = TypeVar("_Made")
 
 _NO_BOUND = 1 << 62
 """More bytes than any device has."""
@@ -172,6 +175,19 @@ class Budget:
         self._allocated += rounded
         if self.memory_limit is not None:
             self.memory_limit.note_allocated(rounded)
+
+    def allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
+        """Allocate `nbytes` for a use by `allocate`; where there is no memory, once more after everything but `exclude` was
+        reclaimed. Raises `torch.OutOfMemoryError`."""
+        made = None
+        with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
+            made = allocate()
+        if made is None:
+            self._metrics.totals.oom_retries += 1
+            self.reclaim_all(exclude)
+            made = allocate()
+        self.note_allocated(nbytes)
+        return made
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

@@ -135,15 +135,7 @@ class SwapIns:
     def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage]) -> _Made:
         """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""
         self._budget.make_room(nbytes, exclude=exclude)
-        made = None
-        with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
-            made = allocate()
-        if made is None:
-            self._context.metrics.totals.oom_retries += 1
-            self._budget.reclaim_all(exclude=exclude)
-            made = allocate()
-        self._budget.note_allocated(nbytes)
-        return made
+        return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
         """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is

@@ -214,13 +214,13 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
         ++at;
         continue;
       }
-      entry.session->waits++;
     }
     if (!entry.is_sole_holder()) {  // asked again: the wait has taken its time
       ++at;
       continue;
     }
     bytes += entry.nbytes;
+    entry.session->waits += !copies_are_complete;
     freed.push_back(take_memory(entry));
     at = queue.remove(at);
   }

@@ -1,4 +1,4 @@
-"""What all swapped state of one session shares: its executor, and how large a tensor has to be to leave."""
+"""Home of the swapped state of one session: the executor that all of it shares, and how large a tensor has to be to leave."""
 
 from __future__ import annotations
 

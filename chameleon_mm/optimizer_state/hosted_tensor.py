@@ -1,4 +1,4 @@
-"""One tensor of optimizer state, on the device or in pinned host memory.
+"""Tensor of optimizer state, on the device or in pinned host memory.
 
 ON_DEVICE --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> COMING --arrive--> ON_DEVICE
 """
@@ -6,19 +6,22 @@ ON_DEVICE --swap_out--> LEAVING --reclaim--> ON_HOST --swap_in--> COMING --arriv
 from __future__ import annotations
 
 import enum
+import logging
 import sys
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
+from chameleon_mm.errors import SimError, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.pinned import PinnedBlock
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.state import SwapContext
 from chameleon_mm.transfer import Move
+
+_log = logging.getLogger(__name__)
 
 
 class Where(enum.Enum):
@@ -75,7 +78,10 @@ class HostedTensor:
         self._context.streams.join_all(self._alloc_stream)
         after = [self._alloc_stream.record(), *self._block.pending_events]
         with annotation("chameleon::swap_out_state"):
-            self._out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(self._storage), after)
+            out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(self._storage), after)
+        if out.failed:
+            raise TransferFailed(f"optimizer state of {self.nbytes} bytes could not be swapped out; it stays on the device")
+        self._out = out
         self._context.metrics.totals.state_bytes_swapped_out += self.nbytes
         self.where = Where.LEAVING
 
@@ -89,7 +95,7 @@ class HostedTensor:
         """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
         assert self._out is not None
         if self._out.failed:
-            self.where = Where.ON_DEVICE
+            self._undo_swap_out()
             return False
         if self._out.done is None or not self._out.done.query():
             return False
@@ -98,19 +104,30 @@ class HostedTensor:
 
     def reclaim(self) -> None:
         """Order compute after the copy out, and free the device memory. Where the copy was refused it stays."""
-        assert self._out is not None
-        with suppress(RuntimeError):  # logged by the queue
-            done = self._context.transfer.issue_out(self._out)
-            self._context.metrics.wait(self._alloc_stream, done, "out")  # Note [Reclaim]
+        if self._ordered_after_copy():
             self._drop()
-            return
-        self.where = Where.ON_DEVICE
 
-    def _stay(self) -> None:
-        """Keep the device memory: it is needed again. What compute writes there next comes after the copy out."""
+    def _ordered_after_copy(self) -> bool:
+        """Order compute after the copy out. Returns False where that was refused: the tensor is on the device, as before."""
         assert self._out is not None
-        with suppress(RuntimeError):  # as in `reclaim`
-            self._context.metrics.wait(self._alloc_stream, self._context.transfer.issue_out(self._out), "out")
+        try:
+            done = self._context.transfer.issue_out(self._out)
+        except SimError:
+            raise
+        except RuntimeError as error:
+            _log.warning(
+                "chameleon_mm: %d bytes of optimizer state stay on the device, their copy out was refused: %s",
+                self.nbytes,
+                str(error),
+            )
+            self._undo_swap_out()
+            return False
+        # Note [Reclaim]: the memory's next owner, or what compute writes there next, comes after the copy.
+        self._context.metrics.wait(self._alloc_stream, done, "out")
+        return True
+
+    def _undo_swap_out(self) -> None:
+        self._context.metrics.totals.state_bytes_swapped_out -= self.nbytes
         self.where = Where.ON_DEVICE
 
     def _drop(self) -> None:
@@ -124,33 +141,29 @@ class HostedTensor:
 
     def swap_in(self, compute: Stream) -> None:
         """Queue the copy back, unless it is there or on its way. Raises `torch.OutOfMemoryError` or `TransferFailed`."""
-        if self.where is Where.LEAVING:
-            self._stay()
+        if self.where is Where.LEAVING and self._ordered_after_copy():
+            self.where = Where.ON_DEVICE  # it is needed again
+        if self.where is Where.COMING and self._in is not None and self._in.failed:
+            self._drop()  # refused after it was queued
         if self.where is not Where.ON_HOST:
             return
         assert self._block is not None and self._out is not None and self._out.done is not None
-        whole = self._allocate(compute)
+        self._budget.room_was_made(self.nbytes, exclude=())
+        whole = self._budget.allocate(self.nbytes, lambda: compute.alloc(self.nbytes))
         # Note [Swap-in]: an earlier owner of the device memory may still be running; and the host copy must be whole.
         after = [compute.record(), self._out.done]
         with annotation("chameleon::swap_in_state"):
-            self._in = self._context.transfer.swap_in(whole, self._block.buffer, after)
+            back = self._context.transfer.swap_in(whole, self._block.buffer, after)
+        if back.failed:
+            raise TransferFailed(f"optimizer state of {self.nbytes} bytes could not be swapped in; it stays on the host")
+        self._in = back
         self._storage, self._alloc_stream = whole.untyped_storage(), compute
         self._context.metrics.totals.state_bytes_swapped_in += self.nbytes
         self.where = Where.COMING
 
-    def _allocate(self, compute: Stream) -> Tensor:
-        self._budget.room_was_made(self.nbytes, exclude=())
-        with suppress(torch.OutOfMemoryError):
-            whole = compute.alloc(self.nbytes)
-            self._budget.note_allocated(self.nbytes)
-            return whole
-        self._budget.reclaim_all(())
-        whole = compute.alloc(self.nbytes)
-        self._budget.note_allocated(self.nbytes)
-        return whole
-
     def arrive(self, compute: Stream) -> Tensor:
-        """The tensor, which is on the device or coming back, ready for `compute`."""
+        """The tensor, which is on the device or coming back, ready for `compute`. Raises `TransferFailed`: what is on the host
+        is still good then, and another `swap_in` begins anew."""
         if self.where is Where.COMING:
             assert self._in is not None
             with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there

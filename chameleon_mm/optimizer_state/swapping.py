@@ -25,14 +25,14 @@ from chameleon_mm.executor.executor import Executor
 from chameleon_mm.optimizer_state.home import Home
 from chameleon_mm.optimizer_state.split_step import alone, buckets_of, is_splittable, raw_step
 from chameleon_mm.optimizer_state.swapped_state import SwappedState, movable_bytes
-from chameleon_mm.units import MIB, format_size
+from chameleon_mm.units import KIB, MIB, format_size
 
 _log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 64 * MIB
 """Bytes of state that are stepped together: copies of that size reach the link's rate, and three are a small part of a GPU."""
 
-MIN_BYTES = 64 << 10
+MIN_BYTES = 64 * KIB
 """Bytes from which a tensor of state leaves: smaller ones are a small part of all, and cost a copy each."""
 
 _STATE_PER_PARAMETER = 2

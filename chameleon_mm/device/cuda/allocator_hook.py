@@ -28,7 +28,7 @@ def helper() -> ModuleType | None:
 
 
 class CudaAllocatorHook:
-    """What one session lends to the caching allocator of one GPU."""
+    """Hook in the caching allocator of one GPU, for one session."""
 
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)

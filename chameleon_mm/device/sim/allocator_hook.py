@@ -1,7 +1,7 @@
 """The hook in the simulated allocator: storages that it may reclaim when an allocation does not fit.
 
     held = machine.held                          # of all sessions, oldest first
-    held.reclaim(nbytes, stream)                 # while so many more do not fit: those of that stream
+    held.reclaim(nbytes)                         # while so many more do not fit: those of the current stream
 
 It does as the C++ helper for CUDA does, and knows what that is not told: how much is wanted.
 """
@@ -49,9 +49,8 @@ class SimHeldStorage:
         with torch._C._DisableTorchDispatch():
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         del storage
-        if (
-            not held_by_caller_alone(flat) or self.reclaimed
-        ):  # beside `self.storage`; a finaliser may have withdrawn it meanwhile
+        # `self.storage` is the one reference beside. A finaliser may have withdrawn it meanwhile.
+        if not held_by_caller_alone(flat) or self.reclaimed:
             return False
         self.storage = None
         if not self.done.query():
@@ -79,7 +78,7 @@ class HeldStorages:
 
 
 class SimAllocatorHook:
-    """What one session lends to the simulated allocator."""
+    """Hook in the simulated allocator, for one session."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

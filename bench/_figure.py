@@ -1,0 +1,29 @@
+"""Pictures that matplotlib draws, as text of an SVG: the same figures give the same text.
+
+text = svg_of("title", (10, 6), draw)        # draw(figure) puts in axes and curves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import StringIO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def svg_of(title: str, inches: tuple[float, float], draw: Callable[[Figure], None]) -> str:
+    """SVG of a figure of so many inches, which `draw` fills. Needs matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure  # without pyplot: no state of the process, no display
+
+    with mpl.rc_context({"svg.hashsalt": "chameleon_mm", "font.family": "DejaVu Sans"}):  # the same figures, the same file
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        figure.suptitle(title, fontsize=11)
+        text = StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

@@ -230,8 +230,12 @@ class SwapReport(Counters):
         ]  # fmt: skip
 
     def _state_rows(self) -> list[tuple[str, str]]:
-        out, back = self.state_bytes_swapped_out, self.state_bytes_swapped_in
-        return [("optimizer state out / in", f"{format_size(out)} / {format_size(back)}")] if out else []
+        moved = (
+            ("optimizer state", self.state_bytes_swapped_out, self.state_bytes_swapped_in),
+            ("gradients", self.gradient_bytes_swapped_out, self.gradient_bytes_swapped_in),
+            ("parameters", self.parameter_bytes_swapped_out, self.parameter_bytes_swapped_in),
+        )
+        return [(f"{what} out / in", f"{format_size(out)} / {format_size(back)}") for what, out, back in moved if out or back]
 
     def _reclaimed(self) -> str:
         by_allocator = self.bytes_reclaimed_by_allocator

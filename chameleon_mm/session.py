@@ -32,7 +32,7 @@ from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.executor.hook_counts import misuse
-from chameleon_mm.optimizer_state import OptimizerSwap, check_optimizer
+from chameleon_mm.model_swap import ModelSwap
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
@@ -119,6 +119,7 @@ class SwapSession:
         plans: bool = True,
         recompute: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
+        parameters: str = "keep",
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -127,8 +128,7 @@ class SwapSession:
             check_type("model", model, nn.Module, "a torch.nn.Module or None", "put several into an nn.ModuleList")
         if thresholds is not None:
             check_type("thresholds", thresholds, Thresholds, "a chameleon_mm.transfer.Thresholds or None", "leave it out")
-        if optimizer is not None:
-            check_optimizer(optimizer, model)
+        self._model_swap = ModelSwap(model, optimizer, parameters)
         for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
         known_codecs = codecs_by_name(codecs)
@@ -140,7 +140,7 @@ class SwapSession:
         self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
         self._model = model
         self._executor = Executor(
-            self.device,
+            self._model_swap.device_for(self.device),
             self.pool,
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
@@ -149,13 +149,19 @@ class SwapSession:
             codecs=known_codecs,
             verify=verify,
         )
-        link_cost = link_cost_for(self.device)
-        replayable = replayable_on(self.device) if plans and recompute else frozenset[str]()
-        self._adaptation = (
-            plan_steps(self._executor, self.pool, model=model, link_cost=link_cost, replayable=replayable) if plans else None
-        )
-        self._save, self._use = autograd_hooks(self._executor)
-        self._optimizer_swap = None if optimizer is None else OptimizerSwap(self._executor, optimizer)
+        self._model_swap.bind(self._executor, self.hbm_budget_bytes)
+        recomputes = plans and recompute and not self._model_swap.swaps_parameters
+        self._adaptation = None
+        if plans:
+            self._adaptation = plan_steps(
+                self._executor,
+                self.pool,
+                model=model,
+                link_cost=link_cost_for(self.device),
+                replayable=replayable_on(self.device) if recomputes else frozenset(),
+                is_hidden=self._model_swap.is_hidden,
+            )
+        self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -173,9 +179,7 @@ class SwapSession:
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
-            if self._optimizer_swap is not None:
-                stack.callback(self._optimizer_swap.detach)
-                self._optimizer_swap.attach()
+            self._model_swap.attach(stack)
             self._thread = threading.current_thread()
             self._to(Phase.OPEN)
             self._stack = stack.pop_all()
@@ -214,6 +218,7 @@ class SwapSession:
         completed = False
         self._steps_begun += 1
         try:
+            self._model_swap.begin_step()
             self._executor.begin_step(timed=timed, pack_hook=self._save)
             yield self
             completed = True
@@ -345,6 +350,7 @@ class SwapSession:
                 not sys.is_finalizing()
             ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
                 self._executor.end_step(completed=completed)
+                self._model_swap.end_step(completed=completed)
                 self._note_peak()
 
     def _expect_open(self, what: str) -> None:
@@ -383,8 +389,9 @@ class SwapSession:
         check_budget(
             self.device,
             hbm_budget_bytes,
-            tensors=_tensors_of(self._model),
-            movable_bytes=0 if self._optimizer_swap is None else self._optimizer_swap.resident_bytes,
+            tensors=() if self._model_swap.swaps_parameters else _tensors_of(self._model),
+            movable_bytes=self._model_swap.movable_bytes,
+            window_bytes=self._model_swap.window_bytes,
             checksum_bytes=0 if checksums is None else checksums.nbytes,
         )
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.device.sim import SimStream
-from chameleon_mm.optimizer_state.hosted_tensor import HostedTensor, Where
+from chameleon_mm.hosted import HostedTensor, Where
 from chameleon_mm.optimizer_state.swapped_state import SwappedState
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB, MIB
@@ -91,7 +91,7 @@ def session_of(training: Training, device: Device, *, budget: int | str = "1GiB"
     session = cm.SwapSession(
         budget, "64MiB", device, min_bytes=4 * KIB, model=training.model, optimizer=training.optimizer, **given
     )
-    swap = session._optimizer_swap
+    swap = session._model_swap._state
     assert swap is not None
     swap._bucket_bytes, swap._home.min_bytes = BUCKET_BYTES, 4 * KIB
     return session
@@ -409,11 +409,11 @@ def test_a_missing_wait_for_a_copy_back_is_seen(monkeypatch: pytest.MonkeyPatch)
     device = cm.SimDevice(SLOW_LINK)
     arrive = HostedTensor.arrive
 
-    def without_wait(self: HostedTensor, compute: Any) -> Tensor:
+    def without_wait(self: HostedTensor, compute: Any) -> None:
         self._context.metrics.timed = False
         monkeypatch.setattr(type(compute), "wait", lambda stream, event: None)
         try:
-            return arrive(self, compute)
+            arrive(self, compute)
         finally:
             monkeypatch.undo()
             monkeypatch.setattr(HostedTensor, "arrive", without_wait)

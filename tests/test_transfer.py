@@ -67,6 +67,9 @@ class HeldStream:
     def free(self, buffer: Tensor) -> None:
         raise AssertionError("a transfer frees nothing")
 
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        raise AssertionError("a transfer allocates nothing")
+
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         assert dst.numel() == src.numel()
         self.log.append(("copy", src.numel()))
@@ -601,6 +604,9 @@ class CountingStream:
     def free(self, buffer: Tensor) -> None:
         self.inner.free(buffer)
 
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.inner.resize(storage, nbytes)
+
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         outstanding = sum(not event.seen for event in self._after_copy)
         assert self.urgent or outstanding < self._limit, f"{outstanding} copies outstanding, and one more"
@@ -737,7 +743,8 @@ class PausingStream:
 
     def __init__(self, inner: Stream) -> None:
         self.name = inner.name
-        self.alloc, self.free, self.record, self.wait = inner.alloc, inner.free, inner.record, inner.wait
+        self.alloc, self.free, self.resize = inner.alloc, inner.free, inner.resize
+        self.record, self.wait = inner.record, inner.wait
         self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
         self.encode, self.decode = inner.encode, inner.decode
         self._inner = inner

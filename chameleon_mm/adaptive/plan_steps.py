@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import weakref
+from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from chameleon_mm.adaptive.adaptation import Adaptation
@@ -26,11 +28,13 @@ def plan_steps(
     model: nn.Module | None = None,
     link_cost: LinkCost | None = None,
     replayable: frozenset[str] = frozenset(),
+    is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
 ) -> Adaptation:
     """Let the steps of `executor`, which has a budget, be recorded, planned and followed from the next one on.
 
     Parameters and buffers of `model` tell what recorded storages are. `link_cost`: what is known of the link before copies were
-    timed. `replayable`: base names of operators that may run again.
+    timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: whether its memory is no part of a
+    plan.
     """
     # A dispatch mode imports it at its first operator, and that import leaves frames to the collector: a recorder's are those
     # of hooks, with saved tensors and their blocks.
@@ -45,6 +49,7 @@ def plan_steps(
         make_recorder=lambda: Recorder(
             device,
             model=model,
+            is_hidden=is_hidden,
             reclaim_some=lambda nbytes, busy: (it := me()) is not None and it.reclaim_some(nbytes, busy),
         ),
         replayable=replayable,

@@ -59,6 +59,13 @@ class Stream(Protocol):
         complete by the host). On CUDA this costs nothing; the simulator checks it.
         """
 
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Free the device memory of `storage` (`nbytes` is 0), or allocate `nbytes` for it, which has none.
+
+        The storage, and with it every tensor over it, stays. Its memory belongs to this stream as that of `alloc` does, and is
+        handed back as by `free`, under the same conditions. Raises `torch.OutOfMemoryError` with nothing changed.
+        """
+
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Enqueue an asynchronous copy between two flat uint8 tensors of equal size; the direction follows from where they
         live. The caller keeps both alive until an event after the copy is complete or waited on. `speculative`: an operator

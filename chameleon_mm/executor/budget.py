@@ -177,8 +177,14 @@ class Budget:
             self.memory_limit.note_allocated(rounded)
 
     def allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
-        """Allocate `nbytes` for a use by `allocate`; where there is no memory, once more after everything but `exclude` was
-        reclaimed. Raises `torch.OutOfMemoryError`."""
+        """Allocate `nbytes` for a use by `allocate`, as `retry` does."""
+        made = self.retry(allocate, exclude=exclude)
+        self.note_allocated(nbytes)
+        return made
+
+    def retry(self, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
+        """Allocate by `allocate`; where there is no memory, once more after all but `exclude` was reclaimed. Raises
+        `torch.OutOfMemoryError`."""
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             made = allocate()
@@ -186,7 +192,6 @@ class Budget:
             self._metrics.totals.oom_retries += 1
             self.reclaim_all(exclude)
             made = allocate()
-        self.note_allocated(nbytes)
         return made
 
     @contextmanager

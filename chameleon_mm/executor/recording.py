@@ -19,6 +19,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
+
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.dispatch_state import in_backward, is_on
 from chameleon_mm.profiler.recorder import Recorder
@@ -100,6 +102,11 @@ class Recording:
         """Note that the claim on a traced storage has ended."""
         if self.recorder is not None:
             self.recorder.retired(traced)
+
+    def hide(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage is no part of the recorded step from now on."""
+        if self.recorder is not None:
+            self.recorder.hide(storage)
 
     def end(self) -> Recorder | None:
         """Leave the mode. Returns the recorder, for what it has recorded."""

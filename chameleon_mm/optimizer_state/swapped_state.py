@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.optimizer_state.hosted_tensor import HostedTensor, Where
+from chameleon_mm.hosted import HostedTensor, Where
 
 if TYPE_CHECKING:
     from chameleon_mm.device import Stream
-    from chameleon_mm.optimizer_state.home import Home
+    from chameleon_mm.optimizer_state.state_home import StateHome
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _MISSING = object()
 class SwappedState(dict[Any, Any]):
     """State of one parameter. To whoever reads it, a dict of tensors that never left; pickled and copied as a plain dict."""
 
-    def __init__(self, plain: dict[Any, Any], home: Home) -> None:
+    def __init__(self, plain: dict[Any, Any], home: StateHome) -> None:
         super().__init__(plain)
         self._home = home
         self._hosted: dict[Any, HostedTensor] = {}
@@ -87,7 +87,7 @@ class SwappedState(dict[Any, Any]):
         finally:
             for key, value in list(dict.items(self)):
                 if isinstance(value, HostedTensor) and value.where is not Where.ON_HOST:
-                    dict.__setitem__(self, key, value.arrive(compute))
+                    dict.__setitem__(self, key, value.tensor(compute))
 
     def _out(self, key: Any, t: Tensor) -> HostedTensor | Tensor:
         """Queue the copy out of `t`. Returns what the dict has of it then: `t` where the host does not take it."""
@@ -176,7 +176,7 @@ class SwappedState(dict[Any, Any]):
         return {deepcopy(key, memo): deepcopy(value, memo) for key, value in self.items()}
 
 
-def movable_bytes(value: object, home: Home) -> int:
+def movable_bytes(value: object, home: StateHome) -> int:
     """Bytes of a tensor on the device that may leave; 0: it is none, or it is small, or a view."""
     if type(value) is not Tensor or value.layout is not torch.strided or value.requires_grad:
         return 0

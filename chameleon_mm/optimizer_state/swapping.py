@@ -11,9 +11,9 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from chameleon_mm.arguments import check_type
 from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.executor import Executor
-from chameleon_mm.optimizer_state.home import Home
 from chameleon_mm.optimizer_state.split_step import alone, buckets_of, is_splittable, raw_step
+from chameleon_mm.optimizer_state.state_home import StateHome
 from chameleon_mm.optimizer_state.swapped_state import SwappedState, movable_bytes
 from chameleon_mm.units import KIB, MIB, format_size
 
@@ -39,8 +39,8 @@ _STATE_PER_PARAMETER = 2
 """Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
 
 
-def check_optimizer(optimizer: object, model: nn.Module | None) -> None:
-    """Raise `TypeError` for what is no optimizer, `ValueError` for one that has parameters that are not the model's."""
+def check_optimizer(optimizer: object, model: nn.Module | None) -> torch.optim.Optimizer:
+    """Return the optimizer. Raises `TypeError` for what is none, `ValueError` for one with parameters of another model."""
     check_type("optimizer", optimizer, torch.optim.Optimizer, "a torch.optim.Optimizer or None", "pass what is stepped")
     assert isinstance(optimizer, torch.optim.Optimizer)
     if model is None:
@@ -52,6 +52,17 @@ def check_optimizer(optimizer: object, model: nn.Module | None) -> None:
             f"optimizer: expected one of the model's parameters alone, got one with {foreign} others; pass the model that it "
             f"trains, or several in an nn.ModuleList"
         )
+    return optimizer
+
+
+class SwappedParameters(Protocol):
+    """Whoever swaps the parameters that the optimizer steps."""
+
+    def bring(self, params: Iterable[Tensor]) -> None:
+        """Have `params` and their gradients on the device."""
+
+    def send_out(self, params: Iterable[Tensor]) -> None:
+        """Queue the copies out of `params`, which were written."""
 
 
 class OptimizerSwap:
@@ -64,9 +75,11 @@ class OptimizerSwap:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         min_bytes: int = MIN_BYTES,
+        parameters: SwappedParameters | None = None,
     ) -> None:
+        self._parameters = parameters
         self._optimizer = optimizer
-        self._home = Home(executor, min_bytes=min_bytes)
+        self._home = StateHome(executor, min_bytes=min_bytes)
         self._bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
         self._active = False
@@ -174,7 +187,9 @@ class OptimizerSwap:
                     state.swap_in(compute)
 
     def _arrive(self, params: list[Any]) -> None:
-        """Have the state of `params` on the device. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        """Have the state of `params` on the device, and themselves. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        if self._parameters is not None:
+            self._parameters.bring(params)
         states = [state for state in self._states(params) if state.away_bytes]
         if states:
             with self._home.entered() as compute:
@@ -182,7 +197,9 @@ class OptimizerSwap:
                     state.arrive(compute)
 
     def _leave(self, params: list[Any]) -> None:
-        """Have the state of `params` leave, which may be new."""
+        """Have the state of `params` leave, which may be new, and themselves."""
+        if self._parameters is not None:
+            self._parameters.send_out(params)
         all_state = self._optimizer.state
         with self._home.entered():
             for p in params:

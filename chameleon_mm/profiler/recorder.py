@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -76,6 +76,7 @@ class Recorder(StepMode):
         optimizers: Iterable[Optimizer] = (),
         times: OpTimes | None = None,
         reclaim_some: ReclaimSome | None = None,
+        is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
     ) -> None:
         super().__init__()
         self._device = device
@@ -84,7 +85,7 @@ class Recorder(StepMode):
         self._flaw: str | None = None
         self.must_leave = False
         """Whether it must be left before the step's backward: bits would change."""
-        self._log = StepLog(device, model=model, optimizers=optimizers, times=times)
+        self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
@@ -246,6 +247,12 @@ class Recorder(StepMode):
         """Note that a claim on it ended. Any thread may call this, in the middle of anything: it waits for no lock."""
         if traced is not None and not self._stopped and traced.owner is self._table.owner:
             self._table.retired(traced)
+
+    def hide(self, storage: torch.UntypedStorage) -> None:
+        """Note that `storage` is no part of the step from now on, as `is_hidden` tells."""
+        if self._writes():
+            with self._lock:
+                self._table.hide(storage)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,9 +57,16 @@ class StepLog:
     """The log of the step that begins now, parameters as in `Recorder`. Not thread-safe. Holds no storage."""
 
     def __init__(
-        self, device: Device, *, model: nn.Module | None, optimizers: Iterable[Optimizer], times: OpTimes | None
+        self,
+        device: Device,
+        *,
+        model: nn.Module | None,
+        optimizers: Iterable[Optimizer],
+        times: OpTimes | None,
+        is_hidden: Callable[[torch.UntypedStorage], bool] = lambda storage: False,
     ) -> None:
         self._device = device
+        self._is_hidden = is_hidden
         self._device_type = device.torch_device.type
         self._readings = Readings(device)
         self._start_bytes = self._readings.allocated_bytes
@@ -73,7 +80,7 @@ class StepLog:
         """Number and tick of the last operator of a backward so far."""
         self._in_backward = self._fake = False
         for storage, kind in kinds_of(model, optimizers, self._device_type):
-            self.table.expect(storage, kind)
+            self._expect(storage, kind)
         for parameter in () if model is None else model.parameters():
             self._parameters[id(parameter)] = weakref.ref(parameter)
         self.times.begin()
@@ -177,6 +184,8 @@ class StepLog:
             storage = t.untyped_storage()
             if isinstance(t, Parameter):
                 self._note_parameter(t, storage)
+            if self._is_hidden(storage):
+                continue
             traced = self.table.find(storage)
             if traced is not None:
                 known[traced.number] = traced
@@ -188,7 +197,7 @@ class StepLog:
         ref = self._parameters.get(id(parameter))
         if ref is None or ref() is not parameter:
             self._parameters[id(parameter)] = weakref.ref(parameter)
-            self.table.expect(storage, TensorKind.PARAMETER)
+            self._expect(storage, TensorKind.PARAMETER)
 
     def _number(
         self, call: OpCall, new_storages: list[torch.UntypedStorage]
@@ -227,7 +236,11 @@ class StepLog:
     def _note_gradients(self) -> None:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
         for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
-            self.table.expect(storage, TensorKind.GRADIENT)
+            self._expect(storage, TensorKind.GRADIENT)
+
+    def _expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
+        if not self._is_hidden(storage):
+            self.table.expect(storage, kind)
 
     def _only(self, storages: Iterable[TracedStorage | None]) -> int:
         """Number of the only storage among `storages`; `UNMOVABLE` where there is none or several."""

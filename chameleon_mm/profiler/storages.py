@@ -280,6 +280,12 @@ class StorageTable:
         for watched in (self._refs, self._held, self._expected, self._gone, self._deaths, self._retired):
             watched.clear()
 
+    def hide(self, storage: torch.UntypedStorage) -> None:
+        """End the record of a storage that from now on is no part of the step."""
+        ref = self._refs.get(id(storage))
+        if ref is not None and ref() is storage:
+            self._deaths.append(ref)
+
     def _take_expected(self, storage: torch.UntypedStorage) -> _Expected | None:
         expected = self._expected.pop(id(storage), None)
         if expected is None or expected.ref() is storage:

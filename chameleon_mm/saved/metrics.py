@@ -120,6 +120,12 @@ class Counters:
     state_bytes_swapped_out: int = 0
     """Bytes of optimizer state that left the device; in no other figure."""
     state_bytes_swapped_in: int = 0
+    parameter_bytes_swapped_out: int = 0
+    """Bytes of parameters that left the device as they had been written; in no other figure."""
+    parameter_bytes_swapped_in: int = 0
+    gradient_bytes_swapped_out: int = 0
+    """Bytes of gradients that left the device; in no other figure."""
+    gradient_bytes_swapped_in: int = 0
     swap_ins_on_demand: int = 0
     """Swap-ins that nobody had started before the use."""
     prefetches: int = 0

@@ -130,6 +130,11 @@ class CudaStream:
     def free(self, buffer: Tensor) -> None:
         """Does nothing: when the last reference goes, the block is at once the allocating stream's again, in stream order."""
 
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Resize as `Stream.resize` does: the caching allocator's block, on this stream."""
+        with self._as_current():
+            storage.resize_(nbytes)
+
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Copy as `Stream.copy` does. A speculative copy is a copy like any other here: only the simulator could mind."""
         check_ends("copy", dst, src)

@@ -164,6 +164,16 @@ class Machine:
             buffer.gone = f"handed back to {stream.name}"
             poison(tensor.untyped_storage())
 
+    def resize(self, stream: SimStream, storage: torch.UntypedStorage, nbytes: int) -> None:
+        with self.lock:
+            self.ledger.settle()
+            self.host_us += self.cost.view_us
+            self.begin(stream)
+            stream.catch_up()
+            self.ledger.resize(storage, nbytes, stream.actor)
+            if nbytes:
+                poison(storage)
+
     # --- work on streams
 
     def copy(self, stream: SimStream, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
@@ -331,6 +341,8 @@ class Machine:
         spoils: LateCopy | None = None,
     ) -> None:
         if extent.start < extent.end:
+            if not buffer.nbytes:
+                raise SimLifetimeError(f"{buffer.name}: used by {label} while its storage has no memory")
             self._record(buffer, stream.tick(extent, write=write, label=label, spoils=spoils), stream.clock)
 
     def _record(self, buffer: Buffer, access: Access, clock: Clock) -> None:

@@ -143,6 +143,16 @@ class Ledger:
         self._charge(buffer, charge)
         return buffer
 
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, owner: int) -> None:
+        """Give the storage's block back to its owner, or give it one, which is `owner`'s then. Raises as `adopt` does."""
+        buffer = self.adopt(storage, owner)
+        if nbytes:
+            self.make_room(allocated_size(nbytes))
+            buffer.owner = owner
+        with torch._C._DisableTorchDispatch():
+            storage.resize_(nbytes)
+        self.adopt(storage, owner)
+
     def make_room(self, nbytes: int) -> None:
         """Raise `torch.OutOfMemoryError` as the caching allocator does when `nbytes` more do not fit."""
         if nbytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from chameleon_mm.device.protocols import Event
@@ -81,6 +82,11 @@ class SimStream:
         ordered before; whoever uses it in spite of this gets poison, or `SimLifetimeError`. Else the last holder's end is what
         is checked."""
         self._machine.free(self, buffer)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Resize as `Stream.resize` does; what is allocated is filled with poison. Raises `SimRaceError` for an access that is
+        not ordered before."""
+        self._machine.resize(self, storage, nbytes)
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:
         """Copy as `Stream.copy` does. Raises `ValueError` also for ends that overlap or both lie in host memory,

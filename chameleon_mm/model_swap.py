@@ -1,0 +1,99 @@
+"""Swaps what a session was asked to beside activations: an optimizer's state, a model's parameters and their gradients.
+
+swap = ModelSwap(model, optimizer, parameters="swap")      # checks them
+executor = Executor(swap.device_for(device), ...)
+swap.bind(executor, hbm_budget_bytes)
+save, use = swap.hooks(save, use)
+swap.attach(stack); swap.begin_step(); swap.end_step(completed=True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chameleon_mm.device import Device
+from chameleon_mm.executor import Executor
+from chameleon_mm.optimizer_state import BUCKET_BYTES, OptimizerSwap, check_optimizer
+from chameleon_mm.parameters import DeviceBesideWindow, ParameterSwap, beside_window, check_parameters
+
+BUCKET_SHARE = 1 / 16
+"""Share of the budget that the state of a bucket may take: three buckets are on the device at once, with parameters and
+gradients of the same size."""
+
+
+class ModelSwap:
+    """What of one model and its optimizer is swapped beside activations: nothing, unless asked for."""
+
+    def __init__(self, model: nn.Module | None, optimizer: object, parameters: object) -> None:
+        """Raises `TypeError` and `ValueError` for what cannot be swapped."""
+        self._optimizer = None if optimizer is None else check_optimizer(optimizer, model)
+        self._model = model if check_parameters(parameters, model) else None
+        self._beside: DeviceBesideWindow | None = None
+        self._state: OptimizerSwap | None = None
+        self._parameters: ParameterSwap | None = None
+
+    @property
+    def swaps_parameters(self) -> bool:
+        """Whether parameters may be away."""
+        return self._model is not None
+
+    def device_for(self, device: Device) -> Device:
+        """The device as an executor is to see it."""
+        if self._model is None:
+            return device
+        seen, self._beside = beside_window(device)
+        return seen
+
+    def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
+        """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
+        if self._model is not None and self._beside is not None:
+            self._parameters = ParameterSwap(executor, self._model, self._beside, hbm_budget_bytes=hbm_budget_bytes)
+        if self._optimizer is not None:
+            bucket_bytes = min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))
+            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes, parameters=self._parameters)
+
+    def hooks(
+        self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
+    ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Autograd's two hooks, after which nothing that is used is away."""
+        if self._parameters is None:
+            return save, use
+        return self._parameters.save_hook(save), self._parameters.use_hook(use)
+
+    def is_hidden(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the memory of `storage` is no part of what an executor plans."""
+        return self._parameters is not None and self._parameters.window.find(storage) is not None
+
+    @property
+    def movable_bytes(self) -> int:
+        """Bytes that are on the device now and may leave."""
+        state = 0 if self._state is None else self._state.resident_bytes
+        return state + (0 if self._parameters is None else self._parameters.resident_bytes)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes that are set aside for parameters and gradients."""
+        return 0 if self._parameters is None else self._parameters.window.limit_bytes
+
+    def attach(self, stack: ExitStack) -> None:
+        """Swap until `stack` is left: everything is back on the device then."""
+        if self._parameters is not None:
+            self._parameters.attach(stack)
+        if self._state is not None:
+            stack.callback(self._state.detach)
+            self._state.attach()
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        if self._parameters is not None:
+            self._parameters.begin_step()
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step."""
+        if self._parameters is not None:
+            self._parameters.end_step(completed=completed)

@@ -1,0 +1,316 @@
+"""Swaps a model's parameters and their gradients: what an operator needs is on the device before it runs, the rest on the host.
+
+    operator of the model:  its parameters are there, or come back now; those used next are on their way
+    gradient made:          its copy out is queued at once; it comes back for the optimizer
+    optimizer's step:       bucket by bucket: parameters, gradients and state come; what was written leaves
+
+Whoever touches a parameter in any way gets it on the device: its module's forward, any torch function, autograd's uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from chameleon_mm.errors import InfeasibleBudget, TransferFailed
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.hosted import Home, HostedStorage, Where
+from chameleon_mm.hosted.hosted_storage import is_alone
+from chameleon_mm.parameters.memory import DeviceBesideWindow
+from chameleon_mm.parameters.watch import ParameterWatch
+from chameleon_mm.parameters.window import Window
+from chameleon_mm.units import KIB, allocated_size, format_size
+
+_log = logging.getLogger(__name__)
+
+MIN_BYTES = 64 * KIB
+"""Bytes from which a storage leaves: smaller ones are a small part of all, and cost a copy each."""
+
+WINDOW_SHARE = 0.4
+"""Share of the budget that parameters and gradients may take together, where they do not all fit: the rest is for activations,
+optimizer state and what operators hold."""
+
+LEAST_STORAGES = 3
+"""Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
+
+
+def check_parameters(parameters: object, model: nn.Module | None) -> bool:
+    """Whether parameters are swapped. Raises `ValueError` for what is no choice, without a model, and for a model that cannot
+    be swapped."""
+    if parameters not in ("keep", "swap"):
+        raise ValueError(f"parameters: expected 'keep' or 'swap', got {parameters!r}; 'swap' lets parameters leave the device")
+    if parameters == "keep":
+        return False
+    if model is None:
+        raise ValueError("parameters='swap': expected the model whose parameters are swapped, got none; pass model=, too")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+            kind = "compiled" if hasattr(module, "_orig_mod") else "in DistributedDataParallel"
+            raise ValueError(
+                f"parameters='swap': expected a model that runs in eager mode on one device, got one whose {name or 'root'} is "
+                f"{kind}; leave parameters='keep'"
+            )
+    for name, p in model.named_parameters():
+        if type(p.data) is not Tensor:
+            raise ValueError(
+                f"parameters='swap': expected plain tensors, got {type(p.data).__name__} for {name}, which somebody else "
+                f"shards or wraps (FSDP2 does); leave parameters='keep'"
+            )
+    return True
+
+
+class ParameterSwap:
+    """Keeps the parameters of one model, and their gradients, within a share of a session's budget."""
+
+    def __init__(self, executor: Executor, model: nn.Module, beside: DeviceBesideWindow, *, hbm_budget_bytes: int) -> None:
+        self._executor = executor
+        self._home = Home(executor)
+        self._model = model
+        self._params: list[nn.Parameter] = list(model.parameters())
+        self._keys = {id(p): 2 * i for i, p in enumerate(self._params)}
+        keys = [self._keys[id(p)] for p in self._params]
+        gradients = [key + 1 for key in keys]
+        guess = [*keys, *reversed(keys), *(key for pair in zip(keys, gradients, strict=True) for key in pair)]
+        self.window = Window(
+            self._home,
+            limit_bytes=window_bytes(self._params, hbm_budget_bytes),
+            first_guess=guess,
+            note_taken=beside.note_taken,
+        )
+        me = weakref.ref(self)
+        beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
+        self._handles: list[RemovableHandle] = []
+        self._active = False
+        self._pickled: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._modules: dict[int, tuple[weakref.ref[nn.Module], list[nn.Parameter]]] = {}
+
+    # --- attaching
+
+    def attach(self, stack: ExitStack) -> None:
+        """Send the parameters away, and have them come back for whoever touches them, until `stack` is left."""
+        stack.callback(self.detach)
+        device = self._home.device.torch_device
+        self._active = True
+        for p in self._params:
+            if p.device != device:
+                p.data = p.data.to(device)
+            self._adopt(p)
+        for module in self._model.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                self._modules[id(module)] = weakref.ref(module), own
+        self._handles.append(register_module_forward_pre_hook(self._before_forward))
+        for p in self._params:
+            if p.requires_grad:
+                self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
+                self._handles.append(p.register_post_accumulate_grad_hook(self._note_gradient))
+        stack.enter_context(ParameterWatch(self))
+
+    def detach(self) -> None:
+        """Have all parameters and gradients back on the device. What does not fit any more becomes ordinary host memory, and is
+        said."""
+        if not self._active:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        on_host = 0
+        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+            for entry in sorted(self.window.entries, key=lambda entry: not entry.is_gradient):
+                try:
+                    entry.swap_in(compute)
+                    entry.arrive(compute)
+                except (torch.OutOfMemoryError, TransferFailed):
+                    on_host += self._to_host_memory(entry)
+        self._active = False
+        if on_host:
+            _log.warning(
+                "chameleon_mm: %s of parameters and gradients do not fit on the device and are in host memory now; use the "
+                "model inside a session with parameters='swap', which takes them from there",
+                format_size(on_host),
+            )
+
+    def _to_host_memory(self, entry: HostedStorage) -> int:
+        """Have whatever lies in the storage of `entry`, which is away, lie in ordinary host memory."""
+        storage, memory = entry.ref(), entry.host_bytes().untyped_storage()
+        for p in self._params:
+            gradient = p.grad
+            if p.untyped_storage() is storage:
+                p.grad = None
+                p.data = torch.empty(0, dtype=p.dtype).set_(memory, p.storage_offset(), p.size(), p.stride())
+                p.grad = None if gradient is None else gradient.to(p.device)
+            elif gradient is not None and gradient.untyped_storage() is storage:
+                p.grad = None
+                p.data = p.data.cpu()  # torch has a gradient where its parameter is
+                p.grad = torch.empty(0, dtype=gradient.dtype).set_(
+                    memory, gradient.storage_offset(), gradient.size(), gradient.stride()
+                )
+        return entry.nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of parameters that are on the device now and may leave."""
+        storages = {id(s): s for p in self._params if self._may_leave(p) for s in [p.untyped_storage()]}
+        return sum(allocated_size(storage.nbytes()) for storage in storages.values())
+
+    # --- steps
+
+    def begin_step(self) -> None:
+        """Begin a step: parameters that were replaced since the last one leave as well."""
+        with torch._C.DisableTorchFunction():
+            for p in self._params:
+                if self.window.find(p.untyped_storage()) is None:
+                    self._adopt(p)
+        self.window.sequence.begin_step()
+
+    def end_step(self, *, completed: bool) -> None:
+        """End the step; the next is expected to use parameters as this one did if it `completed`."""
+        self.window.sequence.end_step(completed=completed)
+        with torch._C.DisableTorchFunction(), self._home.entered() as compute:
+            for entry in self.window.entries:
+                if entry.where is Where.COMING and entry.is_gradient:
+                    entry.arrive(compute)  # nobody may use it any more: its user holds it alone
+
+    def bring(self, params: Iterable[Tensor]) -> None:
+        """Have `params` and their gradients on the device, for an optimizer's step."""
+        found = [entry for p in params for t in (p, p.grad) if t is not None and (entry := self.find(t)) is not None]
+        self.use(found, "an optimizer's step")
+
+    def send_out(self, params: Iterable[Tensor]) -> None:
+        """Queue the copies out of `params`, which were written, maybe by kernels that move no version counter."""
+        with self._home.entered():
+            written = [entry for p in params if (entry := self.find(p)) is not None and entry.where is Where.ON_DEVICE]
+            for entry in written:
+                entry.host_is_current = False
+            self.window.send_out(written)
+
+    # --- what a watch asks
+
+    def find(self, t: Tensor) -> HostedStorage | None:
+        if t.layout is not torch.strided or not torch._C._has_storage(t):
+            return None
+        try:
+            return self.window.find(t.untyped_storage())
+        except RuntimeError:  # a wrapper of functorch's, which has none
+            return None
+
+    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
+        self._pickled.clear()  # what is done now may write them
+        away = sum(entry.nbytes for entry in entries if entry.where is Where.ON_HOST)
+        if away:
+            self._home.check_readable(f"parameters for {what}", away)
+        with self._home.entered():
+            self.window.use(entries)
+
+    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
+        return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
+
+    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
+        memory = self._pickled.get(id(entry))
+        if memory is None:
+            with self._home.entered():
+                self.window.use([entry])
+            storage = entry.ref()
+            assert storage is not None
+            flat = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
+            memory = self._pickled[id(entry)] = (flat.cpu() if flat.is_cuda else flat.clone()).untyped_storage()
+        return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
+
+    # --- what calls it
+
+    def use_hook(self, use: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+        """Autograd's hook of a use: what it returns is on the device."""
+
+        def used(handle: Any) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                t = use(handle)
+                if self._active and (entry := self.find(t)) is not None:
+                    self.use([entry], "its backward")
+                return t
+
+        return used
+
+    @staticmethod
+    def save_hook(save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """Autograd's hook of a save, which no watch sees."""
+
+        def saved(t: Tensor) -> Any:
+            with torch._C.DisableTorchFunction():
+                return save(t)
+
+        return saved
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        known = self._modules.get(id(module))
+        if known is None or known[0]() is not module:
+            return
+        with torch._C.DisableTorchFunction():
+            self.use([entry for p in known[1] if (entry := self.find(p)) is not None], type(module).__name__)
+
+    def _before_accumulating(self, ref: weakref.ref[nn.Parameter]) -> Callable[[Tensor], None]:
+        def before(grad: Tensor) -> None:
+            with torch._C.DisableTorchFunction():
+                p = ref()
+                if p is not None and p.grad is not None and (entry := self.find(p.grad)) is not None:
+                    self.use([entry], "its accumulation")
+
+        return before
+
+    def _note_gradient(self, p: Tensor) -> None:
+        """Have the gradient of `p`, which was made or added to now, leave."""
+        with torch._C.DisableTorchFunction(), self._home.entered():
+            g = p.grad
+            if g is None or not self._may_leave(g):
+                return
+            storage = g.untyped_storage()
+            entry = self.window.find(storage)
+            if entry is None:
+                if not is_alone(g):
+                    return
+                entry = self.window.add(g, self._keys[id(p)] + 1, is_gradient=True)
+                self._home.recording.hide(storage)
+            self.window.sequence.note(entry.key)
+            self.window.send_out([entry])
+            self.window.make_room(0, keep=())
+
+    def _adopt(self, p: nn.Parameter) -> None:
+        """Have the storage of `p` leave, if it is one that may."""
+        if not self._may_leave(p) or self.window.find(p.untyped_storage()) is not None:
+            return
+        with self._home.entered():
+            entry = self.window.add(p, self._keys[id(p)], is_gradient=False)
+            self.window.free(entry)
+
+    def _may_leave(self, t: Tensor) -> bool:
+        if t.layout is not torch.strided or not torch._C._has_storage(t) or not self._home.device.owns(t):
+            return False
+        storage = t.untyped_storage()
+        return storage.resizable() and storage.nbytes() >= MIN_BYTES
+
+
+def window_bytes(params: Sequence[Tensor], hbm_budget_bytes: int) -> int:
+    """Bytes to set aside for `params` and their gradients. Raises `InfeasibleBudget` where the largest have no room."""
+    storages = {id(s): s for p in params for s in [p.untyped_storage()] if s.nbytes() >= MIN_BYTES}
+    sizes = [allocated_size(storage.nbytes()) for storage in storages.values()]
+    if not sizes:
+        return 0
+    whole = 2 * sum(sizes)
+    least = min(whole, LEAST_STORAGES * max(sizes))
+    window = min(whole, max(least, int(WINDOW_SHARE * hbm_budget_bytes)))
+    if window >= hbm_budget_bytes:
+        raise InfeasibleBudget(
+            f"hbm_budget: expected more than {format_size(window)}, the room for a parameter of {format_size(max(sizes))}, its "
+            f"gradient and what comes next, got {format_size(hbm_budget_bytes)}; raise the budget or split that parameter"
+        )
+    return window
+
+
+__all__ = ["ParameterSwap", "check_parameters", "window_bytes"]

@@ -1,0 +1,196 @@
+"""Sees what Python gives to torch's functions, before they run: what is away comes back first.
+
+    with ParameterWatch(swap): ...      # a torch function mode: it changes no operator, and no formula of autograd
+
+Functions that ask for a shape, or make a view, need no bytes: they run as they are. Those that give away the memory itself, past
+its version counter, are noted, and so are those that write without moving it. Functions for lists are called part by part where
+a list does not fit on the device at once.
+
+It does not see what C++ does by itself: autograd's own uses come through its hooks, and what a module's forward gives to an
+extension is there since that forward began.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from chameleon_mm.hosted import HostedStorage
+
+_NEEDS_NO_BYTES = frozenset((
+    "__hash__", "__len__", "_is_view", "can_cast", "detach", "dim", "element_size", "empty_like", "expand", "expand_as",
+    "full_like", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point",
+    "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "is_tensor", "movedim", "narrow",
+    "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "numel", "ones_like",
+    "permute", "rand_like", "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "result_type", "retain_grad", "select", "size", "squeeze", "storage_offset", "stride", "swapaxes", "t", "transpose",
+    "unsqueeze", "view", "view_as", "zeros_like",
+))  # fmt: skip
+"""Names of functions that read no element of what they are given."""
+
+_GIVES_MEMORY = frozenset((
+    "untyped_storage", "_typed_storage", "storage", "data_ptr", "__dlpack__", "numpy", "__array__", "share_memory_",
+))  # fmt: skip
+"""Names of functions after which somebody may write the memory while no version counter tells."""
+
+_OWN = (
+    "chameleon_mm.adaptive", "chameleon_mm.device", "chameleon_mm.executor", "chameleon_mm.hosted",
+    "chameleon_mm.optimizer_state", "chameleon_mm.parameters", "chameleon_mm.pinned", "chameleon_mm.profiler",
+    "chameleon_mm.saved", "chameleon_mm.session", "chameleon_mm.transfer",
+)  # fmt: skip
+"""Modules that ask what tensors are, and touch no parameter's bytes but through its entry."""
+
+_LISTS = "_foreach_"
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+class Hosts(Protocol):
+    """Whoever knows what is away."""
+
+    def find(self, t: Tensor) -> HostedStorage | None:
+        """Find the entry of the storage that `t` lies in; None: it never leaves."""
+
+    def use(self, entries: Sequence[HostedStorage], what: str) -> None:
+        """Have `entries` on the device, for a function of that name."""
+
+    def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
+        """Whether there is room for all of `entries` at once."""
+
+    def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
+        """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
+
+
+class ParameterWatch(TorchFunctionMode):
+    """Has what a torch function is given on the device before it runs."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__()
+        self._hosts = hosts
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            with self:  # what the backward runs in Python is seen
+                return _backward(*args, **kwargs)
+        if name in _NEEDS_NO_BYTES or name == "__set__":
+            return func(*args, **kwargs)
+        entries = self._entries_of((args, kwargs))
+        if not entries:
+            return func(*args, **kwargs)
+        if name == "__get__":
+            if func == Tensor.data.__get__:  # type: ignore[attr-defined]  # a descriptor, which the stubs have as a tensor
+                entries[0].has_hidden_writers = True
+            return func(*args, **kwargs)
+        if name == "__reduce_ex__" and isinstance(t := args[0], Tensor) and type(t) is Tensor:
+            return func(self._hosts.pickled(t, entries[0]), *args[1:])
+        if name in _GIVES_MEMORY:
+            for entry in entries:
+                entry.has_hidden_writers = True
+        if (name.startswith(_LISTS) or name == _UNSCALE) and not self._hosts.fit_together(entries):
+            parts = list(self._parts(args, kwargs))
+            if len(parts) > 1:
+                return self._in_parts(func, name, parts)
+        return self._call(func, name, args, kwargs, entries)
+
+    def _call(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        entries: Sequence[HostedStorage],
+    ) -> Any:
+        self._hosts.use(entries, name)
+        for entry in self._entries_of(_written_unseen(func, name, args, kwargs)):
+            entry.host_is_current = False
+        return func(*args, **kwargs)
+
+    def _entries_of(self, values: Any) -> list[HostedStorage]:
+        found: dict[int, HostedStorage] = {}
+        find = self._hosts.find
+        stack = [values]
+        while stack:
+            value = stack.pop()
+            if isinstance(value, Tensor):
+                if (entry := find(value)) is not None:
+                    found[id(entry)] = entry
+            elif isinstance(value, (tuple, list)):
+                stack.extend(reversed(value))
+            elif isinstance(value, dict):
+                stack.extend(value.values())
+        return list(found.values())
+
+    # --- lists of tensors
+
+    def _parts(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Arguments of calls that together do what one with `args` does: each list is cut at the same places. One alone where
+        torch may choose its kernels by the whole list."""
+        tensors = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+        length = len(tensors)
+        alike = len({(t.dtype, t.device, t.layout) for t in tensors}) == 1 and all(_is_dense(t) for t in tensors)
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (tuple, list))]
+        if length < 2 or not alike or any(len(one) != length for one in lists):
+            yield tuple(args), kwargs
+            return
+        start = 0
+        while start < length:
+            end = start + 1
+            while end < length and self._hosts.fit_together(self._entries_of(_cut((*args, *kwargs.values()), start, end + 1))):
+                end += 1
+            yield _cut(args, start, end), dict(zip(kwargs, _cut(tuple(kwargs.values()), start, end), strict=True))
+            start = end
+
+    def _in_parts(self, func: Callable[..., Any], name: str, parts: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+        results: list[Any] = []
+        returned = None
+        for args, kwargs in parts:
+            returned = self._call(func, name, args, kwargs, self._entries_of((args, kwargs)))
+            if returned is not None:
+                results.extend(returned)
+        return None if returned is None else type(returned)(results)
+
+
+def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
+    return tuple(value[start:end] if isinstance(value, (tuple, list)) else value for value in values)
+
+
+def _written_unseen(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Those arguments that the call may write without moving their version counters.
+
+    Operators for lists move none under a dispatch mode, fused optimizers none at all; an operator of somebody's own may not.
+    """
+    if isinstance(func, torch._ops.OpOverload):
+        return (args, kwargs) if func._schema.is_mutable else ()
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return (args, kwargs)
+    if "out" in kwargs:
+        return kwargs["out"]
+    if not name.endswith("_") or name.endswith("__"):
+        return ()
+    if name.startswith(_LISTS) or name == _UNSCALE:
+        return (args[:1], kwargs)
+    return (args, kwargs) if any(isinstance(value, (tuple, list)) for value in (*args, *kwargs.values())) else ()
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.layout is torch.strided and t.is_contiguous()
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)

@@ -1,0 +1,226 @@
+"""Keeps parameters and gradients within their share of device memory: what is used is there, what is used last leaves first.
+
+    window = Window(home, limit_bytes=..., first_guess=keys)
+    entry = window.add(p, key, is_gradient=False)      # on the device, and counted
+    window.use([entry, ...])                           # on the device now, ready for compute; the next ones begin to come back
+    window.send_out([entry, ...])                      # copies out are queued; the memory goes when it is needed
+
+Which leaves is decided by the order of uses in the step before (Belady's rule: the one whose next use is furthest), among those
+whose leaving makes nobody wait where there are such.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.device import Stream
+from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
+from chameleon_mm.hosted import Home, HostedStorage, Where
+from chameleon_mm.parameters.use_sequence import UseSequence
+
+_log = logging.getLogger(__name__)
+
+NEXT_USES = 4
+"""Keys used next that leave only where nothing else can: they would have to come back at once."""
+
+MOST_AHEAD = 32
+"""Keys used next that are looked at for prefetches."""
+
+AHEAD_SHARE = 0.5
+"""Share of the limit that prefetched storages may take before they are used."""
+
+
+class Window:
+    """Storages that share `limit_bytes` of device memory. Not thread-safe: the executor's lock is held, but for `settle`."""
+
+    def __init__(self, home: Home, *, limit_bytes: int, first_guess: Iterable[int], note_taken: Callable[[int], None]) -> None:
+        """`first_guess`: keys in the order in which the first step will probably use them. `note_taken(nbytes)` is told of all
+        memory that it allocates."""
+        self._home = home
+        self._note_taken = note_taken
+        self.limit_bytes = limit_bytes
+        self.sequence = UseSequence(first_guess)
+        self._entries: dict[int, HostedStorage] = {}
+        """By the id of the storage."""
+        self._by_key: dict[int, HostedStorage] = {}
+        self._resident_bytes = 0
+        self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
+
+    # --- what there is
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of device memory that its storages have now."""
+        self.settle()
+        return self._resident_bytes
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of device memory that are set aside for its storages: its limit, or what they have where that is more."""
+        return max(self.limit_bytes, self.resident_bytes)
+
+    @property
+    def entries(self) -> list[HostedStorage]:
+        """The storages, in the order in which they were added."""
+        return list(self._entries.values())
+
+    def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
+        """Find the entry of a storage. Keyed by the object, compared by a weak reference: ids are recycled."""
+        entry = self._entries.get(id(storage))
+        return entry if entry is not None and entry.ref() is storage else None
+
+    def add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
+        """Add the storage of `t`, which is on the device, and which the window does not have."""
+        self.settle()
+        number = id(t.untyped_storage())
+        entry = HostedStorage(
+            t,
+            key,
+            self._home.context.streams.current(),
+            self._home.context,
+            self._home.budget,
+            is_gradient=is_gradient,
+            note_resident=self._note_resident,
+            on_death=lambda ref: self._deaths.append((number, ref)),
+        )
+        self._entries[number] = self._by_key[key] = entry
+        self._resident_bytes += entry.charged_bytes
+        return entry
+
+    def settle(self) -> None:
+        """Forget the storages that have died."""
+        while self._deaths:
+            number, ref = self._deaths.popleft()
+            entry = self._entries.get(number)
+            if entry is not None and entry.ref is ref:
+                self.remove(entry, number)
+
+    def remove(self, entry: HostedStorage, number: int) -> None:
+        """Forget an entry: what it has on the device is no longer counted."""
+        del self._entries[number]
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+        if entry.where is not Where.ON_HOST:
+            self._resident_bytes -= entry.charged_bytes
+
+    def _note_resident(self, nbytes: int) -> None:
+        self._resident_bytes += nbytes
+        self._note_taken(max(0, nbytes))
+
+    # --- use
+
+    def use(self, entries: Sequence[HostedStorage]) -> None:
+        """Have `entries` on the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
+        is_new = False
+        for entry in entries:
+            is_new = self.sequence.note(entry.key) or is_new
+        missing = [entry for entry in entries if entry.where is not Where.ON_DEVICE]
+        if not missing and not is_new:
+            return
+        compute = self._home.context.streams.current()
+        if missing:
+            self.make_room(sum(entry.charged_bytes for entry in missing if entry.where is Where.ON_HOST), keep=entries)
+            for entry in missing:
+                entry.swap_in(compute)
+            for entry in missing:
+                entry.arrive(compute)
+        self.prefetch(compute, keep=entries)
+
+    def send_out(self, entries: Iterable[HostedStorage]) -> None:
+        """Queue the copies out of `entries`, as far as the host takes them, where not everything fits. They are on the device
+        until their memory is needed."""
+        if self._fits_whole():
+            return
+        for entry in entries:
+            if entry.where is Where.ON_DEVICE:
+                entry.note_writes()
+                if not entry.host_is_current:
+                    self._swap_out(entry)
+
+    def _fits_whole(self) -> bool:
+        return sum(entry.charged_bytes for entry in self._entries.values()) <= self.limit_bytes
+
+    def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
+        """Free what is used last until `nbytes` more fit, or nothing is left but `keep`."""
+        self.settle()
+        kept = {id(entry) for entry in keep}
+        near = set(islice(self.sequence.upcoming(), NEXT_USES))
+        while self._resident_bytes + nbytes > self.limit_bytes:
+            choices = [
+                entry
+                for entry in self._entries.values()
+                if entry.where is not Where.ON_HOST and id(entry) not in kept and not entry.is_refused
+            ]
+            if not choices:
+                return
+            self.free(
+                min(choices, key=lambda entry: (entry.key in near, self._cost(entry), -self.sequence.distance(entry.key)))
+            )
+
+    def _cost(self, entry: HostedStorage) -> int:
+        """Rank of what its leaving costs now: nothing, a wait for a copy that is on its way, a whole copy."""
+        if entry.where is Where.COMING:
+            return 3
+        if entry.where is Where.LEAVING:
+            return 0 if entry.is_copied else 1
+        entry.note_writes()
+        return 0 if entry.host_is_current else 2
+
+    def free(self, entry: HostedStorage) -> None:
+        """Free the device memory of `entry`, behind a copy out where one is needed."""
+        entry.arrive(self._home.context.streams.current())
+        if entry.where is Where.ON_DEVICE:
+            entry.note_writes()
+            self._swap_out(entry)
+        if entry.where is Where.LEAVING:
+            entry.reclaim()
+
+    def _swap_out(self, entry: HostedStorage) -> None:
+        try:
+            entry.swap_out()
+        except (HostMemoryExhausted, TransferFailed) as refusal:
+            entry.is_refused = True
+            self._home.context.metrics.totals.fallbacks += 1
+            _log.warning("chameleon_mm: %s of %d bytes stay on the device: %s", entry.what, entry.nbytes, str(refusal))
+
+    def prefetch(self, compute: Stream, *, keep: Collection[HostedStorage]) -> None:
+        """Queue the copies back of what is used next, into memory that is free or is freed without a wait."""
+        self.settle()
+        ahead_bytes = sum(entry.charged_bytes for entry in self._entries.values() if entry.where is Where.COMING)
+        for key in islice(self.sequence.upcoming(), MOST_AHEAD):
+            entry = self._by_key.get(key)
+            if entry is None or entry.where is not Where.ON_HOST or entry.ref() is None:
+                continue
+            ahead_bytes += entry.charged_bytes
+            if ahead_bytes > self.limit_bytes * AHEAD_SHARE or not self._room_was_made_for(entry, keep):
+                return
+            try:
+                entry.swap_in(compute)
+            except (torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
+                return
+
+    def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
+        """Free without a wait what is used later than `wanted`, until that fits. Returns whether it does."""
+        until = self.sequence.distance(wanted.key)
+        kept = {id(entry) for entry in keep}
+        while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
+            choices = [
+                (distance, entry)
+                for entry in self._entries.values()
+                if entry.where in (Where.ON_DEVICE, Where.LEAVING)
+                and id(entry) not in kept
+                and not entry.is_refused
+                and (distance := self.sequence.distance(entry.key)) > until
+                and self._cost(entry) == 0
+            ]
+            if not choices:
+                return False
+            self.free(max(choices, key=lambda choice: choice[0])[1])
+        return True

@@ -2,9 +2,9 @@
 
     with ParameterWatch(swap): ...      # a torch function mode: it changes no operator, and no formula of autograd
 
-Functions that ask for a shape, or make a view, need no bytes: they run as they are. Those that give away the memory itself, past
-its version counter, are noted, and so are those that write without moving it. Functions for lists are called part by part where
-a list does not fit on the device at once.
+Functions that ask for a shape, or make a view, need no bytes: they run as they are. Those that give away the memory itself,
+past its version counter, are noted, and so are those that write without moving it. Functions for lists are called part by
+part where a list does not fit on the device at once.
 
 It does not see what C++ does by itself: autograd's own uses come through its hooks, and what a module's forward gives to an
 extension is there since that forward began.

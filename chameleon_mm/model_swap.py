@@ -51,11 +51,19 @@ class ModelSwap:
 
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
         """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
-        if self._model is not None and self._beside is not None:
-            self._parameters = ParameterSwap(executor, self._model, self._beside, hbm_budget_bytes=hbm_budget_bytes)
         if self._optimizer is not None:
             bucket_bytes = min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))
-            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes, parameters=self._parameters)
+            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes)
+        if self._model is not None and self._beside is not None:
+            self._parameters = ParameterSwap(
+                executor,
+                self._model,
+                self._beside,
+                hbm_budget_bytes=hbm_budget_bytes,
+                other_movable_bytes=self.movable_bytes,
+            )
+            if self._state is not None:
+                self._state.parameters = self._parameters
 
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
@@ -67,7 +75,9 @@ class ModelSwap:
 
     def is_hidden(self, storage: torch.UntypedStorage) -> bool:
         """Whether the memory of `storage` is no part of what an executor plans."""
-        return self._parameters is not None and self._parameters.window.find(storage) is not None
+        if self._parameters is not None and self._parameters.window.find(storage) is not None:
+            return True
+        return self._state is not None and self._state.is_state(storage)
 
     @property
     def movable_bytes(self) -> int:

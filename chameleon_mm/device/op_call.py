@@ -76,7 +76,9 @@ class OpCall:
         return self.out
 
     def read(self) -> list[Tensor]:
-        """Tensors that the operator reads: not those that it only overwrites."""
+        """Tensors that the operator reads: not those that it only overwrites, or whose shape it asks for."""
+        if self.facts.asks_for_shape:
+            return []
         if self.facts.overwrites:
             return [t for key, t in self.inputs.items() if key not in self.mutated]
         return list(self.inputs.values())

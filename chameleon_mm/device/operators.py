@@ -55,6 +55,12 @@ _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new
 _NO_KERNEL = _UNINITIALISED | {"set_", "resize_", "resize_as_", "_unsafe_view", "lift", "detach"}
 """Operators that launch nothing, besides the views, which their schemas tell."""
 
+_ASKS_FOR_SHAPE = {
+    "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
+}  # fmt: skip
+"""Operators that make a tensor like the one that they are given, and read nothing of it."""
+
 _OVERWRITES = {
     "fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_",
     "_foreach_zero_", "_foreach_copy_",
@@ -135,6 +141,8 @@ class OpFacts:
     """Whether it only asks what a tensor is: nothing runs, and nothing is made."""
     uninitialised: bool = False
     copies: bool = False
+    asks_for_shape: bool = False
+    """Whether it reads no element of what it is given."""
     gathers: bool = False
     host_reads: bool = False
     in_place: bool = False
@@ -213,6 +221,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
         question=not composite and not runs,
         uninitialised=name in _UNINITIALISED,
         copies=name in _COPIES,
+        asks_for_shape=name in _ASKS_FOR_SHAPE,
         gathers=name in _GATHERS,
         host_reads=name in _HOST_READS,
         in_place=bool(written) and all(a is not None for a in aliases),

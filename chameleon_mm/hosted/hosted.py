@@ -54,6 +54,8 @@ class Hosted(ABC):
         """The host copy: kept for as long as this lives, since the next copy out has its size."""
         self._out: Move | None = None
         self._in: Move | None = None
+        self._last: Move | None = None
+        """The copy that was queued last, either way."""
 
     # --- what holds it
 
@@ -93,7 +95,7 @@ class Hosted(ABC):
             out = self._context.transfer.swap_out(self._block.buffer, flat_bytes(storage), after)
         if out.failed:
             raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self._out = out
+        self._out = self._last = out
         self._count(out=self.nbytes)
         self.host_is_current = True
         self.where = Where.LEAVING
@@ -177,7 +179,7 @@ class Hosted(ABC):
         if back.failed:
             self._free()
             raise TransferFailed(f"{self.what} of {self.nbytes} bytes could not be swapped in; it stays on the host")
-        self._in = back
+        self._in = self._last = back
         self._count(back=self.nbytes)
         self.where = Where.COMING
 
@@ -201,5 +203,4 @@ class Hosted(ABC):
         # A reclaim queue holds one whose device memory is still read; what comes back is waited for by whoever had it come.
         if self._block is None or sys.is_finalizing():
             return
-        last = self._in if self._in is not None and self._in.done is not None else self._out
-        self._block.release(after=None if last is None else last.done)  # Note [Host block]
+        self._block.release(after=None if self._last is None else self._last.done)  # Note [Host block]

@@ -71,14 +71,27 @@ class HostedStorage(Hosted):
         """Bytes that the allocator counts for it."""
         return allocated_size(self.nbytes)
 
+    @property
+    def is_resizable(self) -> bool:
+        """Whether its memory may be freed under whoever has it."""
+        return self._storage_on_device().resizable()
+
     def note_writes(self) -> None:
         """Note whether it was written since the host got its bytes. Called before it leaves."""
         t = self._tensor()
-        if t is None or t._version != self._version or self.has_hidden_writers:
+        if t is None or t.untyped_storage() is not self._storage_on_device():
+            self.host_is_current = False  # nobody is known whose counter tells
+            return
+        if t._version != self._version or self.has_hidden_writers:
             self.host_is_current = False
-        if t is not None:
-            self._version = t._version
-            self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
+        self._version = t._version
+        self.has_hidden_writers = self.has_hidden_writers and not is_alone(t)
+
+    def follow(self, t: Tensor) -> None:
+        """Have `t`, which lies in it now, tell of writes from now on. Those until now are taken to be some."""
+        if self._tensor() is not t:
+            self.host_is_current = False
+            self._tensor, self._version = weakref.ref(t), t._version
 
     # --- what swapping asks
 

@@ -24,6 +24,11 @@ class HostedTensor(Hosted):
         self._device = t.device
         self._budget = budget
 
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        """Its storage; None: it is on the host."""
+        return self._storage
+
     def tensor(self, compute: Stream) -> Tensor:
         """The tensor, which was queued to come back if it was away, ready for `compute`. Raises `TransferFailed`."""
         self.arrive(compute)

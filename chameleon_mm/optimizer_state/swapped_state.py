@@ -78,6 +78,7 @@ class SwappedState(dict[Any, Any]):
         for value in dict.values(self):
             if isinstance(value, HostedTensor):
                 value.swap_in(compute)
+                self._home.note_on_device(value)
 
     def arrive(self, compute: Stream) -> None:
         """Have all of it on the device, ready for `compute`, under the executor's lock. Raises as `swap_in` does; what came
@@ -101,6 +102,7 @@ class SwappedState(dict[Any, Any]):
             home.context.metrics.totals.fallbacks += 1
             return t
         self._hosted[key] = hosted
+        home.note_leaving(hosted)
         home.budget.reclaim.add(hosted)
         return hosted
 

@@ -75,9 +75,9 @@ class OptimizerSwap:
         *,
         bucket_bytes: int = BUCKET_BYTES,
         min_bytes: int = MIN_BYTES,
-        parameters: SwappedParameters | None = None,
     ) -> None:
-        self._parameters = parameters
+        self.parameters: SwappedParameters | None = None
+        """Whoever swaps the parameters; None: they stay."""
         self._optimizer = optimizer
         self._home = StateHome(executor, min_bytes=min_bytes)
         self._bucket_bytes = bucket_bytes
@@ -132,6 +132,10 @@ class OptimizerSwap:
                 format_size(on_host),
             )
 
+    def is_state(self, storage: torch.UntypedStorage) -> bool:
+        """Whether state came back into `storage`, to leave again."""
+        return self._home.is_state(storage)
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of state that is on the device now and may leave."""
@@ -151,14 +155,24 @@ class OptimizerSwap:
             with torch.enable_grad():
                 loss = closure()
         buckets = buckets_of(self._optimizer, self._state_bytes, self._bucket_bytes)
+        left_bytes = 0
         for i, bucket in enumerate(buckets):
+            self._reclaim_but(left_bytes)
             self._arrive(bucket.params)
             if i + 1 < len(buckets):
                 self._prefetch(buckets[i + 1].params)
             with alone(self._optimizer, bucket):
                 raw(self._optimizer)
-            self._leave(bucket.params)
+            left_bytes = self._leave(bucket.params)
         return loss
+
+    def _reclaim_but(self, nbytes: int) -> None:
+        """Reclaim what is on its way out, but for the `nbytes` of the bucket that left last: their copies may take until the
+        next one is stepped. Memory is read anew: no hook of autograd's has done so since the backward."""
+        with self._home.entered():
+            budget = self._home.budget
+            budget.reclaim.reclaim_until(lambda: budget.reclaim.pending_bytes <= nbytes)
+            budget.allocated_bytes()
 
     def _step_whole(self, raw: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Step all parameters at once: all state comes back first."""
@@ -188,28 +202,31 @@ class OptimizerSwap:
 
     def _arrive(self, params: list[Any]) -> None:
         """Have the state of `params` on the device, and themselves. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
-        if self._parameters is not None:
-            self._parameters.bring(params)
+        if self.parameters is not None:
+            self.parameters.bring(params)
         states = [state for state in self._states(params) if state.away_bytes]
         if states:
             with self._home.entered() as compute:
                 for state in states:
                     state.arrive(compute)
 
-    def _leave(self, params: list[Any]) -> None:
-        """Have the state of `params` leave, which may be new, and themselves."""
-        if self._parameters is not None:
-            self._parameters.send_out(params)
-        all_state = self._optimizer.state
+    def _leave(self, params: list[Any]) -> int:
+        """Have the state of `params` leave, which may be new, and themselves. Returns the bytes of state that began to."""
+        if self.parameters is not None:
+            self.parameters.send_out(params)
+        all_state, reclaim = self._optimizer.state, self._home.budget.reclaim
         with self._home.entered():
+            before = reclaim.pending_bytes
             for p in params:
                 state = all_state.get(p)
                 if type(state) is dict and state:
                     state = all_state[p] = SwappedState(state, self._home)
                 if isinstance(state, SwappedState):
                     state.leave()
+            leaving_bytes = reclaim.pending_bytes - before
             self._home.context.transfer.hand_over()
-            self._home.budget.reclaim.reclaim_complete()
+            reclaim.reclaim_complete()
+        return leaving_bytes
 
 
 def _as_plain(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

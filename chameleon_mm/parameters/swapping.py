@@ -35,8 +35,8 @@ MIN_BYTES = 64 * KIB
 """Bytes from which a storage leaves: smaller ones are a small part of all, and cost a copy each."""
 
 WINDOW_SHARE = 0.4
-"""Share of the budget that parameters and gradients may take together, where they do not all fit: the rest is for activations,
-optimizer state and what operators hold."""
+"""Share that parameters and gradients may take together, where they do not all fit, of what the budget leaves beside what never
+moves: the rest is for activations, optimizer state and what operators hold."""
 
 LEAST_STORAGES = 3
 """Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
@@ -70,7 +70,16 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
 class ParameterSwap:
     """Keeps the parameters of one model, and their gradients, within a share of a session's budget."""
 
-    def __init__(self, executor: Executor, model: nn.Module, beside: DeviceBesideWindow, *, hbm_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        model: nn.Module,
+        beside: DeviceBesideWindow,
+        *,
+        hbm_budget_bytes: int,
+        other_movable_bytes: int,
+    ) -> None:
+        """`other_movable_bytes`: what else is on the device and will leave. Raises `InfeasibleBudget`."""
         self._executor = executor
         self._home = Home(executor)
         self._model = model
@@ -79,9 +88,10 @@ class ParameterSwap:
         keys = [self._keys[id(p)] for p in self._params]
         gradients = [key + 1 for key in keys]
         guess = [*keys, *reversed(keys), *(key for pair in zip(keys, gradients, strict=True) for key in pair)]
+        fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
         self.window = Window(
             self._home,
-            limit_bytes=window_bytes(self._params, hbm_budget_bytes),
+            limit_bytes=window_bytes(self._params, hbm_budget_bytes, fixed_bytes),
             first_guess=guess,
             note_taken=beside.note_taken,
         )
@@ -131,6 +141,7 @@ class ParameterSwap:
                 except (torch.OutOfMemoryError, TransferFailed):
                     on_host += self._to_host_memory(entry)
         self._active = False
+        self.window.clear()
         if on_host:
             _log.warning(
                 "chameleon_mm: %s of parameters and gradients do not fit on the device and are in host memory now; use the "
@@ -157,23 +168,24 @@ class ParameterSwap:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of parameters that are on the device now and may leave."""
-        storages = {id(s): s for p in self._params if self._may_leave(p) for s in [p.untyped_storage()]}
+        """Bytes of parameters and gradients that are on the device now and may leave."""
+        tensors = [t for p in self._params for t in (p, p.grad) if t is not None and self._may_leave(t)]
+        storages = {id(s): s for t in tensors for s in [t.untyped_storage()]}
         return sum(allocated_size(storage.nbytes()) for storage in storages.values())
 
     # --- steps
 
     def begin_step(self) -> None:
-        """Begin a step: parameters that were replaced since the last one leave as well."""
+        """Begin a step: what was replaced since the last one leaves as well."""
         with torch._C.DisableTorchFunction():
             for p in self._params:
-                if self.window.find(p.untyped_storage()) is None:
-                    self._adopt(p)
+                self._adopt(p)
         self.window.sequence.begin_step()
 
     def end_step(self, *, completed: bool) -> None:
         """End the step; the next is expected to use parameters as this one did if it `completed`."""
         self.window.sequence.end_step(completed=completed)
+        self.window.leave_node()
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
             for entry in self.window.entries:
                 if entry.where is Where.COMING and entry.is_gradient:
@@ -210,6 +222,12 @@ class ParameterSwap:
         with self._home.entered():
             self.window.use(entries)
 
+    def _use_by_node(self, entry: HostedStorage) -> None:
+        if entry.where is Where.ON_HOST:
+            self._home.check_readable("parameters for a backward", entry.nbytes)
+        with self._home.entered():
+            self.window.use_by(torch._C._current_autograd_node(), entry)
+
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
@@ -233,7 +251,7 @@ class ParameterSwap:
             with torch._C.DisableTorchFunction():
                 t = use(handle)
                 if self._active and (entry := self.find(t)) is not None:
-                    self.use([entry], "its backward")
+                    self._use_by_node(entry)
                 return t
 
         return used
@@ -260,34 +278,39 @@ class ParameterSwap:
             with torch._C.DisableTorchFunction():
                 p = ref()
                 if p is not None and p.grad is not None and (entry := self.find(p.grad)) is not None:
-                    self.use([entry], "its accumulation")
+                    self._use_by_node(entry)
 
         return before
 
     def _note_gradient(self, p: Tensor) -> None:
         """Have the gradient of `p`, which was made or added to now, leave."""
         with torch._C.DisableTorchFunction(), self._home.entered():
-            g = p.grad
-            if g is None or not self._may_leave(g):
-                return
-            storage = g.untyped_storage()
-            entry = self.window.find(storage)
-            if entry is None:
-                if not is_alone(g):
-                    return
-                entry = self.window.add(g, self._keys[id(p)] + 1, is_gradient=True)
-                self._home.recording.hide(storage)
-            self.window.sequence.note(entry.key)
-            self.window.send_out([entry])
-            self.window.make_room(0, keep=())
+            entry = self._entry_of_gradient(p)
+            if entry is not None:
+                self.window.sequence.note(entry.key)
+                self.window.send_out([entry])
+                self.window.make_room(0, keep=())
+
+    def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
+        """The entry of the gradient of `p`, made where there is none; None: there is no gradient that may leave."""
+        g = p.grad
+        if g is None or (entry := self.find(g)) is not None or not self._may_leave(g) or not is_alone(g):
+            return None if g is None else entry
+        self._home.recording.hide(g.untyped_storage())
+        return self.window.add(g, self._keys[id(p)] + 1, is_gradient=True)
 
     def _adopt(self, p: nn.Parameter) -> None:
-        """Have the storage of `p` leave, if it is one that may."""
-        if not self._may_leave(p) or self.window.find(p.untyped_storage()) is not None:
-            return
-        with self._home.entered():
-            entry = self.window.add(p, self._keys[id(p)], is_gradient=False)
-            self.window.free(entry)
+        """Have the storages of `p` and of its gradient leave, if they are new and may."""
+        entry = self.find(p)
+        if entry is not None:
+            entry.follow(p)
+        elif self._may_leave(p):
+            with self._home.entered():
+                self.window.free(self.window.add(p, self._keys[id(p)], is_gradient=False))
+        if p.grad is not None and self.find(p.grad) is None:
+            with self._home.entered():
+                if (entry := self._entry_of_gradient(p)) is not None:
+                    self.window.free(entry)
 
     def _may_leave(self, t: Tensor) -> bool:
         if t.layout is not torch.strided or not torch._C._has_storage(t) or not self._home.device.owns(t):
@@ -296,19 +319,23 @@ class ParameterSwap:
         return storage.resizable() and storage.nbytes() >= MIN_BYTES
 
 
-def window_bytes(params: Sequence[Tensor], hbm_budget_bytes: int) -> int:
-    """Bytes to set aside for `params` and their gradients. Raises `InfeasibleBudget` where the largest have no room."""
+def window_bytes(params: Sequence[Tensor], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
+    """Bytes to set aside for `params` and their gradients beside `fixed_bytes` that never move. Raises `InfeasibleBudget` where
+    the largest have no room."""
     storages = {id(s): s for p in params for s in [p.untyped_storage()] if s.nbytes() >= MIN_BYTES}
     sizes = [allocated_size(storage.nbytes()) for storage in storages.values()]
     if not sizes:
         return 0
     whole = 2 * sum(sizes)
     least = min(whole, LEAST_STORAGES * max(sizes))
-    window = min(whole, max(least, int(WINDOW_SHARE * hbm_budget_bytes)))
-    if window >= hbm_budget_bytes:
+    window = min(whole, max(least, int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
+    if window + fixed_bytes >= hbm_budget_bytes:
+        beside = f", beside {format_size(fixed_bytes)} that never move" if fixed_bytes else ""
         raise InfeasibleBudget(
-            f"hbm_budget: expected more than {format_size(window)}, the room for a parameter of {format_size(max(sizes))}, its "
-            f"gradient and what comes next, got {format_size(hbm_budget_bytes)}; raise the budget or split that parameter"
+            f"hbm_budget: expected more than {format_size(window + fixed_bytes)}, the room for a parameter of "
+            f"{format_size(max(sizes))}, its gradient and what comes next{beside}, got {format_size(hbm_budget_bytes)}; raise "
+            f"the budget or split that parameter",
+            smallest_bytes=window + fixed_bytes + 1,
         )
     return window
 

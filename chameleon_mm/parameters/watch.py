@@ -13,6 +13,7 @@ extension is there since that forward began.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -23,15 +24,14 @@ from torch.overrides import TorchFunctionMode
 from chameleon_mm.hosted import HostedStorage
 
 _NEEDS_NO_BYTES = frozenset((
-    "__hash__", "__len__", "_is_view", "can_cast", "detach", "dim", "element_size", "empty_like", "expand", "expand_as",
-    "full_like", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point",
-    "is_inference", "is_neg", "is_pinned", "is_same_size", "is_shared", "is_signed", "is_tensor", "movedim", "narrow",
-    "ndimension", "nelement", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "numel", "ones_like",
-    "permute", "rand_like", "randn_like", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
-    "result_type", "retain_grad", "select", "size", "squeeze", "storage_offset", "stride", "swapaxes", "t", "transpose",
-    "unsqueeze", "view", "view_as", "zeros_like",
+    "__hash__", "__len__", "_is_view", "can_cast", "detach", "dim", "element_size", "empty_like", "full_like", "get_device",
+    "has_names", "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg",
+    "is_pinned", "is_same_size", "is_shared", "is_signed", "is_tensor", "ndimension", "nelement", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "numel", "ones_like", "rand_like", "randn_like",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "result_type", "retain_grad", "size",
+    "storage_offset", "stride", "view", "view_as", "zeros_like",
 ))  # fmt: skip
-"""Names of functions that read no element of what they are given."""
+"""Names of functions that read no element of what they are given. Most views are none: torch checks memory."""
 
 _GIVES_MEMORY = frozenset((
     "untyped_storage", "_typed_storage", "storage", "data_ptr", "__dlpack__", "numpy", "__array__", "share_memory_",
@@ -73,15 +73,15 @@ class ParameterWatch(TorchFunctionMode):
         self._hosts = hosts
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], kinds: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if func is Tensor.backward:
-            with self:  # what the backward runs in Python is seen
-                return _backward(*args, **kwargs)
+        if func in _BACKWARD:
+            with self:  # what a backward runs in Python is seen
+                return _BACKWARD[func](*args, **kwargs)
         if name in _NEEDS_NO_BYTES or name == "__set__":
             return func(*args, **kwargs)
         entries = self._entries_of((args, kwargs))
@@ -193,4 +193,24 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+    _run_backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _for_modes_too(function: Any) -> Any:
+    """A copy of one of torch's Python functions that does not ask torch function modes first: it may run under one."""
+    asks = {name: (lambda *tensors: False) for name in function.__code__.co_names if name.startswith("has_torch_function")}
+    copied = types.FunctionType(
+        function.__code__, {**function.__globals__, **asks}, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_run_backward = _for_modes_too(torch.autograd.backward)
+
+_BACKWARD: dict[Any, Callable[..., Any]] = {
+    Tensor.backward: _backward,
+    torch.autograd.backward: _run_backward,
+    torch.autograd.grad: _for_modes_too(torch.autograd.grad),
+}
+"""Functions that run a graph, each by what runs it under a mode."""

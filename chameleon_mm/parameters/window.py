@@ -52,6 +52,9 @@ class Window:
         self._by_key: dict[int, HostedStorage] = {}
         self._resident_bytes = 0
         self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()
+        self._node: object = None
+        self._of_node: list[HostedStorage] = []
+        """Entries that an operator of autograd's, `_node`, was given: it runs once it has all, and past any watch."""
 
     # --- what there is
 
@@ -69,6 +72,7 @@ class Window:
     @property
     def entries(self) -> list[HostedStorage]:
         """The storages, in the order in which they were added."""
+        self.settle()
         return list(self._entries.values())
 
     def find(self, storage: torch.UntypedStorage) -> HostedStorage | None:
@@ -102,6 +106,13 @@ class Window:
             if entry is not None and entry.ref is ref:
                 self.remove(entry, number)
 
+    def clear(self) -> None:
+        """Forget all entries, and with them their memory on the host: what they were over is where it is now."""
+        self._entries.clear()
+        self._by_key.clear()
+        self.leave_node()
+        self._resident_bytes = 0
+
     def remove(self, entry: HostedStorage, number: int) -> None:
         """Forget an entry: what it has on the device is no longer counted."""
         del self._entries[number]
@@ -115,6 +126,17 @@ class Window:
         self._note_taken(max(0, nbytes))
 
     # --- use
+
+    def use_by(self, node: object, entry: HostedStorage) -> None:
+        """Have `entry` on the device for the operator of autograd's that runs now, beside what it was given already."""
+        if node is not self._node:
+            self._node, self._of_node = node, []
+        self._of_node.append(entry)
+        self.use(self._of_node)
+
+    def leave_node(self) -> None:
+        """Note that no operator of autograd's runs any more."""
+        self._node, self._of_node = None, []
 
     def use(self, entries: Sequence[HostedStorage]) -> None:
         """Have `entries` on the device, ready for compute. Raises `torch.OutOfMemoryError` and `TransferFailed`."""
@@ -150,7 +172,7 @@ class Window:
     def make_room(self, nbytes: int, *, keep: Collection[HostedStorage]) -> None:
         """Free what is used last until `nbytes` more fit, or nothing is left but `keep`."""
         self.settle()
-        kept = {id(entry) for entry in keep}
+        kept = {id(entry) for entry in (*keep, *self._of_node)}
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
         while self._resident_bytes + nbytes > self.limit_bytes:
             choices = [
@@ -174,8 +196,13 @@ class Window:
         return 0 if entry.host_is_current else 2
 
     def free(self, entry: HostedStorage) -> None:
-        """Free the device memory of `entry`, behind a copy out where one is needed."""
-        entry.arrive(self._home.context.streams.current())
+        """Free the device memory of `entry`, behind a copy out where one is needed. What may not be resized stays."""
+        compute = self._home.context.streams.current()
+        entry.arrive(compute)
+        if not entry.is_resizable:  # somebody has its memory, as an array of NumPy's
+            entry.swap_in(compute)
+            entry.is_refused = True
+            return
         if entry.where is Where.ON_DEVICE:
             entry.note_writes()
             self._swap_out(entry)
@@ -209,7 +236,7 @@ class Window:
     def _room_was_made_for(self, wanted: HostedStorage, keep: Collection[HostedStorage]) -> bool:
         """Free without a wait what is used later than `wanted`, until that fits. Returns whether it does."""
         until = self.sequence.distance(wanted.key)
-        kept = {id(entry) for entry in keep}
+        kept = {id(entry) for entry in (*keep, *self._of_node)}
         while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
             choices = [
                 (distance, entry)

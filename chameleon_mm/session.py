@@ -195,6 +195,8 @@ class SwapSession:
         try:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
             self._executor.leave_recorders()
+            if self._peak is not None and not sys.is_finalizing():
+                self._peak.end()  # what comes back as the session ends is no part of what it promised
             # Then at once: hooks must not outlive the block, whatever state it is left in. A thread that ended took its own.
             if self._thread is here:
                 self._stack.__exit__(kind, error, trace)
@@ -202,7 +204,6 @@ class SwapSession:
             try:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
             finally:
-                self._note_peak()
                 self._to(Phase.CLOSED)
         if error is None:
             if (problem := self._problem()) is not None and (self._steps_begun or self._executor.hook_counts.saves_between):

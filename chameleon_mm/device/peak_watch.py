@@ -2,6 +2,7 @@
 
     watch = PeakWatch(device)       # the stretch begins
     watch.note()                    # often: a reset of the device's peak is seen only so
+    watch.end()
     watch.peak(seen_bytes)          # at least, at most
 
 A device tells its peak since the process began or somebody reset it. A peak that the process reached before says nothing of the
@@ -32,10 +33,17 @@ class PeakWatch:
         self._device = device
         self._before_bytes = self._last_bytes = device.peak_allocated_bytes()
         self._most_bytes = device.allocated_bytes()
-        self._was_reset = False
+        self._was_reset = self._is_over = False
+
+    def end(self) -> None:
+        """End the stretch: what comes later is no part of it."""
+        self.note()
+        self._is_over = True
 
     def note(self) -> None:
         """Read the device's peak."""
+        if self._is_over:
+            return
         now = self._device.peak_allocated_bytes()
         if now < self._last_bytes:
             # Somebody reset it: what is told from here on is of this stretch alone, and what there was before that is lost.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -99,6 +100,7 @@ class ParameterSwap:
         beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
         self._handles: list[RemovableHandle] = []
         self._active = False
+        self._save: Callable[[Tensor], Any] | None = None
         self._pickled: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._modules: dict[int, tuple[weakref.ref[nn.Module], list[nn.Parameter]]] = {}
 
@@ -231,6 +233,20 @@ class ParameterSwap:
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
+    def sees_saves(self) -> bool:
+        hooks: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] is self._save
+
+    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+        def use(gradients: Sequence[Tensor]) -> None:
+            with torch._C.DisableTorchFunction():
+                for entry in entries:
+                    if self._active and entry.ref() is not None:
+                        self._use_by_node(entry)
+
+        for node in nodes:
+            node.register_prehook(use)
+
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
         memory = self._pickled.get(id(entry))
         if memory is None:
@@ -256,14 +272,14 @@ class ParameterSwap:
 
         return used
 
-    @staticmethod
-    def save_hook(save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    def save_hook(self, save: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Autograd's hook of a save, which no watch sees."""
 
         def saved(t: Tensor) -> Any:
             with torch._C.DisableTorchFunction():
                 return save(t)
 
+        self._save = saved
         return saved
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

@@ -6,8 +6,9 @@ Functions that ask for a shape, or make a view, need no bytes: they run as they 
 past its version counter, are noted, and so are those that write without moving it. Functions for lists are called part by
 part where a list does not fit on the device at once.
 
-It does not see what C++ does by itself: autograd's own uses come through its hooks, and what a module's forward gives to an
-extension is there since that forward began.
+It does not see what C++ does by itself: autograd's own uses come through its hooks; where those are somebody else's, such as
+a checkpoint's, the operators of autograd that a function made bring what the function was given. What a module's forward gives
+to an extension is there since that forward began.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from chameleon_mm.hosted import HostedStorage
@@ -60,6 +62,12 @@ class Hosts(Protocol):
 
     def fit_together(self, entries: Sequence[HostedStorage]) -> bool:
         """Whether there is room for all of `entries` at once."""
+
+    def sees_saves(self) -> bool:
+        """Whether autograd tells it of what is saved now, and of its use."""
+
+    def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:
+        """Have `entries` on the device whenever one of `nodes` runs."""
 
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
         """A copy of `t` in ordinary host memory, in a storage that all tensors over the same one share."""
@@ -113,7 +121,12 @@ class ParameterWatch(TorchFunctionMode):
         self._hosts.use(entries, name)
         for entry in self._entries_of(_written_unseen(func, name, args, kwargs)):
             entry.host_is_current = False
-        return func(*args, **kwargs)
+        if self._hosts.sees_saves() or not torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        begin = torch._C._autograd._get_sequence_nr()
+        out = func(*args, **kwargs)
+        self._hosts.use_at(_nodes_since(begin, out), entries)
+        return out
 
     def _entries_of(self, values: Any) -> list[HostedStorage]:
         found: dict[int, HostedStorage] = {}
@@ -162,6 +175,20 @@ class ParameterWatch(TorchFunctionMode):
 
 def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
     return tuple(value[start:end] if isinstance(value, (tuple, list)) else value for value in values)
+
+
+def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
+    """The nodes that lead to `out` and were made since the sequence number `begin`."""
+    outs = out if isinstance(out, (tuple, list)) else (out,)
+    stack = [t.grad_fn for t in outs if isinstance(t, Tensor)]
+    known = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in known or node.name().endswith("AccumulateGrad") or node._sequence_nr() < begin:
+            continue
+        known.add(node)
+        yield node
+        stack.extend(before for before, _ in node.next_functions)
 
 
 def _written_unseen(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

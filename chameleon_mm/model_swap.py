@@ -9,8 +9,8 @@ swap.attach(stack); swap.begin_step(); swap.end_step(completed=True)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,8 +52,7 @@ class ModelSwap:
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
         """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
         if self._optimizer is not None:
-            bucket_bytes = min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))
-            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes)
+            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=_bucket_bytes(hbm_budget_bytes))
         if self._model is not None and self._beside is not None:
             self._parameters = ParameterSwap(
                 executor,
@@ -64,6 +63,21 @@ class ModelSwap:
             )
             if self._state is not None:
                 self._state.parameters = self._parameters
+
+    @contextmanager
+    def changing_budget(self, hbm_budget_bytes: int) -> Iterator[int]:
+        """Context in which an executor's budget is changed: gives the one for it. Where that raises, nothing is changed here.
+
+        Raises `InfeasibleBudget` for one below what parameters need.
+        """
+        if self._parameters is None:
+            yield hbm_budget_bytes
+        else:
+            limit_bytes = self._parameters.window_bytes(hbm_budget_bytes)
+            yield self._parameters.window.beside_bytes(hbm_budget_bytes, limit_bytes)
+            self._parameters.change_window(limit_bytes)
+        if self._state is not None:
+            self._state.bucket_bytes = _bucket_bytes(hbm_budget_bytes)
 
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
@@ -85,10 +99,9 @@ class ModelSwap:
         state = 0 if self._state is None else self._state.resident_bytes
         return state + (0 if self._parameters is None else self._parameters.resident_bytes)
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes that are set aside for parameters and gradients."""
-        return 0 if self._parameters is None else self._parameters.window.limit_bytes
+    def window_bytes(self, hbm_budget_bytes: int) -> int:
+        """Bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
+        return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left: everything is back on the device then."""
@@ -107,3 +120,7 @@ class ModelSwap:
         """End the step."""
         if self._parameters is not None:
             self._parameters.end_step(completed=completed)
+
+
+def _bucket_bytes(hbm_budget_bytes: int) -> int:
+    return min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))

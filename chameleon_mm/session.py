@@ -295,7 +295,8 @@ class SwapSession:
         self._expect_between_steps("hbm_budget")
         if self._phase is Phase.OPEN:
             self._check_budget(nbytes)
-        self._executor.change_budget(nbytes, must_fit=True)
+        with self._model_swap.changing_budget(nbytes) as beside_bytes:
+            self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
         self._runner = None
         if self._phase is Phase.OPEN:
@@ -392,7 +393,7 @@ class SwapSession:
             hbm_budget_bytes,
             tensors=() if self._model_swap.swaps_parameters else _tensors_of(self._model),
             movable_bytes=self._model_swap.movable_bytes,
-            window_bytes=self._model_swap.window_bytes,
+            window_bytes=self._model_swap.window_bytes(hbm_budget_bytes),
             checksum_bytes=0 if checksums is None else checksums.nbytes,
         )
 

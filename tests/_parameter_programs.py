@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.parameters import swapping
+from chameleon_mm.parameters import window_size
 from chameleon_mm.units import allocated_size
 
 WIDTH, LAYERS, ROWS = 48, 6, 8
@@ -72,6 +72,8 @@ class Swapped(Plain):
         """`room_bytes`: budget beside what is on the device when the session begins and is no parameter's."""
         super().__init__(device.torch_device)
         self.device, self._room_bytes, self._given = device, room_bytes, given
+        self.budget: int | None = None
+        """Budget, in place of what `room_bytes` comes to."""
         self._with_optimizer = with_optimizer
         self.session: cm.SwapSession | None = None
         self._stack = ExitStack()
@@ -89,10 +91,11 @@ class Swapped(Plain):
         if self.session is None:
             assert self.trained is not None
             storages = {id(s): s for p in self.trained.parameters() for s in [p.untyped_storage()]}
-            movable = sum(allocated_size(s.nbytes()) for s in storages.values() if s.nbytes() >= swapping.MIN_BYTES)
+            movable = sum(allocated_size(s.nbytes()) for s in storages.values() if s.nbytes() >= window_size.MIN_BYTES)
+            budget = self.device.allocated_bytes() - movable + self._room_bytes
             self.session = cm.SwapSession(
-                self.device.allocated_bytes() - movable + self._room_bytes,
-                "64MiB",
+                budget if self.budget is None else self.budget,
+                None if "pool" in self._given else "64MiB",
                 self.device,
                 min_bytes=1024,
                 model=self.trained,
@@ -101,7 +104,7 @@ class Swapped(Plain):
                 **self._given,
             )
             if (state := self.session._model_swap._state) is not None:
-                state._home.min_bytes = swapping.MIN_BYTES
+                state._home.min_bytes = window_size.MIN_BYTES
             self._stack.enter_context(self.session.pool)
             self._stack.enter_context(self.session)
         return self.session
@@ -132,7 +135,16 @@ def linears(model: nn.Module) -> list[nn.Linear]:
 
 
 def train(loop: Plain, make: Make = adamw, build: Callable[[], nn.Module] = mlp, steps: int = 4) -> list[Tensor]:
-    model, optimizer = loop.model(build), loop.optimizer(make)
+    loop.model(build)
+    loop.optimizer(make)
+    return go_on(loop, steps)
+
+
+def go_on(loop: Plain, steps: int) -> list[Tensor]:
+    """Train what `loop` has for some steps more."""
+    model, optimizer = loop.trained, loop.stepped
+    assert model is not None
+    assert optimizer is not None
     seen = []
     for number in range(steps):
         with loop.step():
@@ -236,8 +248,9 @@ def _checkpointed(loop: Plain, *, reentrant: bool) -> list[Tensor]:
     for number in range(4):
         with loop.step():
             x = loop.batch(number).requires_grad_()
-            for start in range(0, len(layers), 4):
-                x = checkpoint(nn.Sequential(*layers[start : start + 4]), x, use_reentrant=reentrant)
+            length = 4 if number < 2 else len(layers)  # more than there is room for at once
+            for start in range(0, len(layers), length):
+                x = checkpoint(nn.Sequential(*layers[start : start + length]), x, use_reentrant=reentrant)
             loss = x.square().mean()
             loss.backward()
             optimizer.step()

@@ -5,23 +5,30 @@ The reference is plain PyTorch on the same device, with nothing of ours around i
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import chameleon_mm as cm
 from chameleon_mm.device import Device
-from chameleon_mm.parameters import swapping
+from chameleon_mm.hosted import HostedStorage, Where
+from chameleon_mm.parameters import ParameterSwap, watch, window_size
+from chameleon_mm.parameters.window import Window
+from chameleon_mm.process import ThisProcess
 from chameleon_mm.units import KIB
-from tests._parameter_programs import PROGRAMS, Plain, Swapped
+from tests._ordering import SLOW_LINK
+from tests._parameter_programs import OPTIMIZERS, PROGRAMS, WIDTH, Make, Plain, Swapped, go_on, mlp, train
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 @pytest.fixture(autouse=True)
 def _small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapping, "MIN_BYTES", KIB)
+    monkeypatch.setattr(window_size, "MIN_BYTES", KIB)
 
 
 def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
@@ -41,6 +48,15 @@ def left(loop: Plain) -> list[Tensor]:
 
 HOLDING = ("gradient penalty", "modules of many kinds", "read between steps")
 """Programs that hold more on the device by themselves than the budget that all are given."""
+
+
+def away(loop: Swapped) -> list[Tensor]:
+    """The parameters that are in host memory alone."""
+    assert loop.trained is not None
+    params = list(loop.trained.parameters())
+    with torch._C.DisableTorchFunction():  # or asking would bring them back
+        return [p for p in params if not p.untyped_storage().nbytes()]
+
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plans": {},
@@ -66,3 +82,252 @@ def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) 
     if name not in HOLDING and how != "parameters alone":
         assert max(loop.peaks) <= loop.session.hbm_budget
     assert loop.session.pool.stats().live_bytes == 0
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_two_hundred_steps_have_plain_pytorchs_bits(make: Make, device: Device) -> None:
+    plain = Plain(device.torch_device)
+    expected = train(plain, make, steps=200)
+    with device.compute():
+        loop = Swapped(device, 160 * KIB)
+        assert equal(train(loop, make, steps=200), expected)
+        loop.close()
+        assert equal(left(loop), left(plain))
+
+
+# --- memory
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(5) for layer in mlp().children()))
+
+
+def test_a_model_four_times_the_device_trains_on_it() -> None:
+    """The device has a quarter of what plain training takes: the model is built on the host, and never all on the device."""
+    plain = cm.SimDevice()
+    with plain.compute():
+        expected = train(Plain(plain.torch_device), OPTIMIZERS["AdamW, fused"], deep)
+        plain_peak = plain.peak_allocated_bytes()
+    small = cm.SimDevice("h200", plain_peak // 4)
+    loop = Swapped(small, 0)
+    loop.budget = plain_peak // 4
+    loop.model(deep)  # outside of `compute()`: in host memory
+    loop.optimizer(OPTIMIZERS["AdamW, fused"])
+    with small.compute():
+        seen = go_on(loop, 4)
+        assert equal(seen, expected)
+        assert max(loop.peaks) <= plain_peak // 4
+        loop.close()
+    assert loop.session is not None
+    assert loop.session._executor.metrics.totals.budget_misses == 0
+
+
+def test_after_the_session_all_is_on_the_device_and_plain(device: Device) -> None:
+    plain = Plain(device.torch_device)
+    train(plain, steps=3)
+    go_on(plain, 2)
+    with device.compute():
+        loop = Swapped(device, 128 * KIB)
+        train(loop, steps=3)
+        model = loop.trained
+        assert model is not None
+        assert away(loop)
+        loop.close()
+        assert all(p.untyped_storage().nbytes() for p in model.parameters())
+        assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+        assert torch.overrides._get_current_function_mode() is None
+        after = Plain(device.torch_device)
+        after.trained, after.stepped = loop.trained, loop.stepped
+        go_on(after, 2)
+        assert equal(left(after), left(plain))
+
+
+def test_what_does_not_fit_after_the_session_is_host_memory(caplog: pytest.LogCaptureFixture) -> None:
+    device = cm.SimDevice("h200", 400 * KIB)
+    plain = Plain(device.torch_device)
+    train(plain, OPTIMIZERS["Adafactor"], steps=2)
+    with device.compute():
+        loop = Swapped(device, 80 * KIB, with_optimizer=False)
+        train(loop, OPTIMIZERS["Adafactor"], steps=2)
+        blocking = torch.zeros((device.capacity - device.allocated_bytes() - 12 * KIB) // 4)
+        loop.close()
+        assert "of parameters and gradients do not fit on the device and are in host memory now" in caplog.text
+        del blocking
+    assert equal(left(loop), left(plain))
+
+
+@pytest.mark.parametrize("host_bytes", [0, 40 * KIB, 120 * KIB])
+def test_what_the_host_does_not_take_stays(host_bytes: int, device: Device) -> None:
+    plain = Plain(device.torch_device)
+    expected = train(plain)
+    with device.compute():
+        pool = cm.PinnedPool(max(1, host_bytes), device=device, chunk_bytes=max(1, host_bytes))
+        loop = Swapped(device, 160 * KIB, pool=pool)
+        assert equal(train(loop), expected)
+        loop.close()
+        assert equal(left(loop), left(plain))
+        assert loop.session is not None
+        assert loop.session.report().fallbacks > 0
+
+
+def test_a_budget_that_is_changed(device: Device) -> None:
+    plain = Plain(device.torch_device)
+    expected = [*train(plain), *go_on(plain, 2), *go_on(plain, 2)]
+    with device.compute():
+        loop = Swapped(device, 160 * KIB)
+        seen = train(loop)
+        session = loop.opened()
+        budget = session.hbm_budget
+        for change in (64 * KIB, -32 * KIB):
+            loop.peaks.clear()
+            session.hbm_budget = budget + change
+            seen += go_on(loop, 2)
+            assert max(loop.peaks) <= budget + change
+        with pytest.raises(cm.InfeasibleBudget):
+            session.hbm_budget = 32 * KIB
+        loop.close()
+        assert equal(seen, expected)
+        assert equal(left(loop), left(plain))
+
+
+def test_an_error_in_a_step_leaves_all_as_in_plain_pytorch(device: Device) -> None:
+    def fail(loop: Plain) -> list[Tensor]:
+        seen = train(loop, steps=2)
+        assert loop.trained is not None
+        assert loop.stepped is not None
+        for at in ("forward", "backward"):
+            x = loop.batch(9)
+            with pytest.raises(RuntimeError, match="the user's own"), loop.step():
+                for i, layer in enumerate(loop.trained.children()):
+                    x = layer(x)
+                    if at == "forward" and i == 4:
+                        raise RuntimeError("the user's own")
+                    if at == "backward" and i == 4:
+                        x.register_hook(refuse)
+                x.square().mean().backward()
+            del x
+        loop.stepped.step()
+        loop.stepped.zero_grad()
+        return [*seen, *go_on(loop, 2)]
+
+    def refuse(grad: Tensor) -> None:
+        raise RuntimeError("the user's own")
+
+    plain = Plain(device.torch_device)
+    expected = fail(plain)
+    with device.compute():
+        loop = Swapped(device, 160 * KIB)
+        seen = fail(loop)
+        loop.close()
+        assert equal(seen, expected)
+        assert equal(left(loop), left(plain))
+
+
+# --- orders that are missing
+
+
+def without_wait(self: HostedStorage, compute: Any) -> None:
+    if self.where is Where.COMING:
+        assert self._in is not None
+        self._context.transfer.issue_in(self._in)
+        self.where, self._held = Where.ON_DEVICE, None
+
+
+def without_order(self: HostedStorage) -> bool:
+    assert self._out is not None
+    self._context.transfer.issue_out(self._out)
+    return True
+
+
+def without_write(self: HostedStorage) -> None:
+    """Takes a gradient and a parameter for what the host has, whatever was written meanwhile."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freed unordered as well, in a finaliser
+@pytest.mark.parametrize(
+    ("what", "mutant"), [("arrive", without_wait), ("_ordered_after_copy", without_order)], ids=["Swap-in", "Reclaim"]
+)
+def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostedStorage, what, mutant)
+    device = cm.SimDevice(SLOW_LINK)
+    with pytest.raises(cm.SimRaceError), device.compute():
+        train(Swapped(device, 160 * KIB, plans=False))
+
+
+@pytest.mark.parametrize(
+    ("owner", "what", "mutant"),
+    [
+        (HostedStorage, "note_writes", without_write),
+        (watch, "_written_unseen", lambda *call: ()),
+        (Window, "use_by", lambda self, node, entry: self.use([entry])),
+    ],
+    ids=["writes", "writes that no counter tells of", "operators keep what they were given"],
+)
+def test_a_rule_that_is_missing_is_seen(
+    owner: Any, what: str, mutant: Callable[..., Any], sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each without its rule: some program has other bits, or an operator finds no memory under a tensor."""
+    monkeypatch.setattr(owner, what, mutant)
+    wrong = []
+    for name in ("accumulation, clipped, gradients kept", "modules of many kinds", "checkpointed", "written by hand"):
+        expected = PROGRAMS[name](Plain(sim.torch_device))
+        with sim.compute():
+            loop = Swapped(sim, 128 * KIB, plans=False)
+            try:
+                wrong.append(not equal(PROGRAMS[name](loop), expected))
+            except (cm.SimLifetimeError, RuntimeError):
+                wrong.append(True)
+            with suppress(Exception):  # whatever the mutant left behind
+                loop.close()
+    assert any(wrong)
+
+
+@pytest.mark.gpu
+def test_operators_saved_by_other_peoples_hooks_must_bring_what_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = cm.CudaDevice()
+    monkeypatch.setattr(ParameterSwap, "use_at", lambda self, nodes, entries: None)
+    loop = Swapped(device, 160 * KIB, plans=False)
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"), device.compute():
+        PROGRAMS["checkpointed"](loop)
+    loop.close()
+
+
+# --- bad input
+
+
+def test_bad_input_is_one_sentence(device: Device) -> None:
+    model = mlp().to(device.torch_device)
+    with pytest.raises(ValueError, match="parameters: expected 'keep' or 'swap', got 'swop'"):
+        cm.SwapSession("1GiB", device=device, model=model, parameters="swop")
+    with pytest.raises(ValueError, match="expected the model whose parameters are swapped, got none; pass model=, too"):
+        cm.SwapSession("1GiB", device=device, parameters="swap")
+    with pytest.raises(ValueError, match="root is compiled; leave parameters='keep'"):
+        cm.SwapSession("1GiB", device=device, model=cast(nn.Module, torch.compile(model)), parameters="swap")
+    with pytest.raises(cm.InfeasibleBudget, match=r"the room for a parameter of .* its gradient and what comes next") as caught:
+        cm.SwapSession(KIB, device=device, model=model, parameters="swap")
+    assert caught.value.smallest_bytes is not None
+
+
+def test_parameters_that_somebody_else_shards_are_refused(device: Device) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Linear(WIDTH, WIDTH, device=device.torch_device)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)))
+    with pytest.raises(ValueError, match="expected plain tensors, got TwoTensor for weight, which somebody else shards"):
+        cm.SwapSession("1GiB", device=device, model=model, parameters="swap")
+
+
+def test_a_forked_child_is_told_that_it_cannot_read_them(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sim.compute():
+        loop = Swapped(sim, 160 * KIB)
+        train(loop, steps=1)
+        assert loop.trained is not None
+        gone = away(loop)[0]
+        pid = ThisProcess.pid
+        monkeypatch.setattr(ThisProcess, "pid", pid + 1)
+        with pytest.raises(RuntimeError, match=r"expected to be read in the process of its session .* got a read in a forked"):
+            gone.sum()
+        monkeypatch.setattr(ThisProcess, "pid", pid)
+        loop.close()

@@ -192,6 +192,17 @@ class Hosted(ABC):
                 self._context.metrics.wait(compute, self._context.transfer.issue_in(self._in), "in")
             self.where = Where.ON_DEVICE
 
+    def copy_for_host(self, compute: Stream) -> torch.Tensor:
+        """Copy of it in ordinary host memory, a flat uint8 tensor. The host waits for `compute`, or for a copy out."""
+        if self.where is Where.ON_HOST:
+            return self.host_bytes()
+        self.swap_in(compute)
+        self.arrive(compute)
+        memory = self._context.pool.device.alloc_pageable(self.nbytes)
+        compute.copy(memory, flat_bytes(self._storage_on_device()))
+        compute.record().synchronize()  # orders the host's reads after the copy
+        return memory
+
     def host_bytes(self) -> torch.Tensor:
         """Copy in ordinary host memory of what is on the host, a flat uint8 tensor. The host waits for its copy out."""
         assert self._block is not None

@@ -80,7 +80,7 @@ class OptimizerSwap:
         """Whoever swaps the parameters; None: they stay."""
         self._optimizer = optimizer
         self._home = StateHome(executor, min_bytes=min_bytes)
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._splits = is_splittable(optimizer)
         self._active = False
         self._before: Any = None
@@ -154,7 +154,7 @@ class OptimizerSwap:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        buckets = buckets_of(self._optimizer, self._state_bytes, self._bucket_bytes)
+        buckets = buckets_of(self._optimizer, self._state_bytes, self.bucket_bytes)
         left_bytes = 0
         for i, bucket in enumerate(buckets):
             self._reclaim_but(left_bytes)

@@ -21,26 +21,17 @@ from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from chameleon_mm.errors import InfeasibleBudget, TransferFailed
+from chameleon_mm.errors import TransferFailed
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.hosted import Home, HostedStorage, Where
 from chameleon_mm.hosted.hosted_storage import is_alone
+from chameleon_mm.parameters import window_size
 from chameleon_mm.parameters.memory import DeviceBesideWindow
 from chameleon_mm.parameters.watch import ParameterWatch
 from chameleon_mm.parameters.window import Window
-from chameleon_mm.units import KIB, allocated_size, format_size
+from chameleon_mm.units import allocated_size, format_size
 
 _log = logging.getLogger(__name__)
-
-MIN_BYTES = 64 * KIB
-"""Bytes from which a storage leaves: smaller ones are a small part of all, and cost a copy each."""
-
-WINDOW_SHARE = 0.4
-"""Share that parameters and gradients may take together, where they do not all fit, of what the budget leaves beside what never
-moves: the rest is for activations, optimizer state and what operators hold."""
-
-LEAST_STORAGES = 3
-"""Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
 
 
 def check_parameters(parameters: object, model: nn.Module | None) -> bool:
@@ -89,10 +80,11 @@ class ParameterSwap:
         keys = [self._keys[id(p)] for p in self._params]
         gradients = [key + 1 for key in keys]
         guess = [*keys, *reversed(keys), *(key for pair in zip(keys, gradients, strict=True) for key in pair)]
-        fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
+        self._sizes = window_size.charged_sizes(self._params)
+        self._fixed_bytes = max(0, executor.device.allocated_bytes() - self.resident_bytes - other_movable_bytes)
         self.window = Window(
             self._home,
-            limit_bytes=window_bytes(self._params, hbm_budget_bytes, fixed_bytes),
+            limit_bytes=self.window_bytes(hbm_budget_bytes),
             first_guess=guess,
             note_taken=beside.note_taken,
         )
@@ -175,6 +167,17 @@ class ParameterSwap:
         storages = {id(s): s for t in tensors for s in [t.untyped_storage()]}
         return sum(allocated_size(storage.nbytes()) for storage in storages.values())
 
+    def window_bytes(self, hbm_budget_bytes: int) -> int:
+        """Bytes to set aside within a budget. Raises `InfeasibleBudget`."""
+        return window_size.window_for(self._sizes, hbm_budget_bytes, self._fixed_bytes)
+
+    def change_window(self, limit_bytes: int) -> None:
+        """Set another limit for parameters and gradients. Called between steps."""
+        self.window.limit_bytes = limit_bytes
+        if self._active:
+            with torch._C.DisableTorchFunction(), self._home.entered():
+                self.window.make_room(0, keep=())
+
     # --- steps
 
     def begin_step(self) -> None:
@@ -250,12 +253,8 @@ class ParameterSwap:
     def pickled(self, t: Tensor, entry: HostedStorage) -> Tensor:
         memory = self._pickled.get(id(entry))
         if memory is None:
-            with self._home.entered():
-                self.window.use([entry])
-            storage = entry.ref()
-            assert storage is not None
-            flat = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-            memory = self._pickled[id(entry)] = (flat.cpu() if flat.is_cuda else flat.clone()).untyped_storage()
+            with self._home.entered() as compute:
+                memory = self._pickled[id(entry)] = entry.copy_for_host(compute).untyped_storage()
         return torch.empty(0, dtype=t.dtype).set_(memory, t.storage_offset(), t.size(), t.stride())
 
     # --- what calls it
@@ -332,28 +331,4 @@ class ParameterSwap:
         if t.layout is not torch.strided or not torch._C._has_storage(t) or not self._home.device.owns(t):
             return False
         storage = t.untyped_storage()
-        return storage.resizable() and storage.nbytes() >= MIN_BYTES
-
-
-def window_bytes(params: Sequence[Tensor], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
-    """Bytes to set aside for `params` and their gradients beside `fixed_bytes` that never move. Raises `InfeasibleBudget` where
-    the largest have no room."""
-    storages = {id(s): s for p in params for s in [p.untyped_storage()] if s.nbytes() >= MIN_BYTES}
-    sizes = [allocated_size(storage.nbytes()) for storage in storages.values()]
-    if not sizes:
-        return 0
-    whole = 2 * sum(sizes)
-    least = min(whole, LEAST_STORAGES * max(sizes))
-    window = min(whole, max(least, int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
-    if window + fixed_bytes >= hbm_budget_bytes:
-        beside = f", beside {format_size(fixed_bytes)} that never move" if fixed_bytes else ""
-        raise InfeasibleBudget(
-            f"hbm_budget: expected more than {format_size(window + fixed_bytes)}, the room for a parameter of "
-            f"{format_size(max(sizes))}, its gradient and what comes next{beside}, got {format_size(hbm_budget_bytes)}; raise "
-            f"the budget or split that parameter",
-            smallest_bytes=window + fixed_bytes + 1,
-        )
-    return window
-
-
-__all__ = ["ParameterSwap", "check_parameters", "window_bytes"]
+        return storage.resizable() and storage.nbytes() >= window_size.MIN_BYTES

@@ -46,6 +46,8 @@ class Window:
         self._home = home
         self._note_taken = note_taken
         self.limit_bytes = limit_bytes
+        self._counted_bytes = limit_bytes
+        """Limit that it began with: traces count it, so readings of memory do, whatever the limit is now."""
         self.sequence = UseSequence(first_guess)
         self._entries: dict[int, HostedStorage] = {}
         """By the id of the storage."""
@@ -66,8 +68,12 @@ class Window:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes of device memory that are set aside for its storages: its limit, or what they have where that is more."""
-        return max(self.limit_bytes, self.resident_bytes)
+        """Bytes to count for its storages: the limit that it began with, and what they have beyond their limit."""
+        return self._counted_bytes + max(0, self.resident_bytes - self.limit_bytes)
+
+    def beside_bytes(self, hbm_budget_bytes: int, limit_bytes: int) -> int:
+        """Budget for whoever counts the window as `charged_bytes` does, where its limit is `limit_bytes`."""
+        return hbm_budget_bytes - limit_bytes + self._counted_bytes
 
     @property
     def entries(self) -> list[HostedStorage]:
@@ -175,6 +181,7 @@ class Window:
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         near = set(islice(self.sequence.upcoming(), NEXT_USES))
         while self._resident_bytes + nbytes > self.limit_bytes:
+            self.settle()  # the last one freed may have been the last that somebody held
             choices = [
                 entry
                 for entry in self._entries.values()
@@ -199,6 +206,8 @@ class Window:
         """Free the device memory of `entry`, behind a copy out where one is needed. What may not be resized stays."""
         compute = self._home.context.streams.current()
         entry.arrive(compute)
+        if entry.ref() is None:  # nobody waited for it any more: it went as it arrived
+            return
         if not entry.is_resizable:  # somebody has its memory, as an array of NumPy's
             entry.swap_in(compute)
             entry.is_refused = True
@@ -238,6 +247,7 @@ class Window:
         until = self.sequence.distance(wanted.key)
         kept = {id(entry) for entry in (*keep, *self._of_node)}
         while self._resident_bytes + wanted.charged_bytes > self.limit_bytes:
+            self.settle()  # the last one freed may have been the last that somebody held
             choices = [
                 (distance, entry)
                 for entry in self._entries.values()

@@ -90,7 +90,9 @@ class SwapSession:
     ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
-    and comes back for them part by part; whoever reads it gets it on the device. The first step, and one like none before it,
+    and comes back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the
+    model's parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do
+    not recompute then). The first step, and one like none before it,
     is recorded; steps like it then follow a plan. `plans` off leaves every step to the default rule, by which everything moves.
     `recompute` lets plans drop what is cheaper to make again than to move, each storage only after it was made again bit for
     bit beside the original; off, they only swap. `verify` checksums what goes out against what comes back and raises

@@ -331,3 +331,8 @@ def test_a_forked_child_is_told_that_it_cannot_read_them(sim: cm.SimDevice, monk
             gone.sum()
         monkeypatch.setattr(ThisProcess, "pid", pid)
         loop.close()
+
+
+def test_a_lazy_model_is_told_to_run_first() -> None:
+    with pytest.warns(UserWarning, match="Lazy modules"), pytest.raises(ValueError, match="expected parameters that have a shape"):
+        cm.SwapSession("1GiB", device="sim", model=nn.LazyLinear(4), parameters="swap")

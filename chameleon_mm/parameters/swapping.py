@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.errors import TransferFailed
@@ -29,6 +30,7 @@ from chameleon_mm.parameters import window_size
 from chameleon_mm.parameters.memory import DeviceBesideWindow
 from chameleon_mm.parameters.watch import ParameterWatch
 from chameleon_mm.parameters.window import Window
+from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH
 from chameleon_mm.units import allocated_size, format_size
 
 _log = logging.getLogger(__name__)
@@ -51,10 +53,15 @@ def check_parameters(parameters: object, model: nn.Module | None) -> bool:
                 f"{kind}; leave parameters='keep'"
             )
     for name, p in model.named_parameters():
-        if type(p.data) is not Tensor:
+        if is_lazy(p):
             raise ValueError(
-                f"parameters='swap': expected plain tensors, got {type(p.data).__name__} for {name}, which somebody else "
-                f"shards or wraps (FSDP2 does); leave parameters='keep'"
+                f"parameters='swap': expected parameters that have a shape, got {name}, which a lazy module makes in its first "
+                f"forward; run one batch before the session is made"
+            )
+        if type(p).__torch_dispatch__ is not PLAIN_DISPATCH:
+            raise ValueError(
+                f"parameters='swap': expected plain tensors, got {type(p).__name__} for {name}, which somebody else shards or "
+                f"wraps (FSDP2 does); leave parameters='keep'"
             )
     return True
 

@@ -157,10 +157,7 @@ class Machine:
             # Where somebody else holds it too, nobody is handed it yet: the ledger checks the last holder's end.
             if buffer is None or buffer.host or not held_by_caller_alone(tensor):
                 return
-            if self.check_races:
-                label = f"{stream.name}, which was handed it back (the block is reused)"
-                everything = Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label, reuse=True)
-                buffer.shadow.check(everything, stream.clock)
+            self._check_reuse(stream, buffer)
             buffer.gone = f"handed back to {stream.name}"
             poison(tensor.untyped_storage())
 
@@ -170,9 +167,18 @@ class Machine:
             self.host_us += self.cost.view_us
             self.begin(stream)
             stream.catch_up()
+            if not nbytes and (buffer := self.ledger.find(storage)) is not None:
+                self._check_reuse(stream, buffer)
             self.ledger.resize(storage, nbytes, stream.actor)
             if nbytes:
                 poison(storage)
+
+    def _check_reuse(self, stream: SimStream, buffer: Buffer) -> None:
+        """Raise `SimRaceError` for an access to `buffer` that is not ordered before what `stream` does with its memory next."""
+        if self.check_races:
+            label = f"{stream.name}, which was handed it back (the block is reused)"
+            everything = Access(Extent(0, buffer.nbytes), True, stream.actor, 0, label, reuse=True)
+            buffer.shadow.check(everything, stream.clock)
 
     # --- work on streams
 

@@ -499,3 +499,25 @@ def _varied(loop: Plain) -> list[Tensor]:
             optimizer.zero_grad()
             seen.append(loss.detach())
     return seen
+
+
+@program("aliases from before")
+def _aliased(loop: Plain) -> list[Tensor]:
+    """Tensors over a parameter's memory, made before the session, some with version counters of their own."""
+    model, optimizer = loop.model(mlp), loop.optimizer()
+    first, second, third = (layer.weight for layer in linears(model)[:3])
+    alias, part, flat = first.data, second.data[3], third.detach().view(-1)
+    seen = []
+    for number in range(4):
+        with loop.step():
+            loss = model(loop.batch(number)).square().mean() + (first.T @ second.mT).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            alias.mul_(0.9)
+            part += 0.01
+            flat[:7] = 0.5
+            with torch.no_grad():
+                second.real = second.real * 1.01
+            seen += [loss.detach(), alias.sum(), second.detach().H.sum(), flat.norm()]
+    return seen

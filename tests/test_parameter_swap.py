@@ -260,7 +260,7 @@ def test_a_missing_order_is_seen(what: str, mutant: Callable[..., Any], monkeypa
     ("owner", "what", "mutant"),
     [
         (HostedStorage, "note_writes", without_write),
-        (watch, "_written_unseen", lambda *call: ()),
+        (watch, "_may_write", lambda *call: ()),
         (Window, "use_by", lambda self, node, entry: self.use([entry])),
     ],
     ids=["writes", "writes that no counter tells of", "operators keep what they were given"],

@@ -47,6 +47,20 @@ _OWN = (
 )  # fmt: skip
 """Modules that ask what tensors are, and touch no parameter's bytes but through its entry."""
 
+_DESCRIPTORS: Any = Tensor
+_DATA = _DESCRIPTORS.data.__get__
+_ELEMENTS = frozenset((
+    *(getattr(_DESCRIPTORS, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
+    *(getattr(_DESCRIPTORS, name).__set__ for name in ("real", "imag")),
+))  # fmt: skip
+"""Attributes that are views, or whose setting writes elements. Others need no bytes."""
+
+_WRITES_SELF = frozenset((
+    "__iadd__", "__iand__", "__ifloordiv__", "__ilshift__", "__imod__", "__imul__", "__ior__", "__ipow__", "__irshift__",
+    "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
+))  # fmt: skip
+"""Functions that write their first argument, beside those whose names end with an underscore."""
+
 _LISTS = "_foreach_"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -90,25 +104,27 @@ class ParameterWatch(TorchFunctionMode):
         if func in _BACKWARD:
             with self:  # what a backward runs in Python is seen
                 return _BACKWARD[func](*args, **kwargs)
-        if name in _NEEDS_NO_BYTES or name == "__set__":
+        if name in _NEEDS_NO_BYTES or (name in ("__get__", "__set__") and func not in _ELEMENTS):
+            if func == _DATA:
+                self._note_hidden(args)
             return func(*args, **kwargs)
         entries = self._entries_of((args, kwargs))
         if not entries:
             return func(*args, **kwargs)
-        if name == "__get__":
-            if func == Tensor.data.__get__:  # type: ignore[attr-defined]  # a descriptor, which the stubs have as a tensor
-                entries[0].has_hidden_writers = True
-            return func(*args, **kwargs)
         if name == "__reduce_ex__" and isinstance(t := args[0], Tensor) and type(t) is Tensor:
             return func(self._hosts.pickled(t, entries[0]), *args[1:])
         if name in _GIVES_MEMORY:
-            for entry in entries:
-                entry.has_hidden_writers = True
+            self._note_hidden(args)
         if (name.startswith(_LISTS) or name == _UNSCALE) and not self._hosts.fit_together(entries):
             parts = list(self._parts(args, kwargs))
             if len(parts) > 1:
                 return self._in_parts(func, name, parts)
         return self._call(func, name, args, kwargs, entries)
+
+    def _note_hidden(self, values: Any) -> None:
+        """Note that somebody may write the memory of `values` from now on, and no version counter tells."""
+        for entry in self._entries_of(values):
+            entry.has_hidden_writers = True
 
     def _call(
         self,
@@ -119,7 +135,7 @@ class ParameterWatch(TorchFunctionMode):
         entries: Sequence[HostedStorage],
     ) -> Any:
         self._hosts.use(entries, name)
-        for entry in self._entries_of(_written_unseen(func, name, args, kwargs)):
+        for entry in self._entries_of(_may_write(func, name, args, kwargs)):
             entry.host_is_current = False
         if self._hosts.sees_saves() or not torch.is_grad_enabled():
             return func(*args, **kwargs)
@@ -191,10 +207,11 @@ def _nodes_since(begin: int, out: Any) -> Iterator[Node]:
         stack.extend(before for before, _ in node.next_functions)
 
 
-def _written_unseen(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Those arguments that the call may write without moving their version counters.
+def _may_write(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Those arguments that the call may write, whose version counters may stand still.
 
-    Operators for lists move none under a dispatch mode, fused optimizers none at all; an operator of somebody's own may not.
+    Operators for lists move none under a dispatch mode, fused optimizers none at all; an operator of somebody's own may not;
+    and what was once made by `.data` has a counter of its own.
     """
     if isinstance(func, torch._ops.OpOverload):
         return (args, kwargs) if func._schema.is_mutable else ()
@@ -202,11 +219,12 @@ def _written_unseen(func: Callable[..., Any], name: str, args: Sequence[Any], kw
         return (args, kwargs)
     if "out" in kwargs:
         return kwargs["out"]
-    if not name.endswith("_") or name.endswith("__"):
+    if name not in _WRITES_SELF and (not name.endswith("_") or name.endswith("__")):
         return ()
-    if name.startswith(_LISTS) or name == _UNSCALE:
-        return (args[:1], kwargs)
-    return (args, kwargs) if any(isinstance(value, (tuple, list)) for value in (*args, *kwargs.values())) else ()
+    takes_lists = any(isinstance(value, (tuple, list)) for value in (*args, *kwargs.values()))
+    if takes_lists and not (name.startswith(_LISTS) or name == _UNSCALE):
+        return (args, kwargs)
+    return (args[:1], kwargs)
 
 
 def _is_dense(t: Tensor) -> bool:

@@ -28,6 +28,11 @@ BUCKET_SHARE = 1 / 16
 gradients of the same size."""
 
 
+def tensors_of(model: nn.Module | None) -> list[Tensor]:
+    """Parameters and buffers of a model; none of None."""
+    return [] if model is None else [*model.parameters(), *model.buffers()]
+
+
 class ModelSwap:
     """What of one model and its optimizer is swapped beside activations: nothing, unless asked for."""
 
@@ -60,9 +65,6 @@ class ModelSwap:
         if self._optimizer is not None:
             bucket_bytes = min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))
             self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes, parameters=self._parameters)
-        if self._of_snapshots is not None:
-            leave = None if self._state is None else self._state.leave
-            self._snapshots = Snapshots(executor, self._of_snapshots, self._optimizer, parameters=self._parameters, leave=leave)
 
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
@@ -89,24 +91,29 @@ class ModelSwap:
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left: everything is back on the device then."""
-        if self._snapshots is not None:
-            stack.callback(self._snapshots.end)
+        stack.callback(self._drop_snapshots)
         if self._parameters is not None:
             self._parameters.attach(stack)
         if self._state is not None:
             stack.callback(self._state.detach)
             self._state.attach()
 
-    def snapshots(self, what: str) -> Snapshots:
+    def snapshots(self, what: str, executor: Executor) -> Snapshots:
         """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
-        if self._snapshots is None:
+        if self._of_snapshots is None:
             raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
+        if self._snapshots is None:
+            leave = None if self._state is None else self._state.leave
+            self._snapshots = Snapshots(executor, self._of_snapshots, self._optimizer, parameters=self._parameters, leave=leave)
         return self._snapshots
 
-    def repair(self) -> Repair:
+    def _drop_snapshots(self) -> None:
+        self._snapshots = None  # what somebody else holds lives on
+
+    def repair(self, executor: Executor) -> Repair:
         """Take a snapshot for the step that begins. Returns how it is restored. Raises as `snapshots` and `take` do, and
         `ValueError` without an optimizer."""
-        snapshots = self.snapshots("run_step")
+        snapshots = self.snapshots("run_step", executor)
         if self._optimizer is None:
             raise ValueError(
                 "session.run_step(snapshot=True): expected a session that knows the optimizer, whose state would be put back; "
@@ -124,8 +131,3 @@ class ModelSwap:
         """End the step."""
         if self._parameters is not None:
             self._parameters.end_step(completed=completed)
-
-
-def tensors_of(model: nn.Module | None) -> list[Tensor]:
-    """Parameters and buffers of a model; none of None."""
-    return [] if model is None else [*model.parameters(), *model.buffers()]

@@ -232,7 +232,7 @@ class SwapSession:
         self._expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
-        return self._runner.run(self.step, fn, self._model_swap.repair() if snapshot else None)
+        return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:
         """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
@@ -243,7 +243,7 @@ class SwapSession:
         `ValueError` without `model` and for one not of plain dense tensors, and `HostMemoryExhausted` with nothing changed.
         """
         self._expect_open("snapshot")
-        return self._model_swap.snapshots("snapshot").take()
+        return self._model_swap.snapshots("snapshot", self._executor).take()
 
     def restore(self, snapshot: Snapshot | None = None) -> None:
         """Put back, bit for bit and in place, what `snapshot` holds (None: the latest); it may be restored again.
@@ -252,7 +252,7 @@ class SwapSession:
         device; `torch.OutOfMemoryError` where state or a gradient that is gone meanwhile finds no room: restore again then.
         """
         self._expect_open("restore")
-        self._model_swap.snapshots("restore").restore(snapshot)
+        self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
         """Report of what the session has done so far. After `with session:` it waits for the device, so that every copy is

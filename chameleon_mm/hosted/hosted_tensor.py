@@ -24,16 +24,6 @@ class HostedTensor(Hosted):
         self._device = t.device
         self._budget = budget
 
-    @property
-    def form(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
-        """Shape, strides, dtype and device of the tensor."""
-        return self._size, self._stride, self._dtype, self._device
-
-    @property
-    def start_byte(self) -> int:
-        """The byte of its storage at which it begins."""
-        return int(self._offset) * self._dtype.itemsize
-
     def tensor(self, compute: Stream) -> Tensor:
         """The tensor, which was queued to come back if it was away, ready for `compute`. Raises `TransferFailed`."""
         self.arrive(compute)
@@ -49,6 +39,16 @@ class HostedTensor(Hosted):
         same = self._storage._cdata == t.untyped_storage()._cdata and self._storage.nbytes() == self.nbytes
         shape = self._dtype, self._size, self._stride, self._offset
         return same and shape == (t.dtype, t.size(), t.stride(), t.storage_offset())
+
+    @property
+    def form(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, strides, dtype and device of the tensor."""
+        return self._size, self._stride, self._dtype, self._device
+
+    @property
+    def start_byte(self) -> int:
+        """The byte of its storage at which it begins."""
+        return int(self._offset) * self._dtype.itemsize
 
     def on_host(self) -> Tensor:
         """A copy in ordinary host memory of a tensor that is on the host. The host waits for its copy out."""

@@ -135,10 +135,6 @@ class Snapshots:
         if self._leave is not None:
             self._leave(params)
 
-    def end(self) -> None:
-        """Hold no snapshot any more: one that somebody else holds lives on."""
-        self.latest = None
-
 
 def _refuse(difference: str) -> NoReturn:
     raise ValueError(

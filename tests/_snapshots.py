@@ -91,14 +91,14 @@ def plainly(name: str, at: torch.device, numbers: Iterable[int]) -> list[Tensor]
 def session_of(training: Training, device: Device, kind: str, **given: Any) -> cm.SwapSession:
     """A session in which weights and their state are away between steps, as far as `kind` says: the window of "parameters" has
     no room for all of them."""
-    given = {"host_budget": "64MiB", "plans": False, **given}
+    given = {"host_budget": "64MiB", "plans": False, "min_bytes": 64 * KIB, **given}
     room = {"neither": 1024, "optimizer": 3 * 1024, "parameters": 1024}[kind]
     budget = room * KIB + (0 if kind == "parameters" else device.allocated_bytes())
     if kind != "neither":
         given["optimizer"] = training.optimizer
     if kind == "parameters":
         given["parameters"] = "swap"
-    return cm.SwapSession(budget, device=device, min_bytes=4 * KIB, model=training.model, **given)
+    return cm.SwapSession(budget, device=device, model=training.model, **given)
 
 
 def steps(session: cm.SwapSession, training: Training, numbers: Iterable[int]) -> None:

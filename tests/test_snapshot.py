@@ -273,16 +273,17 @@ def _once(body: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.mark.parametrize(("kind", "name"), [run for run in RUNS if run[0] != "neither"])
 def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, name: str, device: Device) -> None:
-    expected = plainly(name, device.torch_device, range(4))
+    expected = plainly(name, device.torch_device, range(3))
     with device.compute():
         training = Training(name, device.torch_device)
         session = session_of(training, device, kind)
         with session.pool, session:
-            for number in range(4):
+            steps(session, training, (0,))
+            for number in (1, 2):
                 session.run_step(_once(lambda number=number: training.step(number)), snapshot=True)  # type: ignore[misc]
         assert equal(training.outcome(), expected)
     report = session.report()
-    assert (report.steps, report.steps_run_again, report.snapshots) == (4, 4, 4)
+    assert (report.steps, report.steps_run_again, report.snapshots) == (3, 2, 2)
 
 
 def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

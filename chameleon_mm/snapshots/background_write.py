@@ -34,10 +34,9 @@ class SnapshotWrite:
         """`contents()`, called on the thread, may wait for the device. `turn`: writes with the same one follow each other."""
         self.path = path
         """The file. It is there, whole and on the disk, once `wait` has returned."""
-        self._contents, self._turn, self._on_end = contents, turn, on_end
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="chameleon-snapshot", daemon=False).start()
+        threading.Thread(target=self._run, args=([contents], turn, [on_end]), name="chameleon-snapshot", daemon=False).start()
 
     @property
     def done(self) -> bool:
@@ -55,17 +54,20 @@ class SnapshotWrite:
             raise self._error
         return self.path
 
-    def _run(self) -> None:
+    def _run(
+        self, contents: list[Callable[[], dict[str, Any]]], turn: threading.Lock, on_end: list[Callable[[], None]]
+    ) -> None:
+        """The lists give away what they hold: what is written is nobody's any more when `wait` returns."""
         try:
-            with self._turn:
-                write_file(self.path, self._contents)
+            with turn:
+                write_file(self.path, contents.pop())
         except BaseException as error:  # noqa: BLE001 - on this thread nobody would see it: `wait` raises it
             traceback.clear_frames(error.__traceback__)  # which hold views of the blocks
             self._error = error
             _log.warning("chameleon_mm: a snapshot was not written to %s: %s", self.path, str(error))
         finally:
             try:
-                self._on_end()
+                on_end.pop()()
             finally:
                 self._ended.set()
 

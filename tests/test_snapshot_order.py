@@ -76,7 +76,7 @@ def test_as_it_is_it_stays_green(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("beside", ["take", "take, waits", "restore", "restore, waits"])
 def test_copies_beside_compute_race(beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether their stream waits for what compute wrote or not: compute does not wait for it before it writes, or reads, next."""
+    """Whether their stream waits for what compute wrote or not: compute does not wait for it before it writes or reads next."""
     with pytest.raises(cm.SimRaceError):
         train("optimizer", beside, monkeypatch)
 

@@ -48,7 +48,6 @@ def train(kind: str, beside: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
         session = session_of(training, device, kind)
         with session:
             steps(session, training, range(2))
-            expected = training.outcome()
             method = {"take": "copy", "restore": "put_back"}.get((beside or "").partition(",")[0])
             if method is not None:
                 original = getattr(Copier, method)
@@ -63,6 +62,7 @@ def train(kind: str, beside: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
 
                 monkeypatch.setattr(Copier, method, aside)
             session.snapshot()
+            expected = training.outcome()  # which has the state come back
             steps(session, training, (2,))
             session.restore()
             assert equal(training.outcome(), expected)

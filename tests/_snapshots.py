@@ -113,4 +113,4 @@ def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
     entries = [] if swap is None else swap.window.entries
     values = [value for state in training.optimizer.state.values() for value in dict.values(state)]
     hosted = [value for value in values if isinstance(value, HostedTensor)]
-    return tuple(sum(it.where is Where.ON_HOST for it in things) for things in (entries, hosted))  # type: ignore[return-value]
+    return sum(it.where is Where.ON_HOST for it in entries), sum(it.where is Where.ON_HOST for it in hosted)

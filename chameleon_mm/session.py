@@ -240,7 +240,7 @@ class SwapSession:
 
         The session holds the latest snapshot until it has taken another, or ends; hold one to keep it. `Snapshot.write` writes
         it to a file. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step` does,
-        `ValueError` without `model` and for one not of plain dense tensors, and `HostMemoryExhausted` with nothing changed.
+        `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
         """
         self._expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()

@@ -51,6 +51,20 @@ def test_training_goes_on_from_it_with_plain_pytorchs_bits(kind: str, name: str,
     assert (report.snapshots, dict(report.rows())["snapshots"].split(",")[0]) == (1, "1")
 
 
+def test_what_hooks_of_state_dict_make_of_parameters_that_are_away(device: Device, tmp_path: Path) -> None:
+    def turned(module: nn.Module, entries: dict[str, Any], *_: object) -> None:
+        entries["turned"] = entries["0.weight"].t()
+
+    with device.compute():
+        training = Training("SGD, momentum", device.torch_device)
+        training.model.register_state_dict_post_hook(turned)
+        session = session_of(training, device, "parameters")
+        with session.pool, session:
+            steps(session, training, range(2))
+            saved = torch.load(session.snapshot().write(tmp_path / "run.pt").wait(), weights_only=True)
+        assert torch.equal(saved["model"]["turned"], training.model[0].weight.detach().t().cpu())
+
+
 @pytest.mark.parametrize("kind", ["optimizer", "parameters"])
 def test_state_and_gradients_that_are_newer_go_and_those_that_are_gone_come_back(kind: str, device: Device) -> None:
     name = "AdamW, foreach"
@@ -286,6 +300,34 @@ def test_a_step_whose_optimizer_had_begun_is_repaired_and_run_again(kind: str, n
     assert (report.steps, report.steps_run_again, report.snapshots) == (3, 2, 2)
 
 
+def test_a_step_that_fails_before_its_optimizer_runs_again_without_one(device: Device) -> None:
+    """Under swapped parameters, which come and go in it: that is no change of theirs."""
+    name = "AdamW, fused"
+    expected = plainly(name, device.torch_device, range(3))
+    with device.compute():
+        training = Training(name, device.torch_device)
+        session = session_of(training, device, "parameters")
+        with session.pool, session:
+            for number in range(3):
+                if number:
+                    training.model[-4].register_full_backward_hook(_failing_once())
+                session.run_step(partial(training.step, number))
+        assert equal(training.outcome(), expected)
+    assert (session.report().steps_run_again, session.report().snapshots) == (2, 0)
+
+
+def _failing_once() -> Callable[..., None]:
+    """A hook that finds no memory in its first call."""
+    calls: list[int] = []
+
+    def hook(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError(SHORT)
+
+    return hook
+
+
 def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "AdamW, foreach"
     expected = plainly(name, device.torch_device, range(3))
@@ -293,7 +335,7 @@ def test_a_step_that_fails_between_two_buckets_is_repaired(device: Device, monke
 
     def fails(swap: OptimizerSwap, params: list[Any]) -> Any:
         faults.hit(SHORT)
-        return leave(swap, params)  # type: ignore[func-returns-value]  # may return bytes
+        return leave(swap, params)
 
     with device.compute():
         training = Training(name, device.torch_device)
@@ -369,6 +411,10 @@ def test_one_of_another_model_or_optimizer_is_refused(sim: cm.SimDevice) -> None
                 lambda it: setattr(it, "make", lambda params: OPTIMIZERS["AdamW, foreach"](list(params)[:-1])),
                 r"got one whose optimizer has groups of \[16\] parameters, here \[15\]",
             ),
+            (
+                lambda it: setattr(it, "make", lambda params: OPTIMIZERS["AdamW, foreach"](list(params)[::-1])),
+                "got one whose optimizer has the parameters in another order",
+            ),
         ]
         for change, message in cases:
             other = Training("AdamW, foreach", sim.torch_device)
@@ -428,7 +474,11 @@ def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) 
         with cm.SwapSession("1GiB", device=sim, pool=session.pool) as lazily:
             lazily._model_swap = type(lazily._model_swap)(lazy, None, "keep")
             lazily._model_swap.bind(lazily._executor, 1 << 30)
-            with pytest.raises(ValueError, match="plain dense tensors, got UninitializedParameter"):
+            with pytest.raises(ValueError, match="plain tensors in memory, got UninitializedParameter"):
                 lazily.snapshot()
+        training.model[0].weight.untyped_storage().resize_(0)
+        with cm.SwapSession("1GiB", device=sim, model=training.model, pool=session.pool) as freed:
+            with pytest.raises(ValueError, match="got 0.weight without memory, which somebody else frees"):
+                freed.snapshot()
     assert list(tmp_path.iterdir()) == []
     assert session.pool.stats().live_bytes == 0

@@ -236,6 +236,7 @@ class StepSnapshot:
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
     """A value that differs once the parameter was written to, or its data replaced; a write through `.data` changes nothing
     that tells."""
-    plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    version = -1 if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr() if plain else 0
+    with torch._C.DisableTorchFunction():  # asked of what may be away, and stays so: its storage stays, its memory does not
+        plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        version = -1 if parameter.is_inference() else parameter._version
+        return version, parameter.untyped_storage()._cdata if plain else 0

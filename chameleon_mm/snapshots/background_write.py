@@ -13,6 +13,7 @@ import errno
 import fcntl
 import logging
 import os
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -74,6 +75,23 @@ class SnapshotWrite:
     def __repr__(self) -> str:
         state = "going on" if not self.done else "done" if self._error is None else f"failed: {self._error}"
         return f"<SnapshotWrite to {self.path}, {state}>"
+
+
+def check_file(path: Path, what: str) -> None:
+    """Raise `ValueError` for a file that cannot be written. The file itself is not touched: somebody may read it, or a write may
+    be about to end."""
+    if path.is_dir():
+        raise ValueError(f"{what}: expected a file to write, got {path}, a folder; add the name of a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"{what}: expected a file in an existing folder, got {path}; make {path.parent} first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{what}: expected a file in a folder that may be written, got {path} ({error.strerror}); choose another, or "
+            f"change its rights"
+        ) from error
 
 
 def write_file(path: Path, contents: Callable[[], dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from chameleon_mm.hosted import HostedTensor
 from chameleon_mm.snapshots.tensor_copy import (
     Copier,
     Form,
+    Hosts,
     TensorCopy,
     form_of,
     is_copyable,
@@ -28,14 +29,25 @@ from chameleon_mm.snapshots.tensor_copy import (
 )
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise `ValueError` where a parameter or buffer is more than elements in memory."""
+def check_model(model: nn.Module, hosts: Hosts | None) -> None:
+    """Raise `ValueError` where a parameter or buffer is more than elements in memory, or has none."""
     for name, t in _named_tensors(model):
         if not is_copyable(t):
-            raise ValueError(
-                f"session.snapshot(): expected parameters and buffers that are plain dense tensors, got {type(t).__name__} "
-                f"({t.layout}) for {name}; save such a model with torch.distributed.checkpoint or its own state_dict"
-            )
+            problem = f"{type(t).__name__} ({t.layout}) for {name}"
+        elif not _has_memory(t) and (hosts is None or hosts.find(t) is None):
+            problem = f"{name} without memory, which somebody else frees between uses (FSDP does)"
+        else:
+            continue
+        raise ValueError(
+            f"session.snapshot(): expected parameters and buffers that are plain tensors in memory, got {problem}; save such a "
+            f"model with torch.distributed.checkpoint or its own state_dict"
+        )
+
+
+def _has_memory(t: Tensor) -> bool:
+    """Whether the storage of `t` reaches to the last element."""
+    last = t.storage_offset() + sum((length - 1) * stride for length, stride in zip(t.shape, t.stride(), strict=True))
+    return not t.numel() or t.untyped_storage().nbytes() >= (last + 1) * t.element_size()
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -58,8 +70,8 @@ class ModelCopy:
     def take(self, copier: Copier, model: nn.Module) -> None:
         """Copy `model`. Raises `HostMemoryExhausted`."""
         layout = model.state_dict(keep_vars=True)  # hooks of the model's run as ever: what they read comes back
+        seen: dict[int, TensorCopy] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            seen: dict[int, TensorCopy] = {}
             for name, t in _named_tensors(model):
                 if id(t) not in seen:
                     seen[id(t)] = self._copy(copier, t)
@@ -69,10 +81,11 @@ class ModelCopy:
                 if gradient is not None:
                     copied = self._copy(copier, gradient) if is_copyable(gradient) else value_to_host(gradient)
                     self._gradients[name] = copied
+        with torch.no_grad():  # what hooks made may be views of what is away: whoever watches brings it back
             for name, value in layout.items():
                 self._layout[name] = seen[id(value)] if id(value) in seen else value_to_host(value)
-            if (metadata := getattr(layout, "_metadata", None)) is not None:
-                self._layout._metadata = metadata  # type: ignore[attr-defined]  # as torch has it: versions of the modules
+        if (metadata := getattr(layout, "_metadata", None)) is not None:
+            self._layout._metadata = metadata  # type: ignore[attr-defined]  # as torch has it: versions of the modules
 
     def _copy(self, copier: Copier, t: Tensor | HostedTensor) -> TensorCopy:
         copy = copier.copy(t)

@@ -1,8 +1,8 @@
 """Copy of an optimizer on the host: its state, wherever that is, and what its groups of parameters are set to.
 
-copied = OptimizerCopy(optimizer)
+copied = OptimizerCopy(optimizer, model)
 copied.take(copier, optimizer)
-copied.difference(optimizer) -> text or None
+copied.difference(optimizer, model) -> text or None
 copied.restore(copier, optimizer, leave)        # `leave(params)`: state of theirs is new, and may leave the device
 
 State is read and written as it lies in its dicts, past what brings it back to the device for its readers.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chameleon_mm.hosted import HostedTensor
 from chameleon_mm.snapshots.tensor_copy import (
@@ -31,10 +31,10 @@ from chameleon_mm.snapshots.tensor_copy import (
 class OptimizerCopy:
     """Copy of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.copies: list[TensorCopy] = []
         self._kind = type(optimizer).__name__
-        self._counts = [len(group["params"]) for group in optimizer.param_groups]
+        self._params = _params_by_name(optimizer, model)
         self._groups = [
             {key: value_to_host(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
@@ -54,14 +54,17 @@ class OptimizerCopy:
                     else:
                         copied[name] = value_to_host(value)
 
-    def difference(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Text of the first thing in which the optimizer that was copied differs from `optimizer`; None: it may be restored
-        there."""
+    def difference(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
+        """Text of the first thing in which the optimizer that was copied differs from `optimizer`, of `model`; None: it may be
+        restored there."""
         if (kind := type(optimizer).__name__) != self._kind:
             return f"got one of the optimizer {self._kind}, here {kind}"
-        counts = [len(group["params"]) for group in optimizer.param_groups]
-        if counts != self._counts:
-            return f"got one whose optimizer has groups of {self._counts} parameters, here {counts}"
+        params = _params_by_name(optimizer, model)
+        if params != self._params:
+            counts = [[len(group) for group in groups] for groups in (self._params, params)]
+            if counts[0] != counts[1]:
+                return f"got one whose optimizer has groups of {counts[0]} parameters, here {counts[1]}"
+            return "got one whose optimizer has the parameters in another order"
         return None
 
     def restore(self, copier: Copier, optimizer: torch.optim.Optimizer, leave: Callable[[list[Tensor]], None]) -> None:
@@ -114,11 +117,17 @@ class OptimizerCopy:
             for key, entry in self._state.items()
         }
         groups, start = [], 0
-        for group, count in zip(self._groups, self._counts, strict=True):
+        for group, params in zip(self._groups, self._params, strict=True):
             plain = {name: value_for_file(value) for name, value in group.items()}
-            groups.append({**plain, "params": list(range(start, start + count))})
-            start += count
+            groups.append({**plain, "params": list(range(start, start + len(params)))})
+            start += len(params)
         return {"state": state, "param_groups": groups}
+
+
+def _params_by_name(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
+    """Names in the model of the parameters of each group; None for one of somebody else's."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[int, int]:

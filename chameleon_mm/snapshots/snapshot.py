@@ -17,9 +17,8 @@ from typing import Any
 
 from chameleon_mm.arguments import describe
 from chameleon_mm.device import Device, Event
-from chameleon_mm.outputs import check_outputs
 from chameleon_mm.profiler.retry import RandomState
-from chameleon_mm.snapshots.background_write import SnapshotWrite
+from chameleon_mm.snapshots.background_write import SnapshotWrite, check_file
 from chameleon_mm.snapshots.model_copy import ModelCopy
 from chameleon_mm.snapshots.optimizer_copy import OptimizerCopy
 from chameleon_mm.snapshots.tensor_copy import TensorCopy
@@ -80,7 +79,7 @@ class Snapshot:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"snapshot.write(): expected the path of a file, got {describe(path)}; pass a str or a Path")
         file = Path(path).absolute()
-        check_outputs({"snapshot.write()": file})
+        check_file(file, "snapshot.write()")
         with self._lock:
             self.check_live("snapshot.write()")
             self._writes += 1

@@ -59,9 +59,10 @@ class Snapshots:
     def take(self) -> Snapshot:
         """Take a snapshot, in order on the compute stream; the host waits for what it copies itself. Raises
         `HostMemoryExhausted`, with nothing left behind."""
-        check_model(self._model)
+        with torch._C.DisableTorchFunction():
+            check_model(self._model, self._parameters)
         self._home.check_readable("the model for a snapshot", 0)
-        model, optimizer = ModelCopy(), None if self._optimizer is None else OptimizerCopy(self._optimizer)
+        model, optimizer = ModelCopy(), None if self._optimizer is None else OptimizerCopy(self._optimizer, self._model)
         self._join_streams()
         random = RandomState(self._device)
         try:
@@ -122,7 +123,7 @@ class Snapshots:
         if (snapshot.optimizer is None) != (self._optimizer is None):
             _refuse(f"got one {'without an' if snapshot.optimizer is None else 'with an'} optimizer's state")
         if snapshot.optimizer is not None and self._optimizer is not None:
-            difference = snapshot.optimizer.difference(self._optimizer)
+            difference = snapshot.optimizer.difference(self._optimizer, self._model)
             if difference is not None:
                 _refuse(difference)
         return snapshot

@@ -62,7 +62,7 @@ def test_what_hooks_of_state_dict_make_of_parameters_that_are_away(device: Devic
         with session.pool, session:
             steps(session, training, range(2))
             saved = torch.load(session.snapshot().write(tmp_path / "run.pt").wait(), weights_only=True)
-        assert torch.equal(saved["model"]["turned"], training.model[0].weight.detach().t().cpu())
+        assert torch.equal(saved["model"]["turned"], training.model.get_parameter("0.weight").detach().t().cpu())
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "parameters"])
@@ -476,9 +476,9 @@ def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) 
             lazily._model_swap.bind(lazily._executor, 1 << 30)
             with pytest.raises(ValueError, match="plain tensors in memory, got UninitializedParameter"):
                 lazily.snapshot()
-        training.model[0].weight.untyped_storage().resize_(0)
-        with cm.SwapSession("1GiB", device=sim, model=training.model, pool=session.pool) as freed:
-            with pytest.raises(ValueError, match="got 0.weight without memory, which somebody else frees"):
-                freed.snapshot()
+        training.model.get_parameter("0.weight").untyped_storage().resize_(0)
+        freed = cm.SwapSession("1GiB", device=sim, model=training.model, pool=session.pool)
+        with freed, pytest.raises(ValueError, match=r"got 0\.weight without memory, which somebody else frees"):
+            freed.snapshot()
     assert list(tmp_path.iterdir()) == []
     assert session.pool.stats().live_bytes == 0

@@ -78,8 +78,8 @@ class SnapshotWrite:
 
 
 def check_file(path: Path, what: str) -> None:
-    """Raise `ValueError` for a file that cannot be written. The file itself is not touched: somebody may read it, or a write may
-    be about to end."""
+    """Raise `ValueError` for a file that cannot be written. The file itself is not touched: somebody may read it, and a write
+    may be about to end."""
     if path.is_dir():
         raise ValueError(f"{what}: expected a file to write, got {path}, a folder; add the name of a file in it")
     if not path.parent.is_dir():

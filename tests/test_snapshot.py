@@ -19,6 +19,7 @@ import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.optimizer_state import OptimizerSwap
 from chameleon_mm.rerun.step_retry import MAX_RETRIES
+from chameleon_mm.snapshots.tensor_copy import Copier, TensorCopy
 from tests._fakes import Faults, refusing
 from tests._snapshots import OPTIMIZERS, RUNS, Training, away, equal, plainly, session_of, steps
 
@@ -32,7 +33,7 @@ def test_training_goes_on_from_it_with_plain_pytorchs_bits(kind: str, name: str,
     expected = plainly(name, device.torch_device, range(6))
     with device.compute():
         training = Training(name, device.torch_device)
-        session = session_of(training, device, kind)
+        session = session_of(training, device, kind, plans="foreach" in name, recompute=False)
         with session.pool, session:
             steps(session, training, range(3))
             there = away(session, training)
@@ -94,6 +95,33 @@ def test_state_and_gradients_that_are_newer_go_and_those_that_are_gone_come_back
             first.release()
             second.release()
         assert equal(training.outcome(), plainly(name, device.torch_device, range(4)))
+
+
+def test_one_that_finds_no_device_memory_is_restored_once_there_is_some(
+    sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_from, faults = Copier.made_from, Faults(torch.OutOfMemoryError)
+
+    def fails(copier: Copier, copied: TensorCopy) -> Tensor:
+        faults.hit(SHORT)
+        return made_from(copier, copied)
+
+    with sim.compute():
+        training = Training("AdamW, foreach", sim.torch_device)
+        session = session_of(training, sim, "optimizer")
+        with session.pool, session:
+            steps(session, training, range(3))
+            session.snapshot()
+            before = training.outcome()
+            monkeypatch.setattr(Copier, "made_from", fails)
+            for fail_at in (2, 20):  # a gradient; state
+                training.optimizer.zero_grad()
+                training.optimizer.state.clear()
+                faults.begin(fail_at)
+                with pytest.raises(torch.OutOfMemoryError, match="injected"):
+                    session.restore()
+                session.restore()
+                assert equal(training.outcome(), before)
 
 
 def test_restoring_takes_no_more_device_memory_than_the_window(sim: cm.SimDevice) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.hosted import Hosted, Where
 from chameleon_mm.optimizer_state import OptimizerSwap
 from chameleon_mm.rerun.step_retry import MAX_RETRIES
 from chameleon_mm.snapshots.tensor_copy import Copier, TensorCopy
@@ -510,3 +511,63 @@ def test_when_and_what_it_may_be_called_with(sim: cm.SimDevice, tmp_path: Path) 
             freed.snapshot()
     assert list(tmp_path.iterdir()) == []
     assert session.pool.stats().live_bytes == 0
+
+
+# --- wherever it is
+
+
+@pytest.mark.parametrize("restored_at", list(Where))
+@pytest.mark.parametrize("taken_at", list(Where))
+def test_parameters_and_state_wherever_they_are(taken_at: Where, restored_at: Where, device: Device) -> None:
+    name = "SGD, momentum"
+    with device.compute():
+        training = Training(name, device.torch_device)
+        session = session_of(training, device, "parameters")
+        with session.pool, session:
+            steps(session, training, range(2))
+            put(session, training, taken_at)
+            session.snapshot()
+            steps(session, training, (7,))
+            put(session, training, restored_at)
+            session.restore()
+            steps(session, training, (2,))
+        assert equal(training.outcome(), plainly(name, device.torch_device, range(3)))
+
+
+def put(session: cm.SwapSession, training: Training, where: Where) -> None:
+    """Have a parameter and the state of one be there, as far as that is up to anybody: by what a step would do."""
+    swap = session._model_swap._parameters
+    assert swap is not None
+    entry = next(entry for entry in swap.window.entries if not entry.is_gradient)
+    state = next(
+        value for held in training.optimizer.state.values() for value in dict.values(held) if isinstance(value, Hosted)
+    )
+    with torch._C.DisableTorchFunction(), swap._home.entered() as compute:
+        for hosted in (entry, state):
+            if hosted.where is Where.LEAVING:
+                hosted.reclaim()
+            if where is not Where.ON_HOST and hosted.where is Where.ON_HOST:
+                hosted.swap_in(compute)
+            if where in (Where.ON_DEVICE, Where.LEAVING):
+                hosted.arrive(compute)
+            if where is Where.LEAVING:
+                hosted.host_is_current = False
+                hosted.swap_out()
+                swap._home.budget.reclaim.add(hosted)
+            if where is Where.ON_HOST and hosted.where is not where:
+                hosted.arrive(compute)
+                hosted.host_is_current = False
+                hosted.swap_out()
+                hosted.reclaim()
+            assert hosted.where is where
+
+
+def test_a_graph_that_saved_a_parameter_raises_eagers_error_after_a_restore(device: Device) -> None:
+    with device.compute():
+        training = Training("SGD", device.torch_device)
+        with session_of(training, device, "neither") as session:
+            session.snapshot()
+            loss = training.model(torch.randn(8, 128, device=device.torch_device)).sum()
+            session.restore()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()

@@ -93,7 +93,8 @@ def session_of(training: Training, device: Device, kind: str, **given: Any) -> c
     no room for all of them."""
     given = {"host_budget": "64MiB", "plans": False, "min_bytes": 64 * KIB, **given}
     room = {"neither": 1024, "optimizer": 3 * 1024, "parameters": 1024}[kind]
-    budget = room * KIB + (0 if kind == "parameters" else device.allocated_bytes())
+    leaves_bytes = 4 * WIDTH * WIDTH * LAYERS if kind == "parameters" else 0
+    budget = room * KIB + device.allocated_bytes() - leaves_bytes
     if kind != "neither":
         given["optimizer"] = training.optimizer
     if kind == "parameters":

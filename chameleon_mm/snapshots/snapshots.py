@@ -97,7 +97,7 @@ class Snapshots:
         self._home.check_readable("the model, for a snapshot to be restored,", snapshot.nbytes)
         with self._home.entered() as compute:
             self._home.context.streams.join_all(compute)
-        snapshot.last.synchronize()  # the copies that fill the blocks -> the host, which may read them itself, and what it queues
+        snapshot.last.synchronize()  # the copies that fill the blocks -> the host, which may read them, and what it queues now
         try:
             snapshot.model.restore(self._copier, self._model, self._note_gradient)
             if snapshot.optimizer is not None and self._optimizer is not None:

@@ -38,12 +38,13 @@ from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
 from chameleon_mm.save_on_cpu import save_on_cpu
 from chameleon_mm.session import SwapSession
+from chameleon_mm.snapshots import Snapshot, SnapshotWrite
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
     "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError", "SessionClosedError",
-    "SimDevice", "SimLifetimeError", "SimRaceError", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed",
-    "resolve_device", "save_on_cpu",
+    "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession",
+    "TransferFailed", "resolve_device", "save_on_cpu",
 ]  # fmt: skip

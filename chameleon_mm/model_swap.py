@@ -20,10 +20,17 @@ from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
 from chameleon_mm.optimizer_state import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.parameters import DeviceBesideWindow, ParameterSwap, beside_window, check_parameters
+from chameleon_mm.rerun import Repair
+from chameleon_mm.snapshots import Snapshots
 
 BUCKET_SHARE = 1 / 16
 """Share of the budget that the state of a bucket may take: three buckets are on the device at once, with parameters and
 gradients of the same size."""
+
+
+def tensors_of(model: nn.Module | None) -> list[Tensor]:
+    """Parameters and buffers of a model; none of None."""
+    return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
 class ModelSwap:
@@ -35,6 +42,8 @@ class ModelSwap:
         self._model = model if check_parameters(parameters, model) else None
         self._beside: DeviceBesideWindow | None = None
         self._state: OptimizerSwap | None = None
+        self._of_snapshots = model
+        self._snapshots: Snapshots | None = None
         self._parameters: ParameterSwap | None = None
 
     @property
@@ -105,11 +114,36 @@ class ModelSwap:
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left: everything is back on the device then."""
+        stack.callback(self._drop_snapshots)
         if self._parameters is not None:
             self._parameters.attach(stack)
         if self._state is not None:
             stack.callback(self._state.detach)
             self._state.attach()
+
+    def snapshots(self, what: str, executor: Executor) -> Snapshots:
+        """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
+        if self._of_snapshots is None:
+            raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
+        if self._snapshots is None:
+            leave = None if self._state is None else self._state.leave
+            self._snapshots = Snapshots(executor, self._of_snapshots, self._optimizer, parameters=self._parameters, leave=leave)
+        return self._snapshots
+
+    def _drop_snapshots(self) -> None:
+        self._snapshots = None  # what somebody else holds lives on
+
+    def repair(self, executor: Executor) -> Repair:
+        """Take a snapshot for the step that begins. Returns how it is restored. Raises as `snapshots` and `take` do, and
+        `ValueError` without an optimizer."""
+        snapshots = self.snapshots("run_step", executor)
+        if self._optimizer is None:
+            raise ValueError(
+                "session.run_step(snapshot=True): expected a session that knows the optimizer, whose state would be put back; "
+                "make it SwapSession(model=model, optimizer=optimizer)"
+            )
+        taken = snapshots.take()
+        return Repair(self._optimizer, lambda: snapshots.restore(taken))
 
     def begin_step(self) -> None:
         """Begin a step."""

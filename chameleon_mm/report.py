@@ -227,6 +227,7 @@ class SwapReport(Counters):
             *([("by codec", codecs)] if codecs else []),
             ("fallbacks, to pageable memory, OOM retries", f"{self.fallbacks}, {self.pageable_swap_outs}, {self.oom_retries}"),
             ("steps run again", self._retried()),
+            *([("snapshots", f"{self.snapshots}, {format_size(self.snapshot_bytes)}")] if self.snapshots else []),
         ]  # fmt: skip
 
     def _state_rows(self) -> list[tuple[str, str]]:

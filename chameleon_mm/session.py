@@ -12,7 +12,6 @@ This module only keeps order: what moves and when is decided in `policy` and `ex
 
 from __future__ import annotations
 
-import enum
 import logging
 import sys
 import threading
@@ -32,12 +31,14 @@ from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.executor.hook_counts import misuse
-from chameleon_mm.model_swap import ModelSwap
+from chameleon_mm.model_swap import ModelSwap, tensors_of
+from chameleon_mm.phase import NEXT, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
+from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.uncompiled import uncompiled
@@ -56,27 +57,6 @@ events of 5 us on the host."""
 
 
 _R = TypeVar("_R")
-
-
-class Phase(enum.Enum):
-    """State of a session."""
-
-    NEW = "new"
-    """Made, not entered."""
-    OPEN = "open"
-    """Inside `with session:`, between steps."""
-    IN_STEP = "in step"
-    """Inside `with session.step():`. Ends with it, or with the session where an exception ends that first."""
-    CLOSED = "closed"
-    """After `with session:`. Graphs made inside stay valid; the report stays readable."""
-
-
-_NEXT = {
-    Phase.NEW: (Phase.OPEN,),
-    Phase.OPEN: (Phase.IN_STEP, Phase.CLOSED),
-    Phase.IN_STEP: (Phase.OPEN,),
-    Phase.CLOSED: (),
-}
 
 
 class SwapSession:
@@ -146,7 +126,7 @@ class SwapSession:
             self.pool,
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
-            protected=ProtectedStorages(_tensors_of(model)),
+            protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds or thresholds_for(self.device),
             codecs=known_codecs,
             verify=verify,
@@ -228,7 +208,7 @@ class SwapSession:
         finally:
             self._end_step(completed=completed)
 
-    def run_step(self, fn: Callable[[], _R]) -> _R:
+    def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
         """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
@@ -236,9 +216,12 @@ class SwapSession:
         bit; and `fn` runs again, recorded and within a tighter budget, at most three times. That budget is the session's from
         then on: the report tells it, and a new session begins with what it is given. A step in which an optimizer of the
         model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
-        other ranks, which would not follow. All else that `fn` changes is the caller's: let it take its batch from outside,
-        make no scheduler step before the optimizer's, and write no parameter through `.data`, which leaves no trace. A
-        `GradScaler` may be used in it; after `unscale_`, which it allows once per step, a second run raises its `RuntimeError`.
+        other ranks, which would not follow. With `snapshot`, `snapshot()` is called first, and a step in which the session's
+        `optimizer` had begun is repaired from it and runs again, at the price of that copy, and its host memory, in each step.
+
+        All else that `fn` changes is the caller's: let it take its batch from outside, make no scheduler step before the
+        optimizer's, and write no parameter through `.data`, which leaves no trace. A `GradScaler` may be used in it; after
+        `unscale_`, which it allows once per step, a second run raises its `RuntimeError`.
 
         Gradients that exist when the step begins are copied to the host first: drop them at the end of the step before
         (`zero_grad()`), and there is nothing to copy. Raises `ValueError` for a session without `model`, `SessionClosedError`
@@ -252,7 +235,27 @@ class SwapSession:
         self._expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
-        return self._runner.run(self.step, fn)
+        return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
+
+    def snapshot(self) -> Snapshot:
+        """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
+        settings of `optimizer`, torch's random states. Schedulers, scalers and data loaders are the caller's to save.
+
+        The session holds the latest snapshot until it has taken another, or ends; hold one to keep it. `Snapshot.write` writes
+        it to a file. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step` does,
+        `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
+        """
+        self._expect_open("snapshot")
+        return self._model_swap.snapshots("snapshot", self._executor).take()
+
+    def restore(self, snapshot: Snapshot | None = None) -> None:
+        """Put back, bit for bit and in place, what `snapshot` holds (None: the latest); it may be restored again.
+
+        Raises `ValueError` with nothing changed where there is none, it was released, or it is of another model, optimizer or
+        device; `torch.OutOfMemoryError` where state or a gradient that is gone meanwhile finds no room: restore again then.
+        """
+        self._expect_open("restore")
+        self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
         """Report of what the session has done so far. After `with session:` it waits for the device, so that every copy is
@@ -372,7 +375,7 @@ class SwapSession:
             )
 
     def _to(self, phase: Phase) -> None:
-        if phase not in _NEXT[self._phase]:
+        if phase not in NEXT[self._phase]:
             raise SessionClosedError(f"a session that is {self._phase.value} cannot become {phase.value}")
         self._phase = phase
 
@@ -393,12 +396,8 @@ class SwapSession:
         check_budget(
             self.device,
             hbm_budget_bytes,
-            tensors=() if self._model_swap.swaps_parameters else _tensors_of(self._model),
+            tensors=() if self._model_swap.swaps_parameters else tensors_of(self._model),
             movable_bytes=self._model_swap.movable_bytes,
             window_bytes=self._model_swap.window_bytes(hbm_budget_bytes),
             checksum_bytes=0 if checksums is None else checksums.nbytes,
         )
-
-
-def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
-    return [] if model is None else [*model.parameters(), *model.buffers()]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm.dense_bytes import dense_bytes
 from chameleon_mm.device import Device
 from chameleon_mm.rerun.step_retry import LEAST_CUT, MAX_RETRIES, tighter
-from chameleon_mm.rerun.step_snapshot import dense_bytes
 from chameleon_mm.units import KIB
 
 SHORT = "out of memory: injected. Tried to allocate 1.00 MiB."

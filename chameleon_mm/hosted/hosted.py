@@ -10,6 +10,7 @@ import enum
 import logging
 import sys
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 import torch
 
@@ -209,6 +210,38 @@ class Hosted(ABC):
         if self._out is not None:
             self._context.transfer.issue_out(self._out).synchronize()
         return self._context.pool.device.alloc_pageable(self.nbytes).copy_(self._block.buffer)
+
+    # --- snapshots
+
+    def copy_to(self, block: PinnedBlock, start: int, compute: Stream) -> None:
+        """Copy `block.nbytes` bytes from byte `start` on to `block`: on `compute` where they are on the device; else the host
+        does it, once the copy out is done."""
+        if self.where in (Where.ON_DEVICE, Where.LEAVING):
+            compute.copy(block.buffer, flat_bytes(self._storage_on_device())[start : start + block.nbytes])
+            return
+        assert self._block is not None
+        if self._out is not None:
+            self._context.transfer.issue_out(self._out).synchronize()  # the copy that fills the block -> the host reads it
+        block.synchronize()  # Note [Host block]: its earlier owner is done -> the host writes it
+        block.buffer.copy_(self._block.buffer[start : start + block.nbytes])
+
+    def copy_from(self, block: PinnedBlock, start: int, compute: Stream) -> None:
+        """Write the bytes of `block`, which the host may read, from byte `start` on: wherever they are, they stay there."""
+        if self.where is Where.LEAVING:
+            self.reclaim()
+        if self.where is Where.COMING:
+            with suppress(TransferFailed):  # refused: the host copy is what there is
+                self.arrive(compute)
+            self._drop()
+        if self.where is Where.ON_DEVICE:
+            compute.copy(flat_bytes(self._storage_on_device())[start : start + block.nbytes], block.buffer)
+            self.host_is_current = False
+            return
+        assert self._block is not None
+        for move in (self._out, self._in):
+            if move is not None and move.done is not None:
+                move.done.synchronize()  # the copies that fill and read the host copy -> the host writes it
+        self._block.buffer[start : start + block.nbytes].copy_(block.buffer)
 
     def __del__(self) -> None:
         # A reclaim queue holds one whose device memory is still read; what comes back is waited for by whoever had it come.

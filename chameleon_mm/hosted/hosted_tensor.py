@@ -45,6 +45,16 @@ class HostedTensor(Hosted):
         shape = self._dtype, self._size, self._stride, self._offset
         return same and shape == (t.dtype, t.size(), t.stride(), t.storage_offset())
 
+    @property
+    def form(self) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+        """Shape, strides, dtype and device of the tensor."""
+        return self._size, self._stride, self._dtype, self._device
+
+    @property
+    def start_byte(self) -> int:
+        """The byte of its storage at which it begins."""
+        return int(self._offset) * self._dtype.itemsize
+
     def on_host(self) -> Tensor:
         """A copy in ordinary host memory of a tensor that is on the host. The host waits for its copy out."""
         memory = self.host_bytes()

@@ -142,6 +142,11 @@ class OptimizerSwap:
         states = (state for state in self._optimizer.state.values() if isinstance(state, dict))
         return sum(movable_bytes(value, self._home) for state in states for value in dict.values(state))
 
+    def leave(self, params: list[Any]) -> None:
+        """Have the state of `params` leave, which somebody has made, and themselves."""
+        if self._active:
+            self._leave(params)
+
     # --- a step
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:

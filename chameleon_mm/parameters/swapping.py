@@ -216,6 +216,11 @@ class ParameterSwap:
                 entry.host_is_current = False
             self.window.send_out(written)
 
+    def note_gradient(self, p: Tensor) -> None:
+        """Have the gradient of `p`, which somebody has made, leave."""
+        if self._active:
+            self._note_gradient(p)
+
     # --- what a watch asks
 
     def find(self, t: Tensor) -> HostedStorage | None:

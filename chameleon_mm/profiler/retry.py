@@ -45,6 +45,11 @@ class RandomState:
         if self._device.type != "cpu":
             self._device_state = torch.get_device_module(self._device).get_rng_state(self._device)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The states of the default generators, "host" and, where the device has its own, "device", as torch takes them."""
+        device = {} if self._device_state is None else {"device": self._device_state}
+        return {"host": self._host_state, **device}
+
     def restore(self) -> None:
         torch.set_rng_state(self._host_state)
         if self._device_state is not None:

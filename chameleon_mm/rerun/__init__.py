@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from chameleon_mm.rerun.step_retry import StepRunner
+from chameleon_mm.rerun.step_retry import Repair, StepRunner
 
-__all__ = ["StepRunner"]
+__all__ = ["Repair", "StepRunner"]

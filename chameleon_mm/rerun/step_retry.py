@@ -2,7 +2,7 @@
 
     snapshot = what the step begins with               # random states, buffers, gradients that exist
     run it -> OutOfMemoryError -> out of the except block, every frame of the step gone
-        an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again
+        an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
         snapshot.restore(); a tighter budget, no plan; run it again
     MAX_RETRIES times, then raise, and say what was tried
 
@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -58,6 +58,15 @@ class _Failure:
     """The traceback, as text."""
 
 
+class Repair(NamedTuple):
+    """Way to put back what a step changes beyond gradients, buffers and random states, taken before it."""
+
+    optimizer: torch.optim.Optimizer
+    """The optimizer whose state and settings are put back, as all parameters are."""
+    restore: Callable[[], None]
+    """Puts it back, as often as it takes. Raises `torch.OutOfMemoryError`."""
+
+
 class StepRunner:
     """Runs the steps of one session over `model`, and repeats those that run out of memory. Not thread-safe."""
 
@@ -75,7 +84,7 @@ class StepRunner:
         """The budget now, where a step had to run again; else None."""
         return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
 
-    def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
+    def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
         """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""
         obstacle = self._obstacle()
         if obstacle is not None:
@@ -86,17 +95,25 @@ class StepRunner:
                 raise _not_retried(error, obstacle) from error
         start = StepSnapshot(self._model, self._device, self._pool, self._buffers)
         try:
-            return self._run(start, step, fn)
+            return self._run(start, step, fn, repair)
         finally:
             start.release()
 
-    def _run(self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]) -> _R:
+    def _run(
+        self,
+        start: StepSnapshot,
+        step: Callable[[], AbstractContextManager[object]],
+        fn: Callable[[], _R],
+        repair: Repair | None,
+    ) -> _R:
         budgets = [self.hbm_budget_bytes]
         while True:
-            outcome = self._attempt(start, step, fn)
+            outcome = self._attempt(start, step, fn, None if repair is None else repair.optimizer)
             if isinstance(outcome, _Result):
                 return outcome.value
             gc.collect()  # a cycle may hold what the step had made
+            if repair is not None:
+                repair.restore()
             start.restore()
             if len(budgets) > MAX_RETRIES:
                 raise _gave_up(outcome, budgets)
@@ -104,7 +121,11 @@ class StepRunner:
             budgets.append(self.hbm_budget_bytes)
 
     def _attempt(
-        self, start: StepSnapshot, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R]
+        self,
+        start: StepSnapshot,
+        step: Callable[[], AbstractContextManager[object]],
+        fn: Callable[[], _R],
+        restored: torch.optim.Optimizer | None,
     ) -> _Result[_R] | _Failure:
         """Run the step once. Returns its result, or a failure after which it may run again; raises any other."""
         allocated_bytes = 0
@@ -116,7 +137,7 @@ class StepRunner:
                     allocated_bytes = self._device.allocated_bytes()  # before any of it goes
                     raise
         except torch.OutOfMemoryError as error:
-            obstacle = start.obstacle()
+            obstacle = start.obstacle(restored)
             if obstacle is not None:
                 raise _not_retried(error, obstacle) from error
             return _Failure(str(error), tried_bytes(error), allocated_bytes, traceback.format_exc())

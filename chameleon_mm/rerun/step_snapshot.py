@@ -12,7 +12,7 @@ for (g + a) + b is not g + (a + b), and a step that clips or zeroes `.grad` must
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,36 +22,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import TensorWeakRef
 
+from chameleon_mm.dense_bytes import dense_bytes
 from chameleon_mm.device import Device, Event
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.profiler.retry import RandomState
-
-
-def dense_bytes(t: Tensor) -> Tensor | None:
-    """A flat uint8 tensor over the bytes of `t`, with a version counter of its own.
-
-    None where they are not all there is to it: it has gaps or overlaps, wraps others, is lazily conjugated, is no strided one.
-    """
-    # A parameter's `.grad` and what `register_buffer` takes are plain, or of a subclass that may be anything.
-    if type(t) is not Tensor or t.layout is not torch.strided or t.is_nested or t.is_quantized or t.is_mkldnn:
-        return None
-    if t.is_conj() or t.is_neg() or not (t.numel() == 0 or _is_dense(t.shape, t.stride())):
-        return None
-    size = t.element_size()
-    with torch.no_grad():
-        flat = torch.empty(0, dtype=torch.uint8, device=t.device)
-        return flat.set_(t.untyped_storage(), t.storage_offset() * size, (t.numel() * size,), (1,))
-
-
-def _is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether each element has memory of its own, without gaps."""
-    expected = 1
-    for stride, length in sorted((stride, length) for length, stride in zip(shape, strides, strict=True) if length != 1):
-        if stride != expected:
-            return False
-        expected *= length
-    return True
 
 
 class GradientOnHost:
@@ -192,7 +167,7 @@ class StepSnapshot:
     """
 
     def __init__(self, model: nn.Module, device: Device, pool: PinnedPool, buffers: BufferCopies) -> None:
-        self._stepped = False
+        self._stepped: list[Optimizer] = []
         self._random = RandomState(device)
         self._buffers = buffers
         self._model = model
@@ -213,7 +188,7 @@ class StepSnapshot:
 
         def note(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"]):
-                self._stepped = True
+                self._stepped.append(optimizer)
 
         hook = register_optimizer_step_pre_hook(note)
         try:
@@ -221,11 +196,17 @@ class StepSnapshot:
         finally:
             hook.remove()
 
-    def obstacle(self) -> str | None:
-        """Reason why the step may not begin again; None: there is none."""
+    def obstacle(self, restored: Optimizer | None = None) -> str | None:
+        """Reason why the step may not begin again; None: there is none. `restored`: the optimizer that will be restored first,
+        with all parameters; None: nothing but this snapshot is."""
+        now = list(self._model.parameters())
+        if restored is not None:
+            if any(optimizer is not restored for optimizer in self._stepped):
+                return "an optimizer of the model's had begun to step that the session does not know"
+            same = len(now) == len(self._parameters) and all(p is q for p, (q, _) in zip(now, self._parameters, strict=True))
+            return None if same else "a parameter of the model had been replaced by another"
         if self._stepped:
             return "its optimizer had begun to step, and a second step would add to the first"
-        now = list(self._model.parameters())
         if len(now) != len(self._parameters) or any(
             parameter is not before or _mark(parameter) != mark
             for parameter, (before, mark) in zip(now, self._parameters, strict=True)
@@ -255,6 +236,7 @@ class StepSnapshot:
 def _mark(parameter: nn.Parameter) -> tuple[int, int]:
     """A value that differs once the parameter was written to, or its data replaced; a write through `.data` changes nothing
     that tells."""
-    plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
-    version = -1 if parameter.is_inference() else parameter._version
-    return version, parameter.data_ptr() if plain else 0
+    with torch._C.DisableTorchFunction():  # asked of what may be away, and stays so: its storage stays, its memory does not
+        plain = type(parameter) is nn.Parameter and parameter.layout is torch.strided
+        version = -1 if parameter.is_inference() else parameter._version
+        return version, parameter.untyped_storage()._cdata if plain else 0

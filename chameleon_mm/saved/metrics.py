@@ -156,6 +156,9 @@ class Counters:
     """Allocations of swap-ins, and operators of recorded steps, that found no memory and were tried again."""
     steps_run_again: int = 0
     """Runs of steps by `run_step` after the first, each within a tighter budget."""
+    snapshots: int = 0
+    """Snapshots that were taken; `snapshot_bytes`: bytes that they took, in all."""
+    snapshot_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

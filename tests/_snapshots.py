@@ -1,0 +1,117 @@
+"""A training whose steps draw random numbers, write buffers and add to gradients that exist, for tests of snapshots.
+
+    plain = plainly("AdamW, foreach", at, range(6))                # nothing of ours
+    training = Training("AdamW, foreach", at)
+    session = session_of(training, device, "parameters")
+
+Every second step leaves its gradients, and the next one adds to them: a snapshot after it has some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.hosted import HostedTensor, Where
+from chameleon_mm.units import KIB
+
+Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2),
+}
+
+KINDS = {
+    "optimizer": ("AdamW, foreach", "AdamW, fused", "SGD, momentum"),
+    "parameters": ("AdamW, foreach", "AdamW, fused", "SGD, momentum"),
+    "neither": ("SGD",),
+}
+"""What a session swaps beside activations, and the optimizers that are tried with it. A session that does not know its
+optimizer's state leaves it to the caller, so one that has none."""
+
+RUNS = [(kind, name) for kind, names in KINDS.items() for name in names]
+
+WIDTH, LAYERS = 128, 4
+"""A weight has 64 KiB: the least that leaves the device."""
+
+
+class Training:
+    """A model, an optimizer and batches."""
+
+    def __init__(self, name: str, at: torch.device) -> None:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(LAYERS):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.2)]
+        self.model = nn.Sequential(*layers).to(at)
+        self.model[-1].register_buffer("fleeting", torch.arange(3.0, device=at), persistent=False)
+        self.make = OPTIMIZERS[name]
+        self.optimizer = self.make(self.model.parameters())
+        self.at = at
+
+    def step(self, number: int) -> None:
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(self.at)
+        cast(Tensor, self.model(x)).square().mean().backward()
+        self.optimizer.step()
+        if number % 2:
+            self.optimizer.zero_grad()
+
+    def outcome(self) -> list[Tensor]:
+        """Parameters, buffers, gradients, state and random states, on the host. State is read as anybody reads it."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        tensors += [p.grad for p in self.model.parameters() if p.grad is not None]
+        for state in self.optimizer.state_dict()["state"].values():
+            tensors += [value for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+        return [t.detach().cpu().clone() for t in (*tensors, *random_states(self.at))]
+
+
+def random_states(at: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(at)] if at.type == "cuda" else [])]
+
+
+def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def plainly(name: str, at: torch.device, numbers: Iterable[int]) -> list[Tensor]:
+    training = Training(name, at)
+    for number in numbers:
+        training.step(number)
+    return training.outcome()
+
+
+def session_of(training: Training, device: Device, kind: str, **given: Any) -> cm.SwapSession:
+    """A session in which weights and their state are away between steps, as far as `kind` says: the window of "parameters" has
+    no room for all of them."""
+    given = {"host_budget": "64MiB", "plans": False, "min_bytes": 64 * KIB, **given}
+    room = {"neither": 1024, "optimizer": 3 * 1024, "parameters": 1024}[kind]
+    leaves_bytes = 4 * WIDTH * WIDTH * LAYERS if kind == "parameters" else 0
+    budget = room * KIB + device.allocated_bytes() - leaves_bytes
+    if kind != "neither":
+        given["optimizer"] = training.optimizer
+    if kind == "parameters":
+        given["parameters"] = "swap"
+    return cm.SwapSession(budget, device=device, model=training.model, **given)
+
+
+def steps(session: cm.SwapSession, training: Training, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        with session.step():
+            training.step(number)
+
+
+def away(session: cm.SwapSession, training: Training) -> tuple[int, int]:
+    """How many parameters and gradients are on the host alone, and how many tensors of state."""
+    swap = session._model_swap._parameters
+    entries = [] if swap is None else swap.window.entries
+    values = [value for state in training.optimizer.state.values() for value in dict.values(state)]
+    hosted = [value for value in values if isinstance(value, HostedTensor)]
+    return sum(it.where is Where.ON_HOST for it in entries), sum(it.where is Where.ON_HOST for it in hosted)

@@ -50,7 +50,7 @@ def test_every_way_into_the_library_is_among_them() -> None:
     calls = {page: [snippet.first_call for snippet in SNIPPETS if snippet.page == page] for page in ("README.md", "using.md")}
     assert calls == {
         "README.md": ["SwapSession", "PinnedPool"],
-        "using.md": ["SimDevice", "SimDevice", "save_on_cpu", "SimDevice"],
+        "using.md": ["SimDevice", "SimDevice", "SimDevice", "save_on_cpu", "SimDevice"],
     }
     assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 

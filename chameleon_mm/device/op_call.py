@@ -68,8 +68,10 @@ class OpCall:
             collect_tensors(updated_statistics(facts, args), device_type, self.mutated)
 
     def run(self) -> Any:
-        """Run it, once: what it returned and mutated is `written` afterwards."""
-        with lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext():
+        """Run it, once: what it returned and mutated is `written` afterwards. Torch function modes do not see it, as they see
+        no operator that C++ calls."""
+        resolved = lazy_bits_resolved() if may_have_lazy_bits(self.inputs.values()) else nullcontext()
+        with torch._C.DisableTorchFunction(), resolved:
             self.out = self.func(*self.args, **self.kwargs)
         self.written = dict(self.mutated)
         collect_tensors((self.out,), self.device_type, self.written)

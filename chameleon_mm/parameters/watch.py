@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,9 @@ _WRITES_SELF = frozenset((
     "__isub__", "__itruediv__", "__ixor__", "__set__", "__setitem__",
 ))  # fmt: skip
 """Functions that write their first argument, beside those whose names end with an underscore."""
+
+_TYPED_STORAGE = Tensor._typed_storage.__code__
+_REDUCE = Tensor._reduce_ex_internal.__code__
 
 _LISTS = "_foreach_"
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -111,8 +115,8 @@ class ParameterWatch(TorchFunctionMode):
         entries = self._entries_of((args, kwargs))
         if not entries:
             return func(*args, **kwargs)
-        if name == "__reduce_ex__" and isinstance(t := args[0], Tensor) and type(t) is Tensor:
-            return func(self._hosts.pickled(t, entries[0]), *args[1:])
+        if name == "untyped_storage" and _is_pickled(sys._getframe(1)):
+            return self._hosts.pickled(args[0], entries[0]).untyped_storage()
         if name in _GIVES_MEMORY:
             self._note_hidden(args)
         if (name.startswith(_LISTS) or name == _UNSCALE) and not self._hosts.fit_together(entries):
@@ -191,6 +195,12 @@ class ParameterWatch(TorchFunctionMode):
 
 def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
     return tuple(value[start:end] if isinstance(value, (tuple, list)) else value for value in values)
+
+
+def _is_pickled(caller: FrameType) -> bool:
+    """Whether a pickler asks for the storage: it reads the bytes of many only once it has asked for all of them."""
+    before = caller.f_back
+    return caller.f_code is _TYPED_STORAGE and before is not None and before.f_code is _REDUCE
 
 
 def _nodes_since(begin: int, out: Any) -> Iterator[Node]:

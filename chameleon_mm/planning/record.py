@@ -95,9 +95,9 @@ def record_step(
     for each operator. Raises `ModelUnusable` where the model fails.
     """
     device = SimDevice(spec)
-    with shapes_alone(), _default_dtype(dtype), GpuOperators(), gpu_autocast():
+    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
         workload = build()
-        step = _Step(workload, optimizer, autocast)
+        step = TrainingStep(workload, optimizer, autocast)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
@@ -116,10 +116,12 @@ def record_step(
     )
 
 
-class _Step:
-    """One step of a training loop, with its optimizer in the state that it has from the second step on."""
+class TrainingStep:
+    """One step of a training loop. `started`: its optimizer is in the state that it has from the second step on."""
 
-    def __init__(self, workload: Workload, optimizer: str, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, workload: Workload, optimizer: str, autocast: torch.dtype | None = None, *, started: bool = True
+    ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
             raise ModelUnusable(f"{workload.about}: expected parameters that require gradients, got none; nothing is trained")
@@ -130,11 +132,13 @@ class _Step:
                 f"there: nothing is computed, and no GPU is needed"
             )
         self._workload = workload
+        self.model = workload.model
         self._autocast = autocast
         self.optimizers = _optimizers(optimizer, trained)
-        for parameter in trained if self.optimizers else ():
-            parameter.grad = torch.zeros_like(parameter)
-        self.update()
+        if started and self.optimizers:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.update()
 
     def forward_backward(self) -> Tensor:
         with nullcontext() if self._autocast is None else torch.autocast(PLANNED_ON, self._autocast):
@@ -145,7 +149,7 @@ class _Step:
     def update(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-        self._workload.model.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -174,7 +178,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which torch's default dtype is `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

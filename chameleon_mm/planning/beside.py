@@ -2,7 +2,6 @@
 
     trace = beside(step, swapped)                       what a session's recorder sees, and so what its plans are made of
     least_budget(step, swapped)                         the smallest budget of which a session has a plan
-    fits(step, swapped, hbm_budget, host_budget, cost)  whether it has one within these
 
 parameters, gradients, state from MIN_BYTES on   -> no part of it; a gradient is, from its product to its accumulation
 each of the optimizer's operators                -> holds three buckets of state: one comes, one is stepped, one leaves
@@ -20,7 +19,7 @@ from chameleon_mm.model_swap import BUCKET_SHARE
 from chameleon_mm.optimizer_state import BUCKET_BYTES
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.planning.session_run import Swapped
-from chameleon_mm.policy import LinkCost, generate_plan, least_memory
+from chameleon_mm.policy import least_memory
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.trace import Int64s
 from chameleon_mm.units import KIB, allocated_size, format_size_up, parse_size
@@ -83,14 +82,14 @@ def least_budget(step: RecordedStep, swapped: Swapped) -> int:
     low, high = rest, rest + step.window(_NO_LIMIT)
     while low < high:  # what is left beside the window grows with the budget
         middle = (low + high) // 2
-        if _left(step, swapped, middle) >= rest:
+        if left_beside_window(step, swapped, middle) >= rest:
             high = middle
         else:
             low = middle + 1
     return _printable(low)
 
 
-def _left(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
+def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
     """Bytes of a budget beside its window; below 0 where the window has no room."""
     if not swapped.parameters:
         return hbm_budget
@@ -98,24 +97,6 @@ def _left(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
         return hbm_budget - step.window(hbm_budget)
     except InfeasibleBudget:
         return -1
-
-
-def fits(step: RecordedStep, swapped: Swapped, hbm_budget: int, host_budget: int | None, cost: LinkCost) -> bool:
-    """Whether a session has a plan for `step` within both budgets, by arithmetic. `host_budget` None: any."""
-    left = _left(step, swapped, hbm_budget)
-    trace = beside(step, swapped)
-    if left < least_memory(trace).nbytes:
-        return False
-    if host_budget is None:
-        return True
-    host_left = host_budget - host_bytes_beside(step, swapped)
-    if host_left < 0:
-        return False
-    try:
-        generate_plan(trace, left, host_left, cost, drafts=0)
-    except InfeasibleBudget:
-        return False
-    return True
 
 
 def host_bytes_beside(step: RecordedStep, swapped: Swapped) -> int:

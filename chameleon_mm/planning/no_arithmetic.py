@@ -4,10 +4,10 @@
         with device.compute(): ...          # SimDevice(..., moves_bytes=False) counts, prices and orders as ever
 
     view, or all of it small     -> runs: views touch no memory, and an optimizer divides by what it counts
-    all else                     -> shapes under fake tensors, once for each kind of call; results are new tensors of these shapes
+    all else                     -> shapes under fake tensors, once for each kind of call; results are new tensors of that shape
 
-Tensors are plain ones, with storages and addresses: whoever swaps them does what it does where they are computed. Their memory is
-the system's promise alone: pages that nobody touches are never there.
+Tensors are plain ones, with storages and addresses: whoever swaps them does what it does where they are computed. Their memory
+is the system's promise alone: pages that nobody touches are never there.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
-    return value if isinstance(value, (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format)) else type(value)
+    plain = isinstance(value, (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
+    kind: Hashable = value if plain else type(value)
+    return kind
 
 
 def _result(value: Any, places: dict[int, int]) -> Any:

@@ -108,8 +108,8 @@ def record_step(
     """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
 
     dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
-    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. bucket_bytes: state of what the
-    optimizer steps together, as a session has it that swaps the state; None: all of it. Needs tens of microseconds for each
+    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. bucket_bytes: state of what
+    the optimizer steps together, as a session has it that swaps the state; None: all of it. Needs tens of microseconds for each
     operator. Raises `ModelUnusable` where the model fails.
     """
     device = SimDevice(spec)

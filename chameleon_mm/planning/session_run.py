@@ -4,9 +4,9 @@
     run.steps[0], run.steps[-1]        the first step, by the default rule, and one that follows a plan: time and peak
     run.refused                        why there is no such run, where there is none
 
-The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` stands for the operators.
-So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies at the same
-time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the device; its
+The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` stands for the
+operators. So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies at
+the same time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the device; its
 optimizer has no state yet.
 """
 
@@ -178,8 +178,13 @@ def _run(request: RunRequest, device: SimDevice, session: SwapSession, step: Tra
         steps=tuple(StepRun(step_us=us, peak_bytes=peak) for us, peak in zip(times, peaks, strict=True)),
         host_bytes=session.pool.stats().peak_live_bytes,
         moved=tuple(
-            Moved(what=what, **{way: after[name] - before[name] for way, name in (
-                ("out_bytes", f"{kind}bytes_swapped_out"), ("back_bytes", f"{kind}bytes_swapped_in"))})
+            Moved(
+                what=what,
+                **{
+                    way: after[name] - before[name]
+                    for way, name in (("out_bytes", f"{kind}bytes_swapped_out"), ("back_bytes", f"{kind}bytes_swapped_in"))
+                },
+            )
             for what, kind in _MOVED.items()
         ),
         stall_us=(after["stall_us"] or 0.0) - (before["stall_us"] or 0.0),

@@ -64,9 +64,7 @@ class LateCopy:
 
     __slots__ = ("_dst", "_moves_bytes", "_spoilt", "_src", "before", "done", "label")
 
-    def __init__(
-        self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...], *, moves_bytes: bool = True
-    ) -> None:
+    def __init__(self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...], *, moves_bytes: bool = True) -> None:
         self._dst = _End(dst)
         self._src = _End(src)
         self.label = label

@@ -99,10 +99,12 @@ def left_beside_window(step: RecordedStep, swapped: Swapped, hbm_budget: int) ->
         return -1
 
 
-def host_bytes_beside(step: RecordedStep, swapped: Swapped) -> int:
-    """Bytes of pinned memory that parameters, gradients and state take, as far as they leave."""
+def host_bytes_beside(step: RecordedStep, swapped: Swapped, hbm_budget: int) -> int:
+    """Bytes of pinned memory that parameters, gradients and state take at most, as far as they leave."""
     trace = step.trace
-    kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER, TensorKind.GRADIENT] * swapped.parameters
+    kinds = [TensorKind.OPTIMIZER] * swapped.optimizer + [TensorKind.PARAMETER] * swapped.parameters
+    if swapped.parameters and hbm_budget - left_beside_window(step, swapped, hbm_budget) < step.window(_NO_LIMIT):
+        kinds.append(TensorKind.GRADIENT)  # where all fit the window together, gradients stay there
     leaves = np.isin(trace.tensor_kind, kinds) & (trace.tensor_bytes >= MIN_BYTES)
     return int(trace.tensor_bytes[leaves].sum())
 

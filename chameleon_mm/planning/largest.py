@@ -34,6 +34,9 @@ SEQ_STEP = 64
 MOST = 1 << 20
 """Multiple of the step beyond which nobody looks."""
 
+_STEPS = 2
+"""Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
+
 _SMALLER = 0.02
 """Share by which a size is made smaller where a session's first steps do not keep within the budget."""
 
@@ -126,7 +129,7 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
     """Run the session at `size`, and at smaller ones until one keeps within its budget. Returns the size, its run, and the
     smallest that does not fit."""
     while True:
-        run = run_session(request_of(size))
+        run = run_session(request_of(size), steps=_STEPS)
         if run.holds:
             return size, run, high
         most = max((step.peak_bytes for step in run.steps), default=0)
@@ -194,7 +197,7 @@ class _Search:
             return Tried(size=size, bound=Bound.MODEL, said=str(error))
         trace = beside(step, request.swapped)
         left = left_beside_window(step, request.swapped, request.hbm_budget_bytes)
-        elsewhere = host_bytes_beside(step, request.swapped)
+        elsewhere = host_bytes_beside(step, request.swapped, request.hbm_budget_bytes)
         found = self.tried[size] = Tried(
             size=size,
             bound=self._bound(request, trace, left, elsewhere),
@@ -240,9 +243,9 @@ def say(found: Largest) -> list[str]:
         case _:
             lines.append(f"nothing binds up to {over.size}")
     if found.run is not None and found.size is not None and found.run.steps:
-        step = found.run.steps[-1]
+        step, most = found.run.steps[-1], max(step.peak_bytes for step in found.run.steps)
         lines.append(
-            f"its session keeps within the budget in every step: {format_size(step.peak_bytes)} at most, a later step takes "
-            f"{format_us(step.step_us)}, {format_size(found.run.host_bytes)} are pinned (predicted)"
+            f"a session's first {len(found.run.steps)} steps keep within the budget: {format_size(most)} at most, the last "
+            f"takes {format_us(step.step_us)}, {format_size(found.run.host_bytes)} are pinned (predicted)"
         )
     return lines

@@ -115,8 +115,9 @@ def _kind(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
     plain = isinstance(value, (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
-    kind: Hashable = value if plain else type(value)
-    return kind
+    if plain:
+        return value  # type: ignore[no-any-return]  # one of those: all can be keys
+    return type(value)
 
 
 def _result(value: Any, places: dict[int, int]) -> Any:

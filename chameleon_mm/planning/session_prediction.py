@@ -127,7 +127,7 @@ def predict_session(request: RunRequest, *, ratio: float | None = None) -> Sessi
         phase=peak_phase(unswapped.trace, peak),
         window_bytes=_window(step, request),
         smallest_budget_bytes=smallest,
-        host_bytes_beside=host_bytes_beside(step, request.swapped),
+        host_bytes_beside=host_bytes_beside(step, request.swapped, request.hbm_budget_bytes),
         run=run_session(request),
     )
 

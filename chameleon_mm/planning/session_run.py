@@ -5,9 +5,9 @@
     run.refused                        why there is no such run, where there is none
 
 The session, its executor and its planner are the library's own, on the simulated device; `NoArithmetic` stands for the
-operators. So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies at
-the same time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the device; its
-optimizer has no state yet.
+operators. So what is predicted is what the same steps come to on the simulated device when they are computed: the same copies
+at the same time. The model comes to the session as a user's does: on the host where its parameters are swapped, else on the
+device; its optimizer has no state yet.
 """
 
 from __future__ import annotations

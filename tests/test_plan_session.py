@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ from chameleon_mm.planning.builtin import Llama, LlamaShape
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.no_arithmetic import NoArithmetic
 from chameleon_mm.planning.record import TrainingStep
-from chameleon_mm.planning.session_prediction import predict_session, record, smallest_budget
+from chameleon_mm.planning.session_prediction import record, smallest_budget
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, Swapped, run_session
 from chameleon_mm.planning.workload import Build, Workload
 from chameleon_mm.policy import least_memory, peak_memory
@@ -145,16 +144,14 @@ def test_memory_that_nobody_writes_is_never_there() -> None:
     [(gpt, BOTH, 4.0, "adamw-fused"), (gpt, BOTH, 3.0, "adamw"), (llama, BOTH, 2.5, "sgd"), (llama, STATE, 2.0, "adamw-fused")],
 )
 def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, ratio: float, optimizer: str) -> None:
-    """By the virtual clock: the same to the microsecond, but for the last step, before which the predicted run asks for a
-    report. And to the byte."""
+    """By the virtual clock, the first step included: the same to the microsecond, and to the byte."""
     request = within(build, swapped, ratio, optimizer)
     run = run_session(request)
     times, peaks = computed(request, len(run.steps))
     assert run.refused is None
     assert run.plans > 0
     assert [step.peak_bytes for step in run.steps] == peaks
-    assert [step.step_us for step in run.steps[:-1]] == times[:-1]
-    assert run.steps[-1].step_us == pytest.approx(times[-1], rel=0.03)
+    assert [step.step_us for step in run.steps] == times
     assert run.holds
     assert all(moved.out_bytes > 0 for moved in run.moved) == (swapped == BOTH)
 
@@ -176,7 +173,8 @@ def test_what_lies_beside_the_window_is_what_a_session_records(
     request = within(build, BOTH, 2.0, optimizer)
     step = record(request, in_buckets=True)
     window = step.window(request.hbm_budget_bytes)
-    predicted, recorded = beside(step, BOTH), recorded_by_a_session(request, monkeypatch)
+    # A session's plans know nothing of buckets of state, which come and go while nothing is recorded.
+    predicted, recorded = beside(replace(step, largest_bucket_bytes=0), BOTH), recorded_by_a_session(request, monkeypatch)
     assert peak_memory(predicted).nbytes == peak_memory(recorded).nbytes - window
     assert least_memory(predicted).nbytes == least_memory(recorded).nbytes - window
     assert peak_memory(predicted).idle_bytes == peak_memory(recorded).idle_bytes
@@ -245,11 +243,11 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_ratio_takes_both_and_tells_all(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    command = ["plan", f"{models}:mlp", "--batch", "4096", "--ratio", "2", "--dtype", "float32", "--json", str(path)]
+    command = ["plan", f"{models}:mlp", "--batch", "4096", "--ratio", "1.5", "--dtype", "float32", "--json", str(path)]
     assert main(command) == 0
     told: dict[str, Any] = json.loads(path.read_text())
     printed = capsys.readouterr().out
-    assert told["hbm_budget_bytes"] == told["peak_bytes"] // 2
+    assert told["hbm_budget_bytes"] == int(told["peak_bytes"] / 1.5)
     assert told["session"]["swapped"] == {"optimizer": True, "parameters": True}
     assert told["session"]["holds"]
     assert told["predicted"] and told["simulated"]
@@ -306,7 +304,7 @@ def found(command: list[str], path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("swaps", [[], ["--swap-optimizer"], ["--swap-optimizer", "--swap-parameters"]])
 def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: str, tmp_path: Path) -> None:
-    options = ["--dtype", "float32", "--hbm-budget", "24MiB", "--min-bytes", "64KiB", "--no-recompute", *swaps]
+    options = ["--dtype", "float32", "--hbm-budget", "12MiB", "--min-bytes", "64KiB", "--no-recompute", *swaps]
     told = found(["plan", f"{models}:mlp", "--largest", "batch", *options], tmp_path / "largest.json")
     assert told["bound"] == "device memory"
     size = told["size"]

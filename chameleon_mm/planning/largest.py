@@ -129,7 +129,7 @@ def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by:
     """Run the session at `size`, and at smaller ones until one keeps within its budget. Returns the size, its run, and the
     smallest that does not fit."""
     while True:
-        run = run_session(request_of(size), steps=_STEPS)
+        run = run_session(request_of(size), steps=_STEPS, counted=False)
         if run.holds:
             return size, run, high
         most = max((step.peak_bytes for step in run.steps), default=0)

@@ -27,6 +27,9 @@ COMPUTED_BYTES = 4 * KIB
 """Bytes that tensors given to an operator, and made by it, may have together for it to run: counts and norms have no more."""
 
 
+_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 class _New(NamedTuple):
     """A result that is a new tensor."""
 
@@ -114,10 +117,7 @@ def _kind(value: Any) -> Hashable:
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (tuple, list)):
         return tuple(map(_kind, value))
-    plain = isinstance(value, (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format))
-    if plain:
-        return value  # type: ignore[no-any-return]  # one of those: all can be keys
-    return type(value)
+    return value if isinstance(value, (int, str)) else str(value) if isinstance(value, _NAMED) else str(type(value))
 
 
 def _result(value: Any, places: dict[int, int]) -> Any:

@@ -24,6 +24,7 @@ from chameleon_mm.device.specs import SPECS
 from chameleon_mm.planning import session_run
 from chameleon_mm.planning.beside import beside
 from chameleon_mm.planning.builtin import Llama, LlamaShape
+from chameleon_mm.planning.command import source_of
 from chameleon_mm.planning.gpu_operators import GpuOperators
 from chameleon_mm.planning.no_arithmetic import NoArithmetic
 from chameleon_mm.planning.record import TrainingStep
@@ -158,11 +159,19 @@ def test_the_predicted_run_is_the_computed_one(build: Build, swapped: Swapped, r
 
 def recorded_by_a_session(request: RunRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trace that the session recorded, of which it makes its plans."""
-    sessions = []
+    sessions: list[cm.SwapSession] = []
     make = session_run._session
-    monkeypatch.setattr(session_run, "_session", lambda *args: sessions.append(make(*args)) or sessions[0])
-    run_session(request, steps=2)
-    return sessions[0]._adaptation.latest.trace
+
+    def made(*args: Any) -> cm.SwapSession:
+        sessions.append(make(*args))
+        return sessions[-1]
+
+    monkeypatch.setattr(session_run, "_session", made)
+    run_session(request, steps=2, counted=False)
+    adaptation = sessions[0]._adaptation
+    assert adaptation is not None
+    assert adaptation.latest is not None
+    return adaptation.latest.trace
 
 
 @pytest.mark.parametrize("build", [gpt, llama])
@@ -187,7 +196,7 @@ def test_the_smallest_budget_has_a_plan_and_a_bit_less_has_none(build: Build) ->
     assert smallest is not None
 
     def run_within(budget: int) -> SessionRun:
-        return run_session(replace(request, hbm_budget_bytes=budget), steps=3)
+        return run_session(replace(request, hbm_budget_bytes=budget), steps=3, counted=False)
 
     enough, short = run_within(smallest), run_within(smallest * 98 // 100)
     assert enough.plans > 0
@@ -310,6 +319,14 @@ def test_the_largest_batch_fits_and_one_more_does_not(swaps: list[str], models: 
     size = told["size"]
     assert told["next"]["size"] == size + 1
     assert told["next"]["device_bytes"] > told["next"]["device_left_bytes"]
+    if not swaps:
+        source = source_of(f"{models}:mlp", batch=size, seq=None, dtype=torch.float32)
+        more = source_of(f"{models}:mlp", batch=size + 1, seq=None, dtype=torch.float32)
+        fits, too_large = (
+            record(request_for(build, Swapped(), optimizer="adamw"), in_buckets=False) for build in (source, more)
+        )
+        assert least_memory(fits.trace).nbytes <= 12 * MIB < least_memory(too_large.trace).nbytes
+        return
     path = tmp_path / "plan.json"
     ends = [main(["plan", f"{models}:mlp", "--batch", str(n), *options, "--json", str(path)]) for n in (size, size + 1)]
     told_more = json.loads(path.read_text())

@@ -137,8 +137,9 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
         try:
             with nullcontext() if request.swapped.parameters else device.compute():
                 step = TrainingStep(request.build(), request.optimizer, request.autocast, started=False)
-            session = _session(request, device, step)
-            return _run(request, device, session, step, steps, counted=counted)
+            with device.compute():
+                session = _session(request, device, step)
+                return _run(request, device, session, step, steps, counted=counted)
         except (InfeasibleBudget, HostMemoryExhausted, torch.OutOfMemoryError) as error:
             return SessionRun(swapped=request.swapped, hbm_budget_bytes=request.hbm_budget_bytes, refused=str(error))
 
@@ -167,7 +168,7 @@ def _run(
             del loss
 
     peaks, moved, stall_us = [], tuple[Moved, ...](), 0.0
-    with device.compute(), session:
+    with session:
         marks = [device.current_stream().record(timed=True)]
         for _ in range(steps):
             device.reset_peaks()
@@ -209,7 +210,7 @@ def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Moved, 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which the session tells nobody of what its run says: that there is no plan, that something stays on the host."""
+    """Context in which the session tells nobody what its run says: that there is no plan, that something stays on the host."""
     logger = logging.getLogger("chameleon_mm")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -128,9 +128,9 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
         with console.status(f"searching for the largest {args.largest}"):
             found = largest(args.largest, asked.with_size(args.largest), recompute=asked.recompute)
         for text in say(found):
-            print_line(console, text, style="bold" if found.size is not None else "bold red")
+            print_line(console, text, style="bold" if found.fits else "bold red")
         _write(args.json, {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, asked.spec, console, environment)
-        return 0 if found.size is not None else 1
+        return 0 if found.fits else 1
     if asked.swapped:
         with console.status("running a session's first steps on shapes alone"):
             session = predict_session(asked.request(), ratio=args.ratio)

@@ -37,8 +37,8 @@ MOST = 1 << 20
 _STEPS = 2
 """Steps of a session that are run at an answer: the first, by the default rule, and one by a plan."""
 
-_SMALLER = 0.02
-"""Share by which a size is made smaller where a session's first steps do not keep within the budget."""
+_SMALLER = (0.02, 0.05, 0.1)
+"""Shares by which a size is made smaller, one after the other, where a session's first steps do not keep within the budget."""
 
 
 class Bound(enum.Enum):
@@ -85,6 +85,11 @@ class Largest:
     run: SessionRun | None = None
     """The session's first steps at that size, where it swaps more than activations."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is such a size, whose session keeps within its budget."""
+        return self.size is not None and (self.run is None or self.run.holds)
+
     def to_dict(self) -> dict[str, Any]:
         """Dictionary as plain data."""
         return {
@@ -126,19 +131,20 @@ def largest(what: str, request_of: Callable[[int], RunRequest], *, recompute: Co
 
 
 def _run_at(size: int, high: Tried, request_of: Callable[[int], RunRequest], by: int) -> tuple[int | None, SessionRun, Tried]:
-    """Run the session at `size`, and at smaller ones until one keeps within its budget. Returns the size, its run, and the
-    smallest that does not fit."""
-    while True:
-        run = run_session(request_of(size), steps=_STEPS, counted=False)
+    """Run the session at `size`, and at a few smaller ones until one keeps within its budget. Returns the size, its run, which
+    may be one that does not, and the smallest size that does not fit."""
+    run = run_session(request_of(size), steps=_STEPS, counted=False)
+    for share in _SMALLER:
         if run.holds:
-            return size, run, high
+            break
         most = max((step.peak_bytes for step in run.steps), default=0)
-        high = Tried(
-            size=size, bound=Bound.DEVICE if most else Bound.HOST, device_bytes=most, device_left_bytes=run.hbm_budget_bytes
-        )
+        bound = Bound.DEVICE if most else Bound.HOST
+        high = Tried(size=size, bound=bound, device_bytes=most, device_left_bytes=run.hbm_budget_bytes, said=run.refused or "")
         if size <= by:
             return None, run, high
-        size = max(by, size - max(by, int(size * _SMALLER) // by * by))
+        size = max(by, size - max(by, int(size * share) // by * by))
+        run = run_session(request_of(size), steps=_STEPS, counted=False)
+    return size, run, high
 
 
 class _Search:
@@ -244,8 +250,9 @@ def say(found: Largest) -> list[str]:
             lines.append(f"nothing binds up to {over.size}")
     if found.run is not None and found.size is not None and found.run.steps:
         step, most = found.run.steps[-1], max(step.peak_bytes for step in found.run.steps)
+        keep = "keep" if found.run.holds else "do not keep"
         lines.append(
-            f"a session's first {len(found.run.steps)} steps keep within the budget: {format_size(most)} at most, the last "
+            f"a session's first {len(found.run.steps)} steps {keep} within the budget: {format_size(most)} at most, the last "
             f"takes {format_us(step.step_us)}, {format_size(found.run.host_bytes)} are pinned (predicted)"
         )
     return lines

@@ -175,11 +175,12 @@ def _run(
             run_step()
             marks.append(device.current_stream().record(timed=True))
             peaks.append(device.peak_allocated_bytes())
-        marks[-1].synchronize()
+        device.synchronize()
         plans, host_bytes = session.report().plans, session.pool.stats().peak_live_bytes
         if counted:
             before = session.report().to_dict()
             run_step()
+            device.synchronize()  # waits are counted when they are over
             after = session.report().to_dict()
             moved, stall_us = _moved(before, after), (after["stall_us"] or 0.0) - (before["stall_us"] or 0.0)
     return SessionRun(

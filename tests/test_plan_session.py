@@ -215,6 +215,15 @@ def test_state_alone_is_smaller_than_all_on_the_device() -> None:
     assert both < smallest < everything.nbytes
 
 
+def test_on_a_slow_link_the_stall_is_all_that_a_step_takes_longer() -> None:
+    request = within(llama, BOTH, 2.5)
+    request = replace(request, spec=replace(request.spec, d2h_gbps=5.0, h2d_gbps=5.0, duplex_gbps=8.0))
+    run = run_session(request)
+    longer = run.steps[-1].step_us - record(request, in_buckets=False).trace.duration_us
+    assert longer > 0
+    assert run.stall_us == pytest.approx(longer, rel=0.03)
+
+
 def test_a_session_that_finds_no_room_is_an_answer() -> None:
     run = run_session(request_for(gpt, BOTH, 256 * KIB))
     assert run.refused is not None

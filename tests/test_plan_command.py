@@ -30,7 +30,7 @@ from chameleon_mm.planning.builtin import BUILT_IN, Gpt2, Gpt2Shape, Llama, Llam
 from chameleon_mm.planning.command import add_arguments, source_of
 from chameleon_mm.planning.gpu_operators import GpuOperators, gpu_autocast
 from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, link_of, predict
-from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, _Step, record_step, shapes_alone
+from chameleon_mm.planning.record import OPTIMIZERS, RecordedStep, TrainingStep, record_step, shapes_alone
 from chameleon_mm.planning.show import assumptions, show, verdicts
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload
 from chameleon_mm.policy import memory_curve, peak_memory, simulate
@@ -155,7 +155,7 @@ def test_a_step_that_never_ran_needs_what_it_needs_when_it_runs(build: Build, op
     trace = recorded(build, optimizer=optimizer).trace
     device = SimDevice(H200, cost=CostModel(spec=H200, launch_us=0.0, view_us=0.0, event_us=0.0))
     with device.compute(), GpuOperators():
-        step = _Step(build(), optimizer)
+        step = TrainingStep(build(), optimizer)
         device.reset_peaks()
         start_bytes = device.allocated_bytes()
         start = device.current_stream().record(timed=True)

@@ -13,7 +13,7 @@ A Llama's operators are those of Hugging Face's. A GPT-2's are not, and say so (
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -169,18 +169,19 @@ class Gpt2(GPT):
         self.head.weight = self.tokens.weight
 
 
-def built_in(name: str, *, batch: int, seq: int | None) -> Build:
-    """The model called `name`, `batch` rows of `seq` tokens (None: as many as its context has).
+def built_in(name: str, *, batch: int, seq: int | None, layers: int | None = None) -> Build:
+    """The model called `name`, `batch` rows of `seq` tokens (None: as many as its context has), of `layers` layers (None: its
+    own number).
 
     Raises `ModelUnusable` for a row that it cannot read.
     """
-    shape = BUILT_IN[name]
+    shape = BUILT_IN[name] if layers is None else replace(BUILT_IN[name], layers=layers)
     tokens = shape.context if seq is None else seq
     if isinstance(shape, Gpt2Shape) and tokens > shape.context:
         raise ModelUnusable(f"--seq: expected {shape.context} tokens at most, all that {name} can read, got {tokens}")
 
     def build() -> Workload:
-        about = f"{name}, {batch} x {tokens} tokens"
+        about = f"{name}{'' if layers is None else f' of {layers} layers'}, {batch} x {tokens} tokens"
         ids = torch.zeros(batch, tokens, dtype=torch.int64)
         if isinstance(shape, LlamaShape):
             llama = Llama(shape)

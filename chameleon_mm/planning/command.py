@@ -1,8 +1,9 @@
 """`chameleon-mm plan`: arguments in, a step under fake tensors, tables, files and an exit code out.
 
 check everything that can be checked          # bad usage costs a moment
-step = record_step(...)                       # seconds, whatever the model's size
-prediction = predict(step, ...)               # a fraction of one
+step = record(request)                        # seconds, whatever the model's size
+prediction = predict(step, ...)               # a fraction of one; or, where a session swaps more than activations,
+                                              # predict_session(request): its first steps; or largest(...): a search
 tables, JSON, PNG; 0: there is a plan, 1: there is none within the budgets
 """
 
@@ -11,7 +12,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,16 @@ from rich.console import Console
 
 from chameleon_mm.device import SPECS, Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.specs import spec_by_name
-from chameleon_mm.outputs import check_outputs, tell_written
+from chameleon_mm.device.specs import GpuSpec, spec_by_name
+from chameleon_mm.outputs import check_outputs, print_line, tell_written
 from chameleon_mm.planning.builtin import BUILT_IN, built_in
 from chameleon_mm.planning.hugging_face import hugging_face
+from chameleon_mm.planning.largest import SIZES, largest, say
 from chameleon_mm.planning.own_function import own_function
-from chameleon_mm.planning.prediction import REPLAYED, Prediction, default_budget, predict
-from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS, record_step
+from chameleon_mm.planning.prediction import REPLAYED, default_budget, predict
+from chameleon_mm.planning.record import AUTOCAST, DTYPES, OPTIMIZERS
+from chameleon_mm.planning.session_prediction import predict_session, record, show_session
+from chameleon_mm.planning.session_run import RunRequest, Swapped
 from chameleon_mm.planning.show import save_plot, show
 from chameleon_mm.planning.workload import Build, ModelUnusable
 from chameleon_mm.policy import DefaultRule
@@ -36,6 +41,8 @@ from chameleon_mm.units import parse_size
 
 Environment = Callable[[str, Device], Mapping[str, Any]]
 """Theme and device -> the header of a result file: device, simulated, commit, versions."""
+
+LARGEST_SCHEMA = "chameleon_mm.plan_largest/1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +89,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
     )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
+    beside = parser.add_argument_group("a session that swaps more than activations")
+    beside.add_argument(
+        "--swap-optimizer",
+        action="store_true",
+        help="the optimizer's state is on the host between its steps, as with SwapSession(optimizer=...)",
+    )
+    beside.add_argument(
+        "--swap-parameters",
+        action="store_true",
+        help="parameters and gradients come in their turn, as with SwapSession(parameters='swap')",
+    )
+    beside.add_argument(
+        "--ratio",
+        type=float,
+        metavar="N",
+        help="both of these, within the device memory that the step takes unswapped divided by N (instead of --hbm-budget)",
+    )
+    search = parser.add_argument_group("what fits")
+    search.add_argument(
+        "--largest",
+        choices=SIZES,
+        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
+    )
     out = parser.add_argument_group("what it writes")
     out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
     out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
@@ -93,34 +123,118 @@ def run(args: argparse.Namespace, console: Console, environment: Environment) ->
     Raises `ValueError` for bad usage, before anything is built where that can be known, and `OSError` for a file that cannot be
     written.
     """
-    prediction = _predict(args, console)
+    asked = _Asked.of(args)
+    if args.largest is not None:
+        with console.status(f"searching for the largest {args.largest}"):
+            found = largest(args.largest, asked.with_size(args.largest), recompute=asked.recompute)
+        for text in say(found):
+            print_line(console, text, style="bold" if found.fits else "bold red")
+        _write(args.json, {"schema": LARGEST_SCHEMA, "predicted": True, **found.to_dict()}, asked.spec, console, environment)
+        return 0 if found.fits else 1
+    if asked.swapped:
+        with console.status("running a session's first steps on shapes alone"):
+            session = predict_session(asked.request(), ratio=args.ratio)
+        show_session(session, console)
+        _write(args.json, session.to_dict({}), asked.spec, console, environment)
+        return 0 if session.holds else 1
+    with console.status("recording one step under fake tensors"):
+        step = record(asked.request(), in_buckets=False)
+    with console.status("planning"):
+        prediction = predict(step, asked.spec, asked.hbm_budget_bytes, asked.host_budget_bytes, asked.recompute)
     show(prediction, console)
     if args.png is not None:
         save_plot(prediction, args.png)
         tell_written(console, args.png)
-    if args.json is not None:
-        header = environment("plan", SimDevice(prediction.spec))
-        args.json.write_text(json.dumps(prediction.to_dict(header), indent=1) + "\n", encoding="utf-8")
-        tell_written(console, args.json)
+    _write(args.json, prediction.to_dict({}), asked.spec, console, environment)
     return 0 if prediction.infeasible is None else 1
 
 
-def _predict(args: argparse.Namespace, console: Console) -> Prediction:
-    check_outputs({"--json": args.json, "--png": args.png})
-    _check_png(args.png)
-    spec = spec_by_name(args.gpu)
-    hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
-    if hbm_budget == 0:
-        raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
-    host_budget = None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget")
-    min_bytes = DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes")
-    autocast = None if args.autocast is None else AUTOCAST[args.autocast]
-    dtype = DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")]
-    build = source_of(args.model, batch=args.batch, seq=args.seq, dtype=dtype)
-    with console.status("recording one step under fake tensors"):
-        step = record_step(build, spec, dtype=dtype, autocast=autocast, optimizer=args.optimizer, min_bytes=min_bytes)
-    with console.status("planning"):
-        return predict(step, spec, hbm_budget, host_budget, () if args.no_recompute else REPLAYED)
+def _write(path: Path | None, told: Mapping[str, Any], spec: GpuSpec, console: Console, environment: Environment) -> None:
+    if path is not None:
+        told = {**environment("plan", SimDevice(spec)), **told}
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        tell_written(console, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the arguments ask for, checked as far as it can be before anything is built."""
+
+    args: argparse.Namespace
+    spec: GpuSpec
+    hbm_budget_bytes: int
+    host_budget_bytes: int | None
+    min_bytes: int
+    dtype: torch.dtype
+    autocast: torch.dtype | None
+    swapped: Swapped
+    recompute: Collection[str]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> _Asked:
+        """Raises `ValueError` for what makes no sense."""
+        check_outputs({"--json": args.json, "--png": args.png})
+        _check_png(args.png)
+        _check_swapped(args)
+        spec = spec_by_name(args.gpu)
+        hbm_budget = default_budget(spec) if args.hbm_budget is None else parse_size(args.hbm_budget, what="--hbm-budget")
+        if hbm_budget == 0:
+            raise ValueError("--hbm-budget: expected more than 0 bytes, got 0; say how much device memory the step may take")
+        autocast = None if args.autocast is None else AUTOCAST[args.autocast]
+        both = args.ratio is not None
+        return cls(
+            args=args,
+            spec=spec,
+            hbm_budget_bytes=hbm_budget,
+            host_budget_bytes=None if args.host_budget is None else parse_size(args.host_budget, what="--host-budget"),
+            min_bytes=DefaultRule().min_bytes if args.min_bytes is None else parse_size(args.min_bytes, what="--min-bytes"),
+            dtype=DTYPES[args.dtype or ("bfloat16" if autocast is None else "float32")],
+            autocast=autocast,
+            swapped=Swapped(optimizer=args.swap_optimizer or both, parameters=args.swap_parameters or both),
+            recompute=() if args.no_recompute else REPLAYED,
+        )
+
+    def request(self, **size: int) -> RunRequest:
+        """The request, with a batch, rows or number of layers of another `size`. Raises as `source_of` does."""
+        sizes = {"batch": self.args.batch, "seq": self.args.seq, "layers": None, **size}
+        return RunRequest(
+            build=source_of(self.args.model, dtype=self.dtype, **sizes),
+            spec=self.spec,
+            swapped=self.swapped,
+            hbm_budget_bytes=self.hbm_budget_bytes,
+            host_budget_bytes=self.host_budget_bytes,
+            dtype=self.dtype,
+            optimizer=self.args.optimizer,
+            min_bytes=self.min_bytes,
+            autocast=self.autocast,
+        )
+
+    def with_size(self, what: str) -> Callable[[int], RunRequest]:
+        """Function of a size of `what` to the request with it."""
+        return lambda size: self.request(**{what: size})
+
+
+def _check_swapped(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for options about swapping that contradict each other."""
+    ratio, which = args.ratio, "--ratio" if args.ratio is not None else "--swap-optimizer"
+    if ratio is not None and not 1 <= ratio < float("inf"):
+        raise ValueError(f"--ratio: expected 1 or more, by which the unswapped peak is divided, got {ratio:g}")
+    if ratio is not None and args.hbm_budget is not None:
+        raise ValueError(
+            "--ratio: expected without --hbm-budget, which is the unswapped peak divided by it; leave one of them out"
+        )
+    if args.optimizer == "none" and (ratio is not None or args.swap_optimizer):
+        raise ValueError(f"{which}: expected an optimizer, whose state is swapped, got --optimizer none; name one")
+    if args.png is not None and (ratio is not None or args.swap_optimizer or args.swap_parameters or args.largest):
+        raise ValueError("--png: expected a plan for activations alone, whose memory it draws; leave --png out")
+    if args.largest is None:
+        return
+    if ratio is not None:
+        raise ValueError("--largest: expected a budget that is the same for all sizes, got --ratio; say --hbm-budget")
+    if args.swap_parameters and not args.swap_optimizer:
+        raise ValueError("--largest: expected --swap-optimizer beside --swap-parameters, for what state needs; say both")
+    if args.largest != "layers" and getattr(args, args.largest) is not None:
+        raise ValueError(f"--largest {args.largest}: expected no --{args.largest}, which is searched for; leave it out")
 
 
 def _check_png(path: Path | None) -> None:
@@ -132,7 +246,7 @@ def _check_png(path: Path | None) -> None:
         raise ValueError("--png: expected matplotlib to be installed, found none; pip install 'chameleon-mm[plan]'")
 
 
-def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype) -> Build:
+def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
     """Builder of the model that `text` names, all checked that can be. None: as the model's own default has it, or 1 row.
 
     Raises `ModelUnusable` for what cannot be found, and for sizes below 1.
@@ -145,9 +259,9 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
             f"MODEL: expected one of {', '.join(BUILT_IN)}, module:function, or a Hugging Face configuration, got ''"
         )
     if text in BUILT_IN:
-        return built_in(text, batch=batch or 1, seq=seq)
+        return built_in(text, batch=batch or 1, seq=seq, layers=layers)
     if ":" in text and not Path(text).exists():
-        return own_function(text, batch=batch, seq=seq)
+        return own_function(text, batch=batch, seq=seq, layers=layers)
     if _is_a_path(text) and not Path(text).exists():
         raise ModelUnusable(
             f"MODEL: expected a file or folder with a Hugging Face configuration, got {text!r}, which does not exist; correct "
@@ -156,7 +270,7 @@ def source_of(text: str, *, batch: int | None, seq: int | None, dtype: torch.dty
     likely = difflib.get_close_matches(text.lower(), BUILT_IN, n=1, cutoff=0.8)
     if likely and not Path(text).exists():  # rather than half a minute of asking the network for it
         raise ModelUnusable(f"MODEL: expected one of {', '.join(BUILT_IN)}, got {text!r}; {likely[0]}?")
-    return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype)
+    return hugging_face(text, batch=batch or 1, seq=seq, dtype=dtype, layers=layers)
 
 
 def _is_a_path(text: str) -> bool:

@@ -23,7 +23,7 @@ _MOST_TOKENS = 4096
 """Tokens of a row where nobody says how many: contexts of 128k are what a model can read, not what it is trained on."""
 
 
-def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype) -> Build:
+def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype, layers: int | None = None) -> Build:
     """The model whose configuration is the file or folder `text`, or is published under that name.
 
     Raises `ModelUnusable` without transformers, and for a configuration that cannot be read.
@@ -40,6 +40,8 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype) 
             f"MODEL: expected the configuration of a causal language model, got {text!r}, a {type(config).__name__}; give "
             f"it as module:function"
         )
+    if layers is not None:
+        config = _with_layers(config, text, layers)
     longest = getattr(config, "max_position_embeddings", None)
     tokens = min(longest or _MOST_TOKENS, _MOST_TOKENS) if seq is None else seq
     notes = ["rows are whole: no padding, so attention needs no mask"]
@@ -65,6 +67,21 @@ def hugging_face(text: str, *, batch: int, seq: int | None, dtype: torch.dtype) 
         return Workload(about=about, model=model, loss=loss, notes=tuple(notes))
 
     return build
+
+
+def _with_layers(config: Any, text: str, layers: int) -> Any:
+    """The configuration with another number of layers, kinds of layers repeated as they come."""
+    told: dict[str, Any] = config.to_dict()
+    if "num_hidden_layers" not in told:
+        raise ModelUnusable(
+            f"--largest layers: expected a configuration with num_hidden_layers, got {text!r}, a {type(config).__name__} "
+            f"without; search for another size"
+        )
+    kinds = told.get("layer_types")
+    told["num_hidden_layers"] = layers
+    if kinds:
+        told["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    return type(config).from_dict(told)
 
 
 def _attention(transformers: Any, config: Any) -> str:

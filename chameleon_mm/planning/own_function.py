@@ -26,14 +26,14 @@ from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, told_
 _RETURNS = "(model, batch) or (model, batch, loss_fn)"
 
 
-def own_function(text: str, *, batch: int | None, seq: int | None) -> Build:
+def own_function(text: str, *, batch: int | None, seq: int | None, layers: int | None = None) -> Build:
     """The function that `text` names as `module:function`, its module looked for in the working directory, too.
 
-    It is given those of `batch` and `seq` that it has parameters for and that somebody said. Raises `ModelUnusable` where there
-    is no such function; `build` raises it where the function fails or returns something else.
+    It is given those of `batch`, `seq` and `layers` that it has parameters for and that somebody said. Raises `ModelUnusable`
+    where there is no such function; `build` raises it where the function fails or returns something else.
     """
     function = _find(text)
-    given = _arguments(text, function, {"batch": batch, "seq": seq})
+    given = _arguments(text, function, {"batch": batch, "seq": seq, "layers": layers})
 
     def build() -> Workload:
         with _working_directory_on_path(), told_as(f"{text} failed under fake tensors"):

@@ -11,9 +11,10 @@ The step is one in the middle of training: the optimizer has its state already, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
+from chameleon_mm.optimizer_state.split_step import alone, buckets_of, raw_step
+from chameleon_mm.parameters.swapping import window_bytes
 from chameleon_mm.planning.gpu_operators import PLANNED_ON, GpuOperators, gpu_autocast
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, told_as
 from chameleon_mm.profiler.op_times import PricedTimes
@@ -39,6 +42,9 @@ OPTIMIZERS = {
     "none": "forward and backward alone",
 }
 """Name -> what it is."""
+
+_STATE_PER_PARAMETER = 2
+"""Tensors of a parameter's size that an optimizer is taken to make for it, before it has."""
 
 
 class _NoTensorMemo(FakeTensorConverter):
@@ -73,6 +79,10 @@ class RecordedStep:
     """Name of the optimizer, one of `OPTIMIZERS`."""
     min_bytes: int
     trace: Trace
+    window: Callable[[int], int]
+    """Bytes that a session sets aside within a budget, where parameters are swapped. Raises `InfeasibleBudget`."""
+    largest_bucket_bytes: int
+    """State of those parameters that are stepped together, at most; 0: all are, or there is none."""
 
     @property
     def num_parameters(self) -> int:
@@ -86,18 +96,26 @@ class RecordedStep:
 
 
 def record_step(
-    build: Build, spec: GpuSpec, *, dtype: torch.dtype, optimizer: str, min_bytes: int, autocast: torch.dtype | None = None
+    build: Build,
+    spec: GpuSpec,
+    *,
+    dtype: torch.dtype,
+    optimizer: str,
+    min_bytes: int,
+    autocast: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
 ) -> RecordedStep:
     """One step of what `build` builds, recorded under fake tensors: weights, batch and activations take no memory.
 
     dtype: torch's default while it is built and run. optimizer: of `OPTIMIZERS`. min_bytes: saved storages below it never move.
-    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. Needs tens of microseconds
-    for each operator. Raises `ModelUnusable` where the model fails.
+    autocast: what forward is put under; None: nothing, and the model's own is CUDA's all the same. bucket_bytes: state of what
+    the optimizer steps together, as a session has it that swaps the state; None: all of it. Needs tens of microseconds for each
+    operator. Raises `ModelUnusable` where the model fails.
     """
     device = SimDevice(spec)
-    with shapes_alone(), _default_dtype(dtype), GpuOperators(), gpu_autocast():
+    with shapes_alone(), default_dtype(dtype), GpuOperators(), gpu_autocast():
         workload = build()
-        step = _Step(workload, optimizer, autocast)
+        step = TrainingStep(workload, optimizer, autocast, bucket_bytes=bucket_bytes)
         recorder = Recorder(device, model=workload.model, optimizers=step.optimizers, times=PricedTimes(device.cost.kernel_us))
         with recorder:
             with RecordingHooks(recorder, min_bytes=min_bytes), told_as(f"{workload.about}: a step failed under fake tensors"):
@@ -113,13 +131,24 @@ def record_step(
         optimizer=optimizer,
         min_bytes=min_bytes,
         trace=trace,
+        window=partial(window_bytes, list(workload.model.parameters())),
+        largest_bucket_bytes=step.largest_bucket_bytes,
     )
 
 
-class _Step:
-    """One step of a training loop, with its optimizer in the state that it has from the second step on."""
+class TrainingStep:
+    """One step of a training loop. `started`: its optimizer is in the state that it has from the second step on.
+    `bucket_bytes`: as `record_step` has it."""
 
-    def __init__(self, workload: Workload, optimizer: str, autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        optimizer: str,
+        autocast: torch.dtype | None = None,
+        *,
+        started: bool = True,
+        bucket_bytes: int | None = None,
+    ) -> None:
         trained = [p for p in workload.model.parameters() if p.requires_grad]
         if not trained:
             raise ModelUnusable(f"{workload.about}: expected parameters that require gradients, got none; nothing is trained")
@@ -130,11 +159,15 @@ class _Step:
                 f"there: nothing is computed, and no GPU is needed"
             )
         self._workload = workload
+        self.model = workload.model
         self._autocast = autocast
+        self._bucket_bytes = bucket_bytes
+        self.largest_bucket_bytes = 0
         self.optimizers = _optimizers(optimizer, trained)
-        for parameter in trained if self.optimizers else ():
-            parameter.grad = torch.zeros_like(parameter)
-        self.update()
+        if started and self.optimizers:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+            self.update()
 
     def forward_backward(self) -> Tensor:
         with nullcontext() if self._autocast is None else torch.autocast(PLANNED_ON, self._autocast):
@@ -144,8 +177,25 @@ class _Step:
 
     def update(self) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()
-        self._workload.model.zero_grad(set_to_none=True)
+            if self._bucket_bytes is None:
+                optimizer.step()
+            else:
+                self._step_in_buckets(optimizer, self._bucket_bytes)
+        self.model.zero_grad(set_to_none=True)
+
+    def _step_in_buckets(self, optimizer: Optimizer, bucket_bytes: int) -> None:
+        raw = raw_step(optimizer)
+        for bucket in buckets_of(optimizer, partial(_state_bytes, optimizer), bucket_bytes):
+            with alone(optimizer, bucket):
+                raw(optimizer)
+            stepped = sum(_state_bytes(optimizer, p) for p in bucket.params)
+            self.largest_bucket_bytes = max(self.largest_bucket_bytes, stepped)
+
+
+def _state_bytes(optimizer: Optimizer, p: Tensor) -> int:
+    """Bytes of the state of `p`, those that it will have where it has none yet."""
+    values = [value for value in optimizer.state[p].values() if isinstance(value, Tensor)] if p in optimizer.state else []
+    return sum(value.untyped_storage().nbytes() for value in values) or _STATE_PER_PARAMETER * p.numel() * p.element_size()
 
 
 def _optimizers(name: str, parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -174,7 +224,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Context in which torch's default dtype is `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

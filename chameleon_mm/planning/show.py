@@ -9,7 +9,7 @@ Time is predicted. In the picture, stalls of compute are the gaps by which the p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from chameleon_mm.device.sim.cost import CostModel
+from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.outputs import print_line, print_table
-from chameleon_mm.planning.prediction import HIDDEN_WITHIN, Prediction, Way, default_budget
-from chameleon_mm.policy import EngineSpan, memory_curve
+from chameleon_mm.planning.prediction import HIDDEN_WITHIN, MemoryNeed, Prediction, Way, default_budget
+from chameleon_mm.planning.record import RecordedStep
+from chameleon_mm.policy import EngineSpan, Peak, memory_curve
 from chameleon_mm.trace import StepPhase, Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
 from chameleon_mm.units import GIB, MIB, format_size, format_size_up, format_us
@@ -39,14 +41,8 @@ _UNFUSED = frozenset({"aten::_safe_softmax", "aten::_scaled_dot_product_attentio
 
 def show(prediction: Prediction, console: Console) -> None:
     """Print both tables, the verdicts and the assumptions."""
-    spec, step = prediction.spec, prediction.step
-    print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
-    print_line(
-        console,
-        f"{_count(step.num_parameters)} parameters, {step.dtype}, {_autocast(prediction)}optimizer {step.optimizer}; one "
-        f"training step on {spec.name}, predicted: nothing ran",
-    )
-    print_table(console, _needs(prediction))
+    head(prediction.step, prediction.spec, console)
+    print_table(console, needs_table(prediction.needs, prediction.peak, prediction.phase))
     print_table(console, _ways(prediction))
     if prediction.plan is not None and prediction.plan.actions:
         print_table(console, _classes(prediction))
@@ -57,6 +53,17 @@ def show(prediction: Prediction, console: Console) -> None:
     for text in assumptions(prediction):
         lines.add_row("-", Text(text))  # Text, not str: a model's name may look like markup
     console.print(lines)
+
+
+def head(step: RecordedStep, spec: GpuSpec, console: Console) -> None:
+    """Print what the prediction is about."""
+    print_line(console, f"chameleon-mm plan: {step.about}", style="bold")
+    autocast = "" if step.autocast is None else f"under autocast to {step.autocast}, "
+    print_line(
+        console,
+        f"{_count(step.num_parameters)} parameters, {step.dtype}, {autocast}optimizer {step.optimizer}; one training step on "
+        f"{spec.name}, predicted: nothing ran",
+    )
 
 
 def verdicts(prediction: Prediction) -> list[str]:
@@ -96,10 +103,8 @@ def assumptions(prediction: Prediction) -> list[str]:
     """Lines that say what the figures rest on, one sentence each."""
     spec, trace = prediction.spec, prediction.step.trace
     cost = CostModel(spec=spec)
-    arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
     lines = [
-        f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth; the host is not late",
-        f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
+        *rooflines(spec, host="; the host is not late"),
         f"the budget is {_budget_from(prediction)}",
         "memory is that of the tensors and what a few operators hold inside; CUDA's context, gaps and workspaces come on top",
         "operators are those of torch on a CPU, but for attention and dropout; a few of CUDA's may save more or less",
@@ -122,16 +127,27 @@ def assumptions(prediction: Prediction) -> list[str]:
     return lines
 
 
-def _needs(prediction: Prediction) -> Table:
+def rooflines(spec: GpuSpec, *, host: str = "") -> list[str]:
+    """Lines that say at which rates a GPU works and copies."""
+    cost = CostModel(spec=spec)
+    arithmetic, bandwidth = f"{cost.matmul_efficiency:.0%}", f"{cost.memory_efficiency:.0%}"
+    return [
+        f"operators at {arithmetic} of {spec.name}'s arithmetic or {bandwidth} of its memory bandwidth{host}",
+        f"copies run at {spec.d2h_gbps:g} GB/s out, {spec.h2d_gbps:g} back and {spec.duplex_gbps:g} both ways together",
+    ]
+
+
+def needs_table(needs: Sequence[MemoryNeed], peak: Peak, phase: StepPhase) -> Table:
+    """A row for each class of storages."""
     table = Table(title="what the step needs", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("at most", justify="right", no_wrap=True)
-    table.add_column(f"at the peak, in {_phase(prediction.phase)}", justify="right")
-    for need in prediction.needs:
+    table.add_column(f"at the peak, in {_phase(phase)}", justify="right")
+    for need in needs:
         table.add_row(need.name, format_size(need.most_bytes), format_size(need.at_peak_bytes))
     table.add_section()
-    table.add_row("all at once", format_size(prediction.peak.nbytes), format_size(prediction.peak.nbytes))
-    table.add_row("of it idle, could be swapped", "-", format_size(prediction.peak.idle_bytes))
+    table.add_row("all at once", format_size(peak.nbytes), format_size(peak.nbytes))
+    table.add_row("of it idle, could be swapped", "-", format_size(peak.idle_bytes))
     return table
 
 
@@ -187,11 +203,6 @@ def _slower(way: Way, unswapped: Way) -> str:
         return "-"
     share = way.step_us / unswapped.step_us - 1 if unswapped.step_us else 0.0
     return f"{round(share, 3) + 0.0:.1%}"  # no "-0.0%"
-
-
-def _autocast(prediction: Prediction) -> str:
-    autocast = prediction.step.autocast
-    return "" if autocast is None else f"under autocast to {autocast}, "
 
 
 def _within_host(prediction: Prediction) -> str:

@@ -20,7 +20,6 @@ from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel, Span
-from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
@@ -37,6 +36,8 @@ class SimDevice:
     `spec` names a GPU (`chameleon_mm.device.SPECS`) or is a `GpuSpec`; `hbm_bytes` overrides its capacity. `check_races`
     off leaves only poison and late copies to show a missing wait (as wrong numbers): for tests of the simulator itself.
     `allocator_hook`: its allocator reclaims what sessions lend to it, as a GPU's does where the C++ helper for it is built.
+    `moves_bytes` off: memory is counted and copies take their time, but none of it is written, so that it takes no physical
+    memory; for steps whose operators compute nothing either.
     Thread-safe; all threads count as one host. What runs outside `compute()` is not seen: its tensors count from their first
     copy on, its accesses never. Raises `ValueError` for an unknown spec or size.
     """
@@ -49,11 +50,12 @@ class SimDevice:
         cost: CostModel | None = None,
         check_races: bool = True,
         allocator_hook: bool = False,
+        moves_bytes: bool = True,
     ) -> None:
         self.spec = spec_by_name(spec) if isinstance(spec, str) else spec
         self.capacity = self.spec.hbm_bytes if hbm_bytes is None else parse_size(hbm_bytes, what="hbm_bytes")
         self.cost = cost or CostModel(spec=self.spec)
-        self._machine = Machine(self.capacity, self.cost, check_races=check_races)
+        self._machine = Machine(self.capacity, self.cost, check_races=check_races, moves_bytes=moves_bytes)
         self._has_allocator_hook = allocator_hook
 
     @property
@@ -98,7 +100,7 @@ class SimDevice:
         memory = pageable_memory(nbytes)
         self._machine.host_memory(memory)
         if nbytes < _POISON_HOST_BELOW:
-            poison(memory.untyped_storage())
+            self._machine.poison(memory.untyped_storage())
         return memory
 
     def free_pinned(self, memory: Tensor) -> None:

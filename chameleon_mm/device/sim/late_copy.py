@@ -62,21 +62,22 @@ class _End:
 class LateCopy:
     """A copy that was issued and not carried out yet. Holds both ends weakly: dropping one too early is an error, not luck."""
 
-    __slots__ = ("_dst", "_spoilt", "_src", "before", "done", "label")
+    __slots__ = ("_dst", "_moves_bytes", "_spoilt", "_src", "before", "done", "label")
 
-    def __init__(self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...]) -> None:
+    def __init__(self, dst: Tensor, src: Tensor, label: str, before: tuple[LateCopy, ...], *, moves_bytes: bool = True) -> None:
         self._dst = _End(dst)
         self._src = _End(src)
         self.label = label
         self.before = before
         self.done = False
+        self._moves_bytes = moves_bytes
         self._spoilt: list[tuple[int, Bytes]] = []
 
     def spoil(self, start: int, written: Bytes) -> None:
         """Note that the source was written while the copy may have been running, from byte `start` on where `written` is set:
         what arrives of them is anything. The others arrive."""
         self._spoilt.append((start, written))
-        if self.done and self._dst.ref() is not None:
+        if self.done and self._moves_bytes and self._dst.ref() is not None:
             self._poison_spoilt()
 
     def _poison_spoilt(self) -> None:
@@ -99,6 +100,8 @@ class LateCopy:
                     f"{self.label}: its {name} was {lost} while the copy was pending; expected the buffer kept as it is until "
                     f"an event after the copy is waited on or complete"
                 )
+        if not self._moves_bytes:
+            return
         src, dst = self._src, self._dst
         ctypes.memmove(dst.address + dst.start, src.address + src.start, src.nbytes)
         self._poison_spoilt()

@@ -27,12 +27,14 @@ from chameleon_mm.errors import SimLifetimeError
 
 
 class Machine:
-    """State of a simulated GPU. `check_races` off: no vector clocks, only poison and late copies."""
+    """State of a simulated GPU. `check_races` off: no vector clocks, only poison and late copies. `moves_bytes` off: memory is
+    counted and copies take their time, and nobody writes a byte."""
 
-    def __init__(self, capacity: int, cost: CostModel, *, check_races: bool) -> None:
+    def __init__(self, capacity: int, cost: CostModel, *, check_races: bool, moves_bytes: bool = True) -> None:
         self.lock = threading.RLock()
         self.cost = cost
         self.check_races = check_races
+        self._moves_bytes = moves_bytes
         self.host_us = 0.0
         self.held = HeldStorages(self)
         self.ledger = Ledger(
@@ -145,8 +147,13 @@ class Machine:
         this point of it."""
         storage = fresh.untyped_storage()
         buffer = self.ledger.adopt(storage, stream.actor)
-        poison(storage)
+        self.poison(storage)
         self._touch(stream, buffer, Extent(0, buffer.nbytes), write=True, label=f"{stream.name}, which allocated it")
+
+    def poison(self, storage: torch.UntypedStorage) -> None:
+        """Fill a storage with poison, where bytes are moved at all."""
+        if self._moves_bytes:
+            poison(storage)
 
     def free(self, stream: SimStream, tensor: Tensor) -> None:
         with self.lock:
@@ -159,7 +166,7 @@ class Machine:
                 return
             self._check_reuse(stream, buffer)
             buffer.gone = f"handed back to {stream.name}"
-            poison(tensor.untyped_storage())
+            self.poison(tensor.untyped_storage())
 
     def resize(self, stream: SimStream, storage: torch.UntypedStorage, nbytes: int) -> None:
         with self.lock:
@@ -171,7 +178,7 @@ class Machine:
                 self._check_reuse(stream, buffer)
             self.ledger.resize(storage, nbytes, stream.actor)
             if nbytes:
-                poison(storage)
+                self.poison(storage)
 
     def _check_reuse(self, stream: SimStream, buffer: Buffer) -> None:
         """Raise `SimRaceError` for an access to `buffer` that is not ordered before what `stream` does with its memory next."""
@@ -232,7 +239,7 @@ class Machine:
             self.host_us += self.cost.triton_launch_us + self.cost.packed_tensor_us * len(pairs)
             self.begin(stream)
             label = f"{what} of {total} bytes on {stream.name}"
-            lates = [(LateCopy(dst, src, label, stream.pending), dst) for dst, src in pairs]
+            lates = [(LateCopy(dst, src, label, stream.pending, moves_bytes=self._moves_bytes), dst) for dst, src in pairs]
             for dst, src in pairs:
                 self.access(stream, [src], write=False, label=label)
                 self.access(stream, [dst], write=True, label=label)
@@ -274,7 +281,7 @@ class Machine:
         lates = []
         for dst, src in pairs:
             label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
-            late = LateCopy(dst, src, label, stream.pending)
+            late = LateCopy(dst, src, label, stream.pending, moves_bytes=self._moves_bytes)
             self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
             self.access(stream, [dst], write=True, label=label)
             self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)
@@ -287,9 +294,10 @@ class Machine:
         moving = [(late, dst) for late, dst in lates if dst.numel()]
         if not moving:
             return
-        pending = all_pending(copy for other in self._streams for copy in other.pending)
-        for _, dst in moving:
-            _poison_destination(dst, pending)
+        if self._moves_bytes:
+            pending = all_pending(copy for other in self._streams for copy in other.pending)
+            for _, dst in moving:
+                _poison_destination(dst, pending)
         if stream.late:
             stream.pending = tuple(late for late, _ in moving)
         else:

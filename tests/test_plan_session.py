@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -71,8 +72,9 @@ def within(build: Build, swapped: Swapped, ratio: float, optimizer: str = "adamw
 def computed(request: RunRequest, steps: int) -> tuple[list[float], list[int]]:
     """Time and peak of each step, of a session whose operators compute."""
     device = SimDevice(request.spec)
-    with device.compute(), GpuOperators():
+    with nullcontext() if request.swapped.parameters else device.compute(), GpuOperators():  # else it is built on the host
         step = TrainingStep(request.build(), request.optimizer, started=False)
+    with device.compute(), GpuOperators():
         session = cm.SwapSession(
             request.hbm_budget_bytes,
             "8GiB",

@@ -24,7 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.specs import GpuSpec
 from chameleon_mm.optimizer_state.split_step import alone, buckets_of, raw_step
-from chameleon_mm.parameters.swapping import window_bytes
+from chameleon_mm.parameters.window_size import charged_sizes, window_for
 from chameleon_mm.planning.gpu_operators import PLANNED_ON, GpuOperators, gpu_autocast
 from chameleon_mm.planning.workload import Build, ModelUnusable, Workload, told_as
 from chameleon_mm.profiler.op_times import PricedTimes
@@ -131,7 +131,7 @@ def record_step(
         optimizer=optimizer,
         min_bytes=min_bytes,
         trace=trace,
-        window=partial(window_bytes, list(workload.model.parameters())),
+        window=partial(window_for, charged_sizes(workload.model.parameters())),
         largest_bucket_bytes=step.largest_bucket_bytes,
     )
 

@@ -265,6 +265,7 @@ def test_every_kernel_is_instrumented() -> None:
     assert OPTIONS.count("--kernel-name") == len(KERNELS)
 
 
+@pytest.mark.thorough  # test_bench_sanitized_kernels.py runs the same cases in every run, without the program around them
 @pytest.mark.slow
 def test_the_whole_of_it_with_a_stand_in_that_runs_the_program(tmp_path: Path) -> None:
     code = "done = subprocess.run(program); log.write_text(one if fault else clean); sys.exit(86 if fault else done.returncode)"

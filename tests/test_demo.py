@@ -25,7 +25,17 @@ from chameleon_mm.demo import train as train_module
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.outcome import Outcome, StepNote, by_kind, notes
-from chameleon_mm.demo.program import NoTextFound, Rows, StepKind, TrainConfig, draw_batches, read_text, schedule, train_plain
+from chameleon_mm.demo.program import (
+    NoTextFound,
+    Program,
+    Rows,
+    StepKind,
+    TrainConfig,
+    draw_batches,
+    read_text,
+    schedule,
+    train_plain,
+)
 from chameleon_mm.demo.show import kind_rows, show, verdicts
 from chameleon_mm.demo.show import rows as table_rows
 from chameleon_mm.demo.train import RunResult, first_difference, same_bits, train
@@ -311,8 +321,8 @@ def test_steps_are_counted_with_evaluations_among_them() -> None:
 def swapped_run(steps: int) -> tuple[RunResult, tuple[StepNote, ...]]:
     device, sessions, reports = SimDevice(), [], []
 
-    def session_of(model: GPT) -> SwapSession:
-        sessions.append(SwapSession("1GiB", "64MiB", device, "4KiB", model=model))
+    def session_of(program: Program) -> SwapSession:
+        sessions.append(SwapSession("1GiB", "64MiB", device, "4KiB", model=program.model))
         return sessions[0]
 
     result = train(
@@ -522,7 +532,7 @@ def test_the_demo_passes_on_the_simulator(tmp_path: Path, capsys: pytest.Capture
     assert text.endswith(f"written: {path}\n")
     assert "simulated H200" in text
     data = json.loads(path.read_text())
-    assert data["schema"] == "chameleon_mm.demo/3"
+    assert data["schema"] == "chameleon_mm.demo/4"
     assert data["device"] == "simulated H200"
     assert data["simulated"] is True
     assert {"commit", "versions", "date"} <= data.keys()

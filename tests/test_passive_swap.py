@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.demo.command import SIZES
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.program import TrainConfig, draw_batches, read_text
+from chameleon_mm.demo.program import Program, TrainConfig, draw_batches, read_text
 from chameleon_mm.demo.train import first_difference, train
 from chameleon_mm.device.sim.memory import Ledger
 from chameleon_mm.executor import Executor
@@ -297,8 +297,8 @@ def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> N
     device = cm.SimDevice(hbm_bytes=unswapped.peak_bytes // 4)
     sessions: list[cm.SwapSession] = []
 
-    def session_of(gpt: GPT) -> cm.SwapSession:
-        sessions.append(cm.SwapSession(device=device, model=gpt))
+    def session_of(program: Program) -> cm.SwapSession:
+        sessions.append(cm.SwapSession(device=device, model=program.model))
         return sessions[0]
 
     swapped = train(config, rows, device, session_of)

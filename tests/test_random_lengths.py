@@ -177,12 +177,16 @@ def test_a_size_that_follows_from_none_is_learned_where_it_is_seen() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("make", "distribution"),
-    [(partial(Llama, layers=2), "log-normal"), (partial(Bert, layers=1), "uniform")],
-    ids=["llama", "bert"],
+    ("make", "distribution", "steps"),
+    [
+        (partial(Llama, layers=2), "log-normal", 200),
+        (partial(Bert, layers=1), "uniform", 60),
+        pytest.param(partial(Bert, layers=1), "uniform", 200, marks=pytest.mark.thorough),
+    ],
+    ids=["llama", "bert", "bert, all"],
 )
-def test_two_hundred_random_lengths(make: Callable[[], LengthModel], distribution: str) -> None:
-    shapes = [(1, n) for n in lengths_of(distribution, 200, Random(5))]
+def test_hundreds_of_random_lengths(make: Callable[[], LengthModel], distribution: str, steps: int) -> None:
+    shapes = [(1, n) for n in lengths_of(distribution, steps, Random(5))]
     budget = budget_of(make, max(shapes), 0.5)
     run = check(make, shapes, budget)
     assert report_of(run).detailed_steps <= 6

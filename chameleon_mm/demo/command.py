@@ -25,13 +25,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from chameleon_mm.outputs import check_outputs, tell_written
-from chameleon_mm.units import format_size, parse_size
+from chameleon_mm.units import format_size, format_size_up, parse_size
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from chameleon_mm.demo.floor import Floor
     from chameleon_mm.demo.outcome import Outcome
-    from chameleon_mm.demo.program import Numbers
+    from chameleon_mm.demo.program import Numbers, Program
     from chameleon_mm.demo.train import RunResult
     from chameleon_mm.device.protocols import Device
     from chameleon_mm.report import SwapReport
@@ -70,6 +69,13 @@ than a fifth of the unswapped peak. Simulated ones are computed on the CPU, in a
 context gives a narrow model the compute per saved byte that a real one has: that of attention grows with the context, that of
 matrix products with the width. Real ones need about 20 GiB of device memory."""
 
+RATIO_SIZES: dict[str, dict[str, int]] = {
+    "simulated": {"steps": 8, "layers": 12, "width": 512, "heads": 8, "context": 256, "batch": 2},
+    "real": {"steps": 20, "layers": 24, "width": 2048, "heads": 16, "context": 1024, "batch": 8},
+}
+"""Default sizes under --ratio, as of a model that is too large for its device: weights, gradients and AdamW's state are half of
+the unswapped peak or more. Real ones need about 40 GiB of device memory for the run without swapping."""
+
 Environment = Callable[[str, "Device"], Mapping[str, Any]]
 """Theme and device -> the header of a result file: device, simulated, commit, versions."""
 
@@ -85,6 +91,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hbm-budget",
         metavar="SIZE",
         help='device memory the swapped run may use: "300MiB" (default: half of what it uses unswapped)',
+    )
+    where.add_argument(
+        "--ratio",
+        type=float,
+        metavar="N",
+        help="train within 1/N of the device memory that it takes unswapped, with parameters, gradients and optimizer state "
+        "swapped, too (in place of --hbm-budget; other default sizes: a model too large for its device)",
     )
     where.add_argument("--host-budget", metavar="SIZE", help="pinned host memory it may use (default: decided by what is free)")
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
@@ -154,13 +167,19 @@ class _Job:
                 ("min_bytes", args.min_bytes),
             )
         }
-        sizes = SIZES["simulated" if computes_on_cpu(self.device()) else "real"]
+        self.ratio: float | None = args.ratio
+        if self.ratio is not None and not 1.0 < self.ratio < float("inf"):
+            raise ValueError(f"--ratio: expected more than 1, got {self.ratio:g}; 4 trains within a quarter of the memory")
+        if self.ratio is not None and args.hbm_budget is not None:
+            raise ValueError("--ratio: expected none beside --hbm-budget, as both say the budget; leave one of the two out")
+        choices = SIZES if self.ratio is None else RATIO_SIZES
+        sizes = choices["simulated" if computes_on_cpu(self.device()) else "real"]
         size = {name: default if (given := getattr(args, name)) is None else given for name, default in sizes.items()}
         self.config = TrainConfig(
             model=GPTConfig(
                 layers=size["layers"], width=size["width"], heads=size["heads"], context=size["context"], dropout=args.dropout
             ),
-            steps=size["steps"], batch=size["batch"], seed=args.seed, lr=args.lr,
+            steps=size["steps"], batch=size["batch"], seed=args.seed, lr=args.lr, built_on_host=self.ratio is not None,
         )  # fmt: skip
         self._rows = draw_batches(
             read_text(args.text), steps=size["steps"], batch=size["batch"], context=size["context"], seed=args.seed
@@ -180,19 +199,20 @@ class _Job:
         with _progress(console) as progress:
             unswapped = self._train(progress, "no swapping")
             given = self._budgets["hbm_budget"]
-            hbm_budget = unswapped.peak_bytes // 2 if given is None else given
+            hbm_budget = int(unswapped.peak_bytes / (self.ratio or 2)) if given is None else given
+            floor = None if self.ratio is None else self._floor(progress, unswapped.peak_bytes, hbm_budget, self.ratio)
             self._check_host_budget(unswapped.peak_bytes, hbm_budget)
             device = self.device()
             sessions: list[SwapSession] = []
             reports: list[SwapReport] = []
 
-            def swapped_session(model: nn.Module) -> SwapSession:
-                sessions.append(self._session(device, model, hbm_budget))
+            def swapped_session(program: Program) -> SwapSession:
+                sessions.append(self._session(device, program, hbm_budget))
                 return sessions[0]
 
             with remarks() as said:
                 swapped = self._train(
-                    progress, "swapping", device=device, session_of=swapped_session,
+                    progress, "swapping", device=device, session_of=swapped_session, on_host=self.ratio is not None,
                     on_step=lambda: reports.append(sessions[0].report()),
                 )  # fmt: skip
             plain = self._train_plain(progress, "plain PyTorch", device)
@@ -214,12 +234,12 @@ class _Job:
             config=self.config, device=device, unswapped=unswapped, swapped=swapped, plain=plain, report=report.to_dict(),
             notes=notes(reports, swapped.kinds), hbm_budget_bytes=hbm_budget, difference=difference,
             reproducible=reproducible, plain_difference=plain_difference, plain_reproducible=plain_reproducible,
-            remarks=tuple(dict.fromkeys(said)),
+            remarks=tuple(dict.fromkeys(said)), ratio=self.ratio, floor=floor,
         )  # fmt: skip
 
     def _check_budgets(self) -> None:
         """Refuse the user's budgets now rather than after a run without them."""
-        from chameleon_mm.demo.model import GPT
+        from chameleon_mm.demo.program import Program
         from chameleon_mm.policy import DefaultRule
 
         if all(value is None for value in self._budgets.values()):
@@ -231,18 +251,44 @@ class _Job:
                 f"--host-budget: expected at least {format_size(smallest)}, one block of the smallest tensor that moves "
                 f"(--min-bytes), got {format_size(host_budget)}; raise it"
             )
+        if self.ratio is not None:  # which is known once the run without swapping is
+            return
         device = self.device()
         with device.compute():
-            model = GPT(self.config.model, device=device.torch_device)
-            with self._session(device, model, self._budgets["hbm_budget"]):
+            program = Program(self.config, self._rows, device.torch_device)
+            with self._session(device, program, self._budgets["hbm_budget"]):
                 pass
 
-    def _session(self, device: Device, model: nn.Module, hbm_budget: int | None) -> SwapSession:
+    def _session(self, device: Device, program: Program, hbm_budget: int | None) -> SwapSession:
         from chameleon_mm.session import SwapSession
 
+        moves_all = self.ratio is not None
         return SwapSession(
-            hbm_budget, self._budgets["host_budget"], device=device, min_bytes=self._budgets["min_bytes"], model=model
+            hbm_budget,
+            self._budgets["host_budget"],
+            device=device,
+            min_bytes=self._budgets["min_bytes"],
+            model=program.model,
+            optimizer=program.optimizer if moves_all else None,
+            parameters="swap" if moves_all else "keep",
         )
+
+    def _floor(self, progress: Progress, peak_bytes: int, hbm_budget: int, ratio: float) -> Floor:
+        """The least that the training takes. Raises `ValueError` for a ratio beyond it, before the run that would not hold."""
+        from chameleon_mm.demo.floor import measure_floor
+
+        task = progress.add_task("floor", total=1)
+        with remarks():
+            floor = measure_floor(self.config, self._rows, self.device, self._session)
+        progress.advance(task)
+        if hbm_budget < floor.smallest_bytes:
+            most = int(peak_bytes / floor.smallest_bytes * 100) / 100
+            raise ValueError(
+                f"--ratio: expected at most {most:g} for this model and batch, got {ratio:g}: within "
+                f"{format_size(hbm_budget)} it cannot train; the smallest budget is {format_size_up(floor.smallest_bytes)}, of "
+                f"{floor.why}"
+            )
+        return floor
 
     def _check_host_budget(self, peak_bytes: int, hbm_budget: int) -> None:
         """Check the host budget: whatever was live at the unswapped peak and is above the HBM budget must be on the host at

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from chameleon_mm.demo.floor import Floor
 from chameleon_mm.demo.program import Numbers, StepKind, TrainConfig
 from chameleon_mm.demo.train import RunResult
 from chameleon_mm.device.protocols import Device
@@ -45,6 +46,10 @@ class Outcome:
     """Whether a second run in plain PyTorch gave the first one's bits; None where nothing needed asking."""
     remarks: tuple[str, ...] = ()
     """Warnings of the library in the swapped run: for which steps there is no plan, and what budget one would take."""
+    ratio: float | None = None
+    """Unswapped peak over the budget, where it was asked for: parameters, gradients and optimizer state were swapped, too."""
+    floor: Floor | None = None
+    """The least that the training takes, where it was measured."""
 
     @property
     def budget_held(self) -> bool:
@@ -62,10 +67,12 @@ class Outcome:
         """Dictionary of everything as plain data. `environment` comes first: device, simulated, commit, versions."""
         return {
             **environment,
-            "schema": "chameleon_mm.demo/3",
+            "schema": "chameleon_mm.demo/4",
             "config": asdict(self.config),
             "hbm_budget_bytes": self.hbm_budget_bytes,
             "budget_held": self.budget_held,
+            "ratio": self.ratio,
+            "floor": None if self.floor is None else asdict(self.floor),
             "bit_identical": self.difference is None,
             "first_difference": self.difference,
             "unswapped_reproduces_itself": self.reproducible,

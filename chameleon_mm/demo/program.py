@@ -118,6 +118,8 @@ class TrainConfig:
     lr: float = 1e-3
     max_norm: float = 1.0
     """The gradient is scaled down to this norm where it is longer."""
+    built_on_host: bool = False
+    """Whether the model is built on the CPU, whatever it is trained on: a session may move it, and never all of it is there."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch"):
@@ -157,21 +159,31 @@ class Program:
     Seeds torch's default generators. Raises `ValueError` for another number of rows than of steps.
     """
 
-    def __init__(self, config: TrainConfig, rows: Rows, where: torch.device) -> None:
+    def __init__(self, config: TrainConfig, rows: Rows, where: torch.device, *, on_host: bool = False) -> None:
+        """`on_host`: the model is built on the CPU and stays there, for a session that moves it; `place` places the rows."""
         torch.manual_seed(config.seed)
         self._config = config
-        self.model = GPT(config.model, device=where)
+        self._where = where
+        built = torch.device("cpu") if config.built_on_host else where
+        self.model = GPT(config.model, device=built)
+        if not on_host:
+            self.model.to(where)
         # fused: one kernel, on a GPU and on the CPU that the simulator prices. By default torch would take a dozen small
         # operators for every parameter there, and a simulated step of a small model would be about launching those.
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, fused=True)
+        self._rows = list(zip(config.kinds, rows, strict=True))
+        self._batches: list[tuple[StepKind, Tensor, Tensor]] = []
+        self._losses: list[Tensor] = []
+        self._grad_norms: list[Tensor] = []
+
+    def place(self) -> None:
+        """Copy all rows to the device."""
         # Before the first step, for a copy out of pageable memory makes the host wait. copy=True: the simulator's device is
         # the CPU, and a row must become device memory there too.
         self._batches = [
-            (kind, _to_device(ids, kind, where), _to_device(targets, kind, where))
-            for kind, (ids, targets) in zip(config.kinds, rows, strict=True)
+            (kind, _to_device(ids, kind, self._where), _to_device(targets, kind, self._where))
+            for kind, (ids, targets) in self._rows
         ]
-        self._losses: list[Tensor] = []
-        self._grad_norms: list[Tensor] = []
 
     def step(self, number: int) -> None:
         """Enqueue the step of that number, from 0 on. All of them in order are the training."""
@@ -180,8 +192,8 @@ class Program:
             loss = self.model.loss(ids, targets)
             loss.backward()
             self._grad_norms.append(nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_norm))
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         else:
             loss = self._evaluate(ids, targets)
         # Kept on the device: reading a loss here would make the host wait and hide what swapping costs it.
@@ -212,6 +224,7 @@ def train_plain(config: TrainConfig, rows: Rows, where: torch.device, *, on_step
     """
     with reproducible():
         program = Program(config, rows, where)
+        program.place()
         for number in range(config.steps):
             program.step(number)
             on_step()

@@ -31,8 +31,7 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("HBM budget", "-", f"{format_size(outcome.hbm_budget_bytes)}, {'held' if outcome.budget_held else 'NOT held'}"),
         ("model (parameters, buffers)", format_size(unswapped.model_bytes), format_size(swapped.model_bytes)),
         ("peak host memory", "-", format_size(report["peak_host_bytes"])),
-        ("swapped out, all steps", "-", format_size(report["bytes_swapped_out"])),
-        ("swapped in, all steps", "-", format_size(report["bytes_swapped_in"])),
+        *_moved(outcome),
         (
             f"share of copy time hidden{clock}",
             "-",
@@ -45,6 +44,21 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         ("steps that had a plan already", "-", str(report["plan_cache_hits"])),
         ("loss, first step", *_losses(unswapped, swapped, 0)),
         ("loss, last step", *_losses(unswapped, swapped, -1)),
+    ]
+
+
+_CLASSES = {"activations": "", "parameters": "parameter_", "gradients": "gradient_", "optimizer state": "state_"}
+
+
+def _moved(outcome: Outcome) -> list[tuple[str, str, str]]:
+    """Rows of what moved in all steps: by class where more than activations may."""
+    report = outcome.report
+    if outcome.ratio is None:
+        ways = (("out", "bytes_swapped_out"), ("in", "bytes_swapped_in"))
+        return [(f"swapped {way}, all steps", "-", format_size(report[name])) for way, name in ways]
+    return [
+        (f"{what} out / in", "-", " / ".join(format_size(report[f"{kind}bytes_swapped_{way}"]) for way in ("out", "in")))
+        for what, kind in _CLASSES.items()
     ]
 
 
@@ -64,6 +78,8 @@ def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
         ("peak, planned", lambda kind: _or_none(kind.planned_peak_bytes, format_size)),
         ("peak, measured", lambda kind: format_size(kind.measured_peak_bytes)),
     ]
+    if outcome.ratio is not None:  # a plan's time is of a step whose parameters are there
+        cells = [cell for cell in cells if not cell[0].startswith("step, planned")]
     kinds = outcome.by_kind()
     return [(what, *map(text, kinds)) for what, text in cells]
 
@@ -89,6 +105,14 @@ def verdicts(outcome: Outcome) -> list[str]:
             "plain PyTorch does not reproduce itself on this device, so this comparison says nothing about chameleon_mm"
         )
     lines.extend(outcome.remarks)
+    if outcome.ratio is not None and outcome.floor is not None:
+        budget, peak, floor = map(
+            format_size, (outcome.hbm_budget_bytes, outcome.unswapped.peak_bytes, outcome.floor.smallest_bytes)
+        )
+        lines.append(
+            f"ratio {outcome.ratio:g}: within {budget} of the {peak} that it takes unswapped, from the model's building on; "
+            f"the floor is {floor}: {outcome.floor.why}"
+        )
     if not outcome.budget_held:
         kept = ", ".join(f"{reason}: {count}" for reason, count in outcome.report["kept_by_reason"].items()) or "nothing"
         above = format_size(outcome.swapped.peak_bytes - outcome.hbm_budget_bytes)

@@ -1,7 +1,7 @@
 """A run of the demo's training on a device of the library, swapped or not: nothing but the swapping can differ.
 
 program = Program(...)                        # the training itself
-with session_of(model) as session:            # Unswapped, or a SwapSession
+with session_of(program) as session:          # Unswapped, or a SwapSession
     for each step:
         with session.step():
             program.step(number)
@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import TYPE_CHECKING, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from chameleon_mm.demo.model import GPT
 from chameleon_mm.demo.program import Numbers, Program, Rows, TrainConfig
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
@@ -90,7 +89,7 @@ def _where(a: Tensor, b: Tensor) -> str:
 class Unswapped:
     """The session of a run that swaps nothing: torch as it comes."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, program: Program) -> None:
         pass
 
     def __enter__(self) -> Self:
@@ -121,23 +120,31 @@ def train(
     config: TrainConfig,
     rows: Rows,
     device: Device,
-    session_of: Callable[[GPT], SwapSession | Unswapped] = Unswapped,
+    session_of: Callable[[Program], SwapSession | Unswapped] = Unswapped,
     *,
+    on_host: bool = False,
     on_step: Callable[[], None] = lambda: None,
 ) -> RunResult:
-    """Train from `config.seed` on `device`, one step per element of `rows`, inside `session_of(model)`.
+    """Train from `config.seed` on `device`, one step per element of `rows`, inside `session_of(program)`.
 
+    `on_host`: the model stays on the host until the session moves it.
     Seeds torch's default generators and resets the device's peaks, also before each step. `on_step` is called as each step has
     been enqueued. Raises what the session and the device raise: `torch.OutOfMemoryError` where the run does not fit, and
     `ValueError` for another number of rows than of steps.
     """
     gc.collect()  # a cycle of torch's keeps the last run's optimizer and with it the model: it is not this run's memory
     device.reset_peaks()
-    with reproducible(), device.compute():
-        program = Program(config, rows, device.torch_device)
+    with reproducible(), ExitStack() as stack:
+        if on_host:  # outside of `compute()`, within which what is made is the device's
+            program = Program(config, rows, device.torch_device, on_host=True)
+        stack.enter_context(device.compute())
+        if not on_host:
+            program = Program(config, rows, device.torch_device)
+        program.place()
         peaks = [device.peak_allocated_bytes()]
         marks = [device.current_stream().record(timed=True)]
-        with session_of(program.model) as session:
+        with session_of(program) as session:
+            peaks[0] = device.peak_allocated_bytes()
             for number in range(config.steps):
                 device.reset_peaks()
                 with session.step():

@@ -700,3 +700,60 @@ def test_a_device_that_is_too_small_fails_with_a_way_out(
     assert "out of memory" in err
     assert "smaller sizes" in err
     assert err.count("\n") == 1
+
+
+# --- within a part of its memory
+
+SMALL_BUT_DEEP = [
+    "--device=sim", "--layers=12", "--width=128", "--heads=4", "--context=32", "--batch=4", "--steps=5", "--min-bytes=16KiB",
+]  # fmt: skip
+
+
+def ratio_of(ratio: float, tmp_path: Path) -> dict[str, Any]:
+    target = tmp_path / "ratio.json"
+    assert main(["demo", *SMALL_BUT_DEEP, f"--ratio={ratio}", f"--json={target}"]) == 0
+    data: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    return data
+
+
+def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ratio_of(4, tmp_path)
+    assert data["bit_identical_to_plain"] is data["bit_identical"] is data["budget_held"] is True
+    budget, unswapped = data["hbm_budget_bytes"], data["unswapped"]["peak_bytes"]
+    assert budget == unswapped // 4
+    # Each step, the first among them, the building of the model and the beginning of the session.
+    assert max(*data["swapped"]["step_peak_bytes"], data["swapped"]["peak_bytes"]) <= budget
+    # What it takes unswapped is honest: weights, gradients and two moments are there at once, and so more than the budget.
+    assert unswapped > 4 * data["unswapped"]["model_bytes"] > budget
+    said = capsys.readouterr().out
+    for what in ("activations", "parameters", "gradients", "optimizer state"):
+        assert re.search(rf"{what} out / in +│ +- │ +[1-9].* / [1-9]", said), what
+    assert "ratio 4: within" in said
+    assert "the floor is" in said
+
+
+def test_the_floor_is_one_on_which_it_trains_and_beyond_it_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    floor = ratio_of(2, tmp_path)["floor"]["smallest_bytes"]
+    unswapped = json.loads((tmp_path / "ratio.json").read_text(encoding="utf-8"))["unswapped"]["peak_bytes"]
+    most = int(unswapped / floor * 100) / 100
+    assert ratio_of(most, tmp_path)["budget_held"] is True
+    capsys.readouterr()
+    assert main(["demo", *SMALL_BUT_DEEP, f"--ratio={most + 0.2}"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"--ratio: expected at most {most:g} for this model and batch" in said
+    assert format_size_up(floor) in said
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--ratio=1"], "--ratio: expected more than 1, got 1"),
+        (["--ratio=inf"], "--ratio: expected more than 1, got inf"),
+        (["--ratio=4", "--hbm-budget=1GiB"], "--ratio: expected none beside --hbm-budget"),
+    ],
+)
+def test_a_ratio_that_says_nothing_is_refused(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device=sim", *args]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

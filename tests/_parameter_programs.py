@@ -235,8 +235,11 @@ def _frozen(loop: Plain) -> list[Tensor]:
                 optimizer.add_param_group({"params": thawed, "lr": 0.1})
             loss = model(loop.batch(number)).square().mean()
             loss.backward()
+            if number > 2:
+                (model(loop.batch(50 + number)) * 0.1).mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
+            if number != 3:
+                optimizer.zero_grad()
             seen.append(loss.detach())
     return seen
 
@@ -507,6 +510,7 @@ def _aliased(loop: Plain) -> list[Tensor]:
     model, optimizer = loop.model(mlp), loop.optimizer()
     first, second, third = (layer.weight for layer in linears(model)[:3])
     alias, part, flat = first.data, second.data[3], third.detach().view(-1)
+    held = shared = flat
     seen = []
     for number in range(4):
         with loop.step():
@@ -520,4 +524,31 @@ def _aliased(loop: Plain) -> list[Tensor]:
             with torch.no_grad():
                 second.real = second.real * 1.01
             seen += [loss.detach(), alias.sum(), second.detach().H.sum(), flat.norm()]
+            if number == 1:
+                held = cast(Any, torch.empty(0, device=loop.at)).set_(linears(model)[3].weight.detach())
+                shared = torch.utils.dlpack.from_dlpack(linears(model)[4].weight.detach())
+            held[0] = 0.25
+            shared[1] = 0.125
+    return seen
+
+
+@program("gradients that are used and have graphs")
+def _gradients_used(loop: Plain) -> list[Tensor]:
+    model, optimizer = loop.model(mlp), loop.optimizer()
+    params = list(model.parameters())
+    seen = []
+    for number in range(5):
+        with loop.step():
+            model(loop.batch(number)).square().mean().backward(create_graph=number == 2)
+            gradients = [cast(Tensor, p.grad) for p in params]
+            # Saved by autograd, and added to by the backward that uses them.
+            penalty = sum((g * p).square().sum() for g, p in zip(gradients, params, strict=True))
+            seen.append(cast(Tensor, penalty).detach())
+            del gradients
+            cast(Tensor, penalty).backward()
+            del penalty
+            for p in params if number == 2 else ():
+                p.grad = None if p.grad is None else p.grad.detach()
+            optimizer.step()
+            optimizer.zero_grad()
     return seen

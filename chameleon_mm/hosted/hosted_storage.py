@@ -56,7 +56,7 @@ class HostedStorage(Hosted):
         self.key = key
         """Number of what it holds, in the order of uses."""
         self.is_refused = False
-        """Whether the host took no copy of it: it stays on the device."""
+        """Whether it stays on the device: the host took no copy of it, or somebody else has its memory."""
         self.has_hidden_writers = False
         """Whether somebody may have been given a way to write it that its version counter does not tell of."""
         self.ref = weakref.ref(storage, on_death)

@@ -98,6 +98,8 @@ class ParameterSwap:
         me = weakref.ref(self)
         beside.set_window(lambda: it.window if (it := me()) is not None and it._active else None)
         self._handles: list[RemovableHandle] = []
+        self._hooked: set[int] = set()
+        """Ids of the parameters whose gradients it is told of."""
         self._active = False
         self._save: Callable[[Tensor], Any] | None = None
         self._pickled: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -119,10 +121,6 @@ class ParameterSwap:
             if own:
                 self._modules[id(module)] = weakref.ref(module), own
         self._handles.append(register_module_forward_pre_hook(self._before_forward))
-        for p in self._params:
-            if p.requires_grad:
-                self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
-                self._handles.append(p.register_post_accumulate_grad_hook(self._note_gradient))
         stack.enter_context(ParameterWatch(self))
 
     def detach(self) -> None:
@@ -133,6 +131,7 @@ class ParameterSwap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         on_host = 0
         with torch._C.DisableTorchFunction(), self._home.entered() as compute:
             for entry in sorted(self.window.entries, key=lambda entry: not entry.is_gradient):
@@ -321,10 +320,16 @@ class ParameterSwap:
     def _entry_of_gradient(self, p: Tensor) -> HostedStorage | None:
         """The entry of the gradient of `p`, made where there is none; None: there is no gradient that may leave."""
         g = p.grad
-        if g is None or (entry := self.find(g)) is not None or not self._may_leave(g) or not is_alone(g):
+        if g is None or (entry := self.find(g)) is not None:
             return None if g is None else entry
+        if not self._may_leave(g) or g.requires_grad or not is_alone(g):  # of a graph of its own: autograd may have saved it
+            return None
         self._home.recording.hide(g.untyped_storage())
-        return self.window.add(g, self._keys[id(p)] + 1, is_gradient=True)
+        return self._add(g, self._keys[id(p)] + 1, is_gradient=True)
+
+    def _add(self, t: Tensor, key: int, *, is_gradient: bool) -> HostedStorage:
+        self._executor.protected.add(t.untyped_storage())  # where autograd saves it, the executor leaves it alone
+        return self.window.add(t, key, is_gradient=is_gradient)
 
     def _adopt(self, p: nn.Parameter) -> None:
         """Have the storages of `p` and of its gradient leave, if they are new and may."""
@@ -333,8 +338,12 @@ class ParameterSwap:
             entry.follow(p)
         elif self._may_leave(p):
             with self._home.entered():
-                self.window.free(self.window.add(p, self._keys[id(p)], is_gradient=False))
-        if p.grad is not None and self.find(p.grad) is None:
+                self.window.free(self._add(p, self._keys[id(p)], is_gradient=False))
+        if p.requires_grad and id(p) not in self._hooked:  # it may have been frozen until now
+            self._hooked.add(id(p))
+            self._handles.append(p.register_hook(self._before_accumulating(weakref.ref(p))))
+            self._handles.append(p.register_post_accumulate_grad_hook(self._note_gradient))
+        if p.grad is not None and id(p) in self._hooked and self.find(p.grad) is None:
             with self._home.entered():
                 if (entry := self._entry_of_gradient(p)) is not None:
                     self.window.free(entry)

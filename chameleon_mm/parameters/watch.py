@@ -37,7 +37,7 @@ _NEEDS_NO_BYTES = frozenset((
 """Names of functions that read no element of what they are given. Most views are none: torch checks memory."""
 
 _GIVES_MEMORY = frozenset((
-    "untyped_storage", "_typed_storage", "storage", "data_ptr", "__dlpack__", "numpy", "__array__", "share_memory_",
+    "untyped_storage", "_typed_storage", "storage", "data_ptr", "numpy", "__array__", "set_", "share_memory_",
 ))  # fmt: skip
 """Names of functions after which somebody may write the memory while no version counter tells."""
 
@@ -50,9 +50,11 @@ _OWN = (
 
 _DESCRIPTORS: Any = Tensor
 _DATA = _DESCRIPTORS.data.__get__
+_ARRAY_INTERFACE = _DESCRIPTORS.__cuda_array_interface__.__get__
 _ELEMENTS = frozenset((
     *(getattr(_DESCRIPTORS, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")),
     *(getattr(_DESCRIPTORS, name).__set__ for name in ("real", "imag")),
+    _DESCRIPTORS.__cuda_array_interface__.__get__,
 ))  # fmt: skip
 """Attributes that are views, or whose setting writes elements. Others need no bytes."""
 
@@ -119,6 +121,9 @@ class ParameterWatch(TorchFunctionMode):
             return self._hosts.pickled(args[0], entries[0]).untyped_storage()
         if name in _GIVES_MEMORY:
             self._note_hidden(args)
+        if name == "__dlpack__" or func == _ARRAY_INTERFACE:
+            self._hosts.use(entries, name)
+            entries[0].is_refused = True  # whoever has its memory now never says when that ends
         if (name.startswith(_LISTS) or name == _UNSCALE) and not self._hosts.fit_together(entries):
             parts = list(self._parts(args, kwargs))
             if len(parts) > 1:

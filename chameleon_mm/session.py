@@ -72,12 +72,11 @@ class SwapSession:
     bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
     and comes back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the
     model's parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do
-    not recompute then). The first step, and one like none before it,
-    is recorded; steps like it then follow a plan. `plans` off leaves every step to the default rule, by which everything moves.
-    `recompute` lets plans drop what is cheaper to make again than to move, each storage only after it was made again bit for
-    bit beside the original; off, they only swap. `verify` checksums what goes out against what comes back and raises
-    `SwapMismatch`, naming tensor, operator and step; slow, and takes a thousandth of the budget, from 16 KiB to 16 MiB, for as
-    long as the session is there.
+    not recompute then). The first step, and one like none before it, is recorded; steps like it then follow a plan. `plans` off
+    leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
+    than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
+    checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
+    a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
@@ -353,9 +352,7 @@ class SwapSession:
         if self._phase is Phase.IN_STEP:
             self._steps += completed
             self._to(Phase.OPEN)
-            if (
-                not sys.is_finalizing()
-            ):  # a generator that was paused in a step ends with the interpreter: nothing is left to do
+            if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
                 self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
                 self._note_peak()

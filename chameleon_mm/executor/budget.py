@@ -9,7 +9,6 @@
     note_allocated(nbytes) # the swap-in was allocated: ours, not the model's growth
 
 One reading of the allocator per check, unless something is reclaimed: a reading costs more than all else in a hook.
-
 A `Forecast` says how far the model's own allocation will grow until memory is checked again: what the budget leaves free.
 """
 
@@ -38,10 +37,8 @@ PREFETCH_HORIZON = 8
 """Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
 
 UNKNOWN_SHARE = 0.5
-"""Share of the budget that may be allocated before saved tensors go to pageable memory, which is slow, while no step is known.
-
-The other half is for the climb until the next check: an operator's result and its temporaries.
-"""
+"""Share of the budget that may be allocated before saved tensors go to pageable memory, which is slow, while no step is known:
+the other half is for the climb until the next check, an operator's result and its temporaries."""
 
 _Made = TypeVar("_Made")
 
@@ -183,8 +180,7 @@ class Budget:
         return made
 
     def retry(self, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage] = ()) -> _Made:
-        """Allocate by `allocate`; where there is no memory, once more after all but `exclude` was reclaimed. Raises
-        `torch.OutOfMemoryError`."""
+        """Allocate; where there is no memory, once more after all but `exclude` was reclaimed. Raises OutOfMemoryError."""
         made = None
         with suppress(torch.OutOfMemoryError):  # retried outside: the exception's traceback would keep tensors alive
             made = allocate()

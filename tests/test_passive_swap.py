@@ -286,6 +286,7 @@ def test_unswapped_it_does_not_fit(unswapped: tuple[int, list[Tensor]]) -> None:
         run.step(run.rows[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_at_its_own_sizes_the_demos_model_trains_on_a_quarter_of_its_peak() -> None:
     """The demo's default sizes, its sequence of steps shortened: whole rows, an evaluation, half rows, whole ones again."""

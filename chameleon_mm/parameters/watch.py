@@ -104,7 +104,8 @@ class ParameterWatch(TorchFunctionMode):
         self, func: Callable[..., Any], kinds: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if sys._getframe(1).f_globals.get("__name__", "").startswith(_OWN):
+        caller = sys._getframe().f_back  # None where autograd's own thread calls, in a double backward
+        if caller is not None and caller.f_globals.get("__name__", "").startswith(_OWN):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func in _BACKWARD:
@@ -117,7 +118,7 @@ class ParameterWatch(TorchFunctionMode):
         entries = self._entries_of((args, kwargs))
         if not entries:
             return func(*args, **kwargs)
-        if name == "untyped_storage" and _is_pickled(sys._getframe(1)):
+        if name == "untyped_storage" and caller is not None and _is_pickled(caller):
             return self._hosts.pickled(args[0], entries[0]).untyped_storage()
         if name in _GIVES_MEMORY:
             self._note_hidden(args)

@@ -510,7 +510,7 @@ def _aliased(loop: Plain) -> list[Tensor]:
     model, optimizer = loop.model(mlp), loop.optimizer()
     first, second, third = (layer.weight for layer in linears(model)[:3])
     alias, part, flat = first.data, second.data[3], third.detach().view(-1)
-    held = shared = flat
+    held = shared = copied = flat
     seen = []
     for number in range(4):
         with loop.step():
@@ -526,9 +526,11 @@ def _aliased(loop: Plain) -> list[Tensor]:
             seen += [loss.detach(), alias.sum(), second.detach().H.sum(), flat.norm()]
             if number == 1:
                 held = cast(Any, torch.empty(0, device=loop.at)).set_(linears(model)[3].weight.detach())
+                copied = copy.copy(linears(model)[5].weight.detach())
                 shared = torch.utils.dlpack.from_dlpack(linears(model)[4].weight.detach())
             held[0] = 0.25
             shared[1] = 0.125
+            copied[2] = 0.0625
     return seen
 
 

@@ -204,9 +204,12 @@ def _cut(values: Sequence[Any], start: int, end: int) -> tuple[Any, ...]:
 
 
 def _is_pickled(caller: FrameType) -> bool:
-    """Whether a pickler asks for the storage: it reads the bytes of many only once it has asked for all of them."""
-    before = caller.f_back
-    return caller.f_code is _TYPED_STORAGE and before is not None and before.f_code is _REDUCE
+    """Whether a pickler asks for the storage, and not `copy.copy`: it reads the bytes of many once it has asked for all."""
+    reduces = caller.f_back
+    if caller.f_code is not _TYPED_STORAGE or reduces is None or reduces.f_code is not _REDUCE:
+        return False
+    whose = None if reduces.f_back is None else reduces.f_back.f_back  # who called `__reduce_ex__`
+    return whose is None or whose.f_globals.get("__name__") != "copy"
 
 
 def _nodes_since(begin: int, out: Any) -> Iterator[Node]:

@@ -34,7 +34,7 @@ def tensors_of(model: nn.Module | None) -> list[Tensor]:
 
 
 class ModelSwap:
-    """What of one model and its optimizer is swapped beside activations: nothing, unless asked for."""
+    """Swaps an optimizer's state and a model's parameters, as far as it was asked to: nothing else is touched."""
 
     def __init__(self, model: nn.Module | None, optimizer: object, parameters: object) -> None:
         """Raises `TypeError` and `ValueError` for what cannot be swapped."""
@@ -61,7 +61,7 @@ class ModelSwap:
     def bind(self, executor: Executor, hbm_budget_bytes: int) -> None:
         """Swap over what `executor` uses. Raises `InfeasibleBudget`."""
         if self._optimizer is not None:
-            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=_bucket_bytes(hbm_budget_bytes))
+            self._state = OptimizerSwap(executor, self._optimizer, bucket_bytes=bucket_bytes_within(hbm_budget_bytes))
         if self._model is not None and self._beside is not None:
             self._parameters = ParameterSwap(
                 executor,
@@ -86,7 +86,7 @@ class ModelSwap:
             yield self._parameters.window.beside_bytes(hbm_budget_bytes, limit_bytes)
             self._parameters.change_window(limit_bytes)
         if self._state is not None:
-            self._state.bucket_bytes = _bucket_bytes(hbm_budget_bytes)
+            self._state.bucket_bytes = bucket_bytes_within(hbm_budget_bytes)
 
     def hooks(
         self, save: Callable[[Tensor], Any], use: Callable[[Any], Tensor]
@@ -156,5 +156,6 @@ class ModelSwap:
             self._parameters.end_step(completed=completed)
 
 
-def _bucket_bytes(hbm_budget_bytes: int) -> int:
+def bucket_bytes_within(hbm_budget_bytes: int) -> int:
+    """Bytes of state that are stepped together within a budget."""
     return min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))

@@ -13,7 +13,7 @@ from chameleon_mm.demo.program import Program, Rows, TrainConfig
 from chameleon_mm.demo.train import train
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.parameters.window_size import LEAST_STORAGES, charged_sizes, window_for
+from chameleon_mm.parameters.window_size import LEAST_STORAGES, charged_sizes, least_window, window_for
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import format_size
 
@@ -59,7 +59,7 @@ def measure_floor(
         return session_of(device, program, least)
 
     peak = train(short, rows[: short.steps], device, with_the_least, on_host=True).peak_bytes
-    window = min(2 * sum(sizes), LEAST_STORAGES * max(sizes, default=0))
+    window = least_window(sizes)
     beside = peak - window
     smallest = peak
     while smallest - window_for(sizes, smallest) < beside:

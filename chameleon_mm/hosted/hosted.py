@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Where(enum.Enum):
-    """Where the bytes of hosted memory are."""
+    """Place of the bytes of hosted memory: device, host, or on the way."""
 
     ON_DEVICE = "on the device"
     """Begins when a copy back has arrived; ends when its copy out is queued, or its memory goes as the host has its bytes."""
@@ -42,7 +42,7 @@ class Hosted(ABC):
     """Device memory with a place of its own on the host. Not thread-safe: the executor's lock is held."""
 
     what = "memory"
-    """What it holds, for messages."""
+    """Name of its contents, for messages."""
 
     def __init__(self, nbytes: int, alloc_stream: Stream, context: SwapContext) -> None:
         self.nbytes = nbytes

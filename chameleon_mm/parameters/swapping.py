@@ -31,7 +31,7 @@ from chameleon_mm.parameters.memory import DeviceBesideWindow
 from chameleon_mm.parameters.watch import ParameterWatch
 from chameleon_mm.parameters.window import Window
 from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH
-from chameleon_mm.units import allocated_size, format_size
+from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -169,9 +169,8 @@ class ParameterSwap:
     @property
     def resident_bytes(self) -> int:
         """Bytes of parameters and gradients that are on the device now and may leave."""
-        tensors = [t for p in self._params for t in (p, p.grad) if t is not None and self._may_leave(t)]
-        storages = {id(s): s for t in tensors for s in [t.untyped_storage()]}
-        return sum(allocated_size(storage.nbytes()) for storage in storages.values())
+        tensors = (t for p in self._params for t in (p, p.grad) if t is not None and self._may_leave(t))
+        return sum(window_size.charged_sizes(tensors))
 
     def window_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes to set aside within a budget. Raises `InfeasibleBudget`."""

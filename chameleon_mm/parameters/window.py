@@ -50,7 +50,7 @@ class Window:
         """Limit that it began with: traces count it, so readings of memory do, whatever the limit is now."""
         self.sequence = UseSequence(first_guess)
         self._entries: dict[int, HostedStorage] = {}
-        """By the id of the storage."""
+        """Entries by the id of their storage."""
         self._by_key: dict[int, HostedStorage] = {}
         self._resident_bytes = 0
         self._deaths: deque[tuple[int, weakref.ref[torch.UntypedStorage]]] = deque()

@@ -24,11 +24,15 @@ LEAST_STORAGES = 3
 """Storages, as large as the largest, for which there must be room: a parameter, its gradient, and what comes next."""
 
 
-def charged_sizes(params: Iterable[Tensor], *, min_bytes: int | None = None) -> list[int]:
-    """Bytes that the allocator counts for each storage of `params` of `min_bytes` or more (None: `MIN_BYTES`)."""
-    least = MIN_BYTES if min_bytes is None else min_bytes
-    storages = {id(s): s for p in params for s in [p.untyped_storage()] if s.nbytes() >= least}
+def charged_sizes(tensors: Iterable[Tensor]) -> list[int]:
+    """Bytes that the allocator counts for each storage of `tensors` of `MIN_BYTES` or more."""
+    storages = {id(s): s for t in tensors for s in [t.untyped_storage()] if s.nbytes() >= MIN_BYTES}
     return [allocated_size(storage.nbytes()) for storage in storages.values()]
+
+
+def least_window(sizes: Sequence[int]) -> int:
+    """Bytes that parameters of these sizes and their gradients need at least."""
+    return min(2 * sum(sizes), LEAST_STORAGES * max(sizes, default=0))
 
 
 def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0) -> int:
@@ -36,9 +40,7 @@ def window_for(sizes: Sequence[int], hbm_budget_bytes: int, fixed_bytes: int = 0
     `InfeasibleBudget` where the largest have no room."""
     if not sizes:
         return 0
-    whole = 2 * sum(sizes)
-    least = min(whole, LEAST_STORAGES * max(sizes))
-    window = min(whole, max(least, int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
+    window = min(2 * sum(sizes), max(least_window(sizes), int(WINDOW_SHARE * (hbm_budget_bytes - fixed_bytes))))
     if window + fixed_bytes >= hbm_budget_bytes:
         beside = f", beside {format_size(fixed_bytes)} that never move" if fixed_bytes else ""
         raise InfeasibleBudget(

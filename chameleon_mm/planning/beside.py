@@ -1,4 +1,4 @@
-"""What a step needs beside the window of parameters and the optimizer's state on the host, by arithmetic over its trace.
+"""Memory that a step needs beside the window of parameters and the optimizer's state on the host, by arithmetic over its trace.
 
     trace = beside(step, swapped)                       what a session's recorder sees, and so what its plans are made of
     least_budget(step, swapped)                         the smallest budget of which a session has a plan
@@ -15,8 +15,6 @@ import dataclasses
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.model_swap import BUCKET_SHARE
-from chameleon_mm.optimizer_state import BUCKET_BYTES
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.planning.session_run import Swapped
 from chameleon_mm.policy import least_memory
@@ -32,11 +30,6 @@ BUCKETS_AT_ONCE = 3
 
 _NO_LIMIT = 1 << 62
 """Budget in which everything fits."""
-
-
-def bucket_bytes_within(hbm_budget_bytes: int) -> int:
-    """Bytes of state that are stepped together within a budget, as a session has it."""
-    return min(BUCKET_BYTES, int(hbm_budget_bytes * BUCKET_SHARE))
 
 
 def beside(step: RecordedStep, swapped: Swapped) -> Trace:

@@ -158,7 +158,7 @@ def _write(path: Path | None, told: Mapping[str, Any], spec: GpuSpec, console: C
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What the arguments ask for, checked as far as it can be before anything is built."""
+    """Request that the arguments make, checked as far as it can be before anything is built."""
 
     args: argparse.Namespace
     spec: GpuSpec

@@ -26,7 +26,7 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.units import format_size, format_us
 
 SIZES = ("batch", "seq", "layers")
-"""What may be searched for."""
+"""Names of the sizes that may be searched for."""
 
 SEQ_STEP = 64
 """Tokens by which rows grow: kernels take them in multiples of that."""
@@ -42,7 +42,7 @@ _SMALLER = (0.02, 0.05, 0.1)
 
 
 class Bound(enum.Enum):
-    """What keeps a size from being larger."""
+    """Limit that keeps a size from being larger."""
 
     DEVICE = "device memory"
     HOST = "pinned host memory"
@@ -57,7 +57,7 @@ class Tried:
 
     size: int
     bound: Bound | None
-    """What it exceeds; None: it fits."""
+    """Limit that it exceeds; None: it fits."""
     device_bytes: int = 0
     """The least device memory of which there is a plan, beside the window where there is one."""
     device_left_bytes: int = 0

@@ -46,7 +46,7 @@ class _Given(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What comes of a kind of call: `results`, nested as `nest` says; None: it has to run."""
+    """Outcome of a kind of call: `results`, nested as `nest` says; None: it has to run."""
 
     results: tuple[Any, ...] | None
     nest: Any = None
@@ -112,7 +112,7 @@ class NoArithmetic(TorchDispatchMode):
 
 
 def _kind(value: Any) -> Hashable:
-    """What of an argument decides the shapes of results."""
+    """Facts of an argument that decide the shapes of results."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device.type
     if isinstance(value, (tuple, list)):

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.model_swap import bucket_bytes_within
 from chameleon_mm.outputs import print_line, print_table
-from chameleon_mm.planning.beside import bucket_bytes_within, host_bytes_beside, least_budget
+from chameleon_mm.planning.beside import host_bytes_beside, least_budget
 from chameleon_mm.planning.prediction import MemoryNeed, needs_of, peak_phase
 from chameleon_mm.planning.record import RecordedStep, record_step
 from chameleon_mm.planning.session_run import RunRequest, SessionRun, StepRun, run_session

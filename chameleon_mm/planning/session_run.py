@@ -37,12 +37,12 @@ ANY_HOST_BYTES = 1 << 46
 """Pinned memory where nobody limits it: more than any step takes."""
 
 _MOVED = {"activations": "", "parameters": "parameter_", "gradients": "gradient_", "optimizer state": "state_"}
-"""What is moved -> how a report's counters of it begin."""
+"""Class of memory -> prefix of a report's counters of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swapped:
-    """What a session swaps beside activations."""
+    """Choice of what a session swaps beside activations."""
 
     optimizer: bool = False
     """Whether the optimizer's state is on the host between its steps: `SwapSession(optimizer=...)`."""
@@ -111,7 +111,7 @@ class SessionRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """What is run, and within what."""
+    """Request for a run: a model, a device, budgets."""
 
     build: Build
     spec: GpuSpec
@@ -198,7 +198,7 @@ def _run(
 
 
 def _moved(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[Moved, ...]:
-    """What moved between two reports."""
+    """Bytes that moved between two reports, by class."""
 
     def counted(name: str) -> int:
         return after[name] - before[name]

@@ -15,15 +15,13 @@ import dataclasses
 import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.parameters.window_size import MIN_BYTES
 from chameleon_mm.planning.record import RecordedStep
 from chameleon_mm.planning.session_run import Swapped
 from chameleon_mm.policy import least_memory
 from chameleon_mm.trace import StepPhase, TensorKind, Trace
 from chameleon_mm.trace.trace import Int64s
-from chameleon_mm.units import KIB, allocated_size, format_size_up, parse_size
-
-MIN_BYTES = 64 * KIB
-"""Bytes from which parameters, gradients and state leave: those of `parameters` and of `optimizer_state`."""
+from chameleon_mm.units import allocated_size, format_size_up, parse_size
 
 BUCKETS_AT_ONCE = 3
 """Number of buckets of state on the device at once."""

@@ -283,6 +283,11 @@ class SwapSession:
     # --- what it keeps in order
 
     @property
+    def backward_has_run(self) -> bool:
+        """Whether a saved tensor was used since the last step began or ended."""
+        return self._executor.hook_counts.uses > 0
+
+    @property
     def hbm_budget(self) -> int:
         """Bytes of device memory that a step may take. Set it, to bytes or text such as "16GiB", between two steps, up or down:
         it holds from the next step on, which follows a plan made from what is known of it, and is not recorded again.

@@ -1,0 +1,81 @@
+"""Finds where optimizer steps begin and end in a training loop that knows nothing of sessions.
+
+bounds = StepBounds(session)
+bounds.forward_begins()            # at a model's forward: a step begins, unless one runs
+bounds.optimizer_stepped()         # after a step of an optimizer of the model's: the step ends
+bounds.end()                       # nothing runs any more
+
+Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step, so that all
+micro-batches are in it, and neither evaluation nor generation. Where several optimizers share a model's parameters, a step ends
+with the last of as many optimizer steps as came before the last forward. Where no optimizer steps, as when a gradient
+scaler finds an infinity, it ends at the next forward that finds all gradients gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from chameleon_mm.session import SwapSession
+
+
+class StepBounds:
+    """Begins and ends the steps of a session at the calls of models and optimizers. Everything happens on one thread; calls on
+    others are ignored, as are hooks there."""
+
+    def __init__(self, session: SwapSession, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        """`parameters`: those whose gradients a step accumulates."""
+        self.session = session
+        self._parameters = parameters
+        self._thread = threading.current_thread()
+        self._step: AbstractContextManager[SwapSession] | None = None
+        self._optimizer_steps = 0
+        """Optimizer steps since the last forward that began a step."""
+        self._expected = 1
+        """Optimizer steps that a step has."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step runs."""
+        return self._step is not None
+
+    def forward_begins(self) -> None:
+        """Begin a step, where a forward of training begins and none runs."""
+        if not torch.is_grad_enabled() or threading.current_thread() is not self._thread:
+            return
+        if self._step is not None:
+            if not self._is_over():
+                return
+            self._end_step()
+        self._expected = max(1, self._optimizer_steps)
+        self._optimizer_steps = 0
+        step = self.session.step()
+        step.__enter__()
+        self._step = step
+
+    def optimizer_stepped(self) -> None:
+        """Note that an optimizer has stepped, and end the step where it was the last."""
+        if threading.current_thread() is not self._thread:
+            return
+        self._optimizer_steps += 1
+        if self._optimizer_steps >= self._expected:
+            self._end_step()
+
+    def end(self) -> None:
+        """End the step that runs, as what follows is no training."""
+        self._end_step()
+
+    def _is_over(self) -> bool:
+        """Whether the step that runs is over, as the next forward begins: an optimizer stepped in it, or its gradients are gone."""
+        if self._optimizer_steps:
+            return True
+        return self.session.backward_has_run and all(p.grad is None for p in self._parameters())
+
+    def _end_step(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step.__exit__(None, None, None)

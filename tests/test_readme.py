@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+EXAMPLE_PAGES = sorted((ROOT / "docs/examples").glob("*.md"))
 MOST_LINES = 130
 """Of the README: whatever is longer belongs into docs/."""
 
@@ -76,7 +77,7 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLE_PAGES], ids=lambda page: page.name)
 def test_every_link_leads_to_a_file(page: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
     missing = [

@@ -25,7 +25,7 @@ class Snippet(NamedTuple):
     @property
     def first_call(self) -> str:
         """What tells it from the others of its page."""
-        found = re.search(r"cm\.(SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
+        found = re.search(r"cm\.(attach|SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
         assert found is not None
         return found[1]
 
@@ -39,7 +39,10 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: f"{snippet.page}-{snippet.first_call}")
-def test_a_snippet_runs_as_it_stands(snippet: Snippet, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_snippet_runs_as_it_stands(
+    snippet: Snippet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for what it writes
     exec(compile(snippet.text, snippet.page, "exec"), {"__name__": "__main__"})
     said = capsys.readouterr().out
     for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet.text):
@@ -50,8 +53,8 @@ def test_a_snippet_runs_as_it_stands(snippet: Snippet, capsys: pytest.CaptureFix
 def test_every_way_into_the_library_is_among_them() -> None:
     calls = {page: [snippet.first_call for snippet in SNIPPETS if snippet.page == page] for page in ("README.md", "using.md")}
     assert calls == {
-        "README.md": ["SwapSession", "PinnedPool"],
-        "using.md": ["SimDevice", "SimDevice", "SimDevice", "save_on_cpu", "SimDevice"],
+        "README.md": ["attach", "PinnedPool"],
+        "using.md": ["SwapSession", "SimDevice", "SimDevice", "SimDevice", "save_on_cpu", "SimDevice"],
     }
     assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 

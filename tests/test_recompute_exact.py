@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import chameleon_mm as cm
 from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.profiler.call_watch import CallWatch
-from chameleon_mm.profiler.dispatch_state import remove
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.trace import replayable
 from tests._fakes import Unwatched
@@ -884,6 +883,36 @@ def test_a_part_that_dynamo_compiled(backend: str) -> None:
     torch._dynamo.reset()
 
 
+class _HookOfAnotherThread(torch.autograd.Function):
+    """Has another thread run a hook's end in the middle of a backward."""
+
+    session: cm.SwapSession
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        thread = threading.Thread(target=executor_of(_HookOfAnotherThread.session).recording.leave_if_needed)
+        thread.start()
+        thread.join()
+        return grads[0]
+
+
+def test_a_watch_does_not_stay_where_another_thread_hooks_in_the_middle_of_a_backward() -> None:
+    session = _HookOfAnotherThread.session = mixed(
+        Mix(1, drop=1.0, held=0.0, proofs=Proofs.EACH, admitted=ALL), device=Unwatched()
+    )
+    x = leaf()
+    with session:
+        for _ in range(2):
+            with session.step():
+                # The uses of what follows it come before it in backward: they leave the watch, which autograd puts back.
+                _HookOfAnotherThread.apply((x * 2).sin()).exp().tanh().sum().backward()  # type: ignore[no-untyped-call]
+    assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CallWatch)]
+
+
 def test_two_threads_with_a_step_each_and_one_session() -> None:
     """Operators of one thread run while hooks of the other do."""
     errors: list[BaseException] = []
@@ -908,10 +937,6 @@ def test_two_threads_with_a_step_each_and_one_session() -> None:
                 (got,) = torch.autograd.grad((x * 2).sin().exp().tanh().sum(), x)
                 assert torch.equal(got, expected)
             thread.join()
-    # Hooks of another thread, in the middle of this one's backward, may leave a watch on this thread's stack, which later tests
-    # would take for somebody's mode: it changes no bit, and sees nothing any more.
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, CallWatch):
-            remove(mode)
+    assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CallWatch)]
     assert not errors, errors[0]
     assert session.pool.stats().num_live == 0

@@ -94,7 +94,7 @@ class Recording:
         """Leave the modes that autograd has put back."""
         for mode in self._left_within:
             mode.leave_if_on()
-        if not in_backward():
+        if not in_backward() and threading.get_ident() == self._thread:  # another thread's backward says nothing of this one's
             self._left_within.clear()
         self._note_whether_over()
 

@@ -122,6 +122,7 @@ class Budget:
                 self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
             return 0
         growth = self._note_growth()
+        self._metrics.note_memory(self._allocated)
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
         # may have taken what the plan counts on.

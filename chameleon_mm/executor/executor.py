@@ -264,8 +264,8 @@ class Executor:
             self.parts.context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
-            kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)
-            self.metrics.end_step(kind)
+            compute = self.device.current_stream()
+            self.metrics.end_step(self.director.end_step(recorder, compute, growth_bytes, completed=completed), compute)
 
     def leave_recorders(self) -> None:
         """Leave the recorder of a step that has not ended, and those that autograd has put back after they were left."""

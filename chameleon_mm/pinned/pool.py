@@ -238,6 +238,11 @@ class PinnedPool:
             self._ledger.pageable.drop_complete()
         return self._growth.free_unused(wait=False)
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live blocks as `stats` has them, releases since the pool's latest call still counted. Takes no lock."""
+        return self._ledger.live_bytes
+
     def stats(self) -> PoolStats:
         """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
         lock."""

@@ -49,7 +49,9 @@ def _makers(trace: Trace) -> dict[int, tuple[str, str]]:
     names = [base_name(name) for name in trace.op_names]
     op = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.write_offsets))
     found: dict[int, tuple[str, str]] = {}
-    for tensor, name, phase in zip(trace.write_tensors.tolist(), trace.op_name[op].tolist(), trace.op_phase[op].tolist(), strict=True):
+    for tensor, name, phase in zip(
+        trace.write_tensors.tolist(), trace.op_name[op].tolist(), trace.op_phase[op].tolist(), strict=True
+    ):
         if tensor not in found and names[name] not in VIEWS:
             found[tensor] = names[name].rpartition("::")[2], StepPhase(phase).name.lower()
     return found

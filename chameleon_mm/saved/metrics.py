@@ -10,15 +10,16 @@ Times need timed events, ten times as dear as untimed ones on a GPU, so a step i
 
 from __future__ import annotations
 
-import enum
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.saved.timed_spans import CopySpan, MemoryReading, StepKind, StepSpan, TimedSpans, WaitSpan
 from chameleon_mm.transfer import Move, Piece
 
 Direction = Literal["out", "in"]
@@ -77,32 +78,19 @@ def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
 
 
 MAX_SPANS = 20_000
-"""Number of latest copies that are kept for `save_trace`."""
+"""Number of latest copies that are kept for `save_trace`, and of latest waits, rebuilds and readings of memory."""
+
+MAX_STEPS = 1_000
+"""Number of latest timed steps whose bounds are kept."""
 
 
-class StepKind(enum.Enum):
-    """Kind of a step, known at its end: each step is of one."""
+class _BegunStep(NamedTuple):
+    """A timed step that began."""
 
-    RECORDED = "recorded"
-    """Recorded operator by operator, to its end, for a plan to be made of it."""
-    PLANNED = "planned"
-    """Followed a plan from its first hook to its last."""
-    PARTLY_PLANNED = "partly planned"
-    """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
-    BY_RULE = "by rule"
-    """Followed no plan: the default rule moved its tensors."""
-    FAILED = "failed"
-    """Ended by an exception."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopySpan:
-    """One copy (a piece of a move) on the device's clock, in microseconds since the first timed step began."""
-
-    direction: str
-    start_us: float
-    end_us: float
-    nbytes: int
+    number: int
+    begin: Event
+    host_us: float
+    unix_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,9 +186,11 @@ class Totals(Counters):
 class Metrics:
     """Counts and times what the executor does; resolves pairs of timed events into `Totals` once they are complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host_us: Callable[[], float] = lambda: 0.0, host_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`host_us`: the device's clock of that name. `host_bytes`: pinned memory that live blocks hold."""
         self.totals = Totals()
         self.timed = False
+        self._host_us, self._host_bytes = host_us, host_bytes
         self.timing: StepTiming | None = None
         """Times of the running step, where a plan is on trial."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
@@ -208,9 +198,16 @@ class Metrics:
         self._origin_us = 0.0
         """Time of the current origin on the clock of the spans, whose zero is the first origin."""
         self._next_origin: Event | None = None
-        self._waits: deque[tuple[Event, Event, bool]] = deque()
+        self._waits: deque[tuple[Event, Event, Direction, bool]] = deque()
         self._moves: deque[tuple[Move, str]] = deque()
         self._rebuilds: deque[tuple[Event, Event]] = deque()
+        self._begun: _BegunStep | None = None
+        """The running step, where it is timed."""
+        self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
+        """Timed steps that ended on the host, and not yet on the device."""
+        self._wait_spans: deque[WaitSpan] = deque(maxlen=MAX_SPANS)
+        self._step_spans: deque[StepSpan] = deque(maxlen=MAX_STEPS)
+        self._memory: deque[MemoryReading] = deque(maxlen=MAX_SPANS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
@@ -218,14 +215,19 @@ class Metrics:
         self.timed = timed
         if timed:
             self.totals.timed_steps += 1
+            unix_ns, host_us = time.time_ns(), self._host_us()
             origin = compute.record(timed=True)
+            self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)
             if self._origin is None:
                 self._origin = origin
             # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
             self._next_origin = origin
 
-    def end_step(self, kind: StepKind) -> None:
-        """End a step of `kind`. What comes until the next step is not timed: nobody would add it up."""
+    def end_step(self, kind: StepKind, compute: Stream | None = None) -> None:
+        """End a step of `kind` on `compute`. What comes until the next step is not timed: nobody would add it up."""
+        begun, self._begun = self._begun, None
+        if begun is not None and compute is not None:
+            self._ended.append((begun, compute.record(timed=True), kind))
         self.totals.steps_by_kind[kind] += 1
         self.timed = False
         self.resolve()
@@ -243,7 +245,7 @@ class Metrics:
         before = compute.record(timed=True)
         compute.wait(event)
         after = compute.record(timed=True)
-        self._waits.append((before, after, prefetched))
+        self._waits.append((before, after, direction, prefetched))
         if self.timing is not None:
             self.timing.waited(before, after, direction, tensor)
 
@@ -279,16 +281,40 @@ class Metrics:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
-                    before, after, prefetched = self._waits.popleft()
-                    self._add_wait(after.elapsed_us(before), prefetched=prefetched)
+                    before, after, direction, prefetched = self._waits.popleft()
+                    self._add_wait(self._add_span(direction, before, after), prefetched=prefetched)
                 while self._rebuilds and self._rebuilds[0][1].query():
-                    before, after = self._rebuilds.popleft()
-                    self.totals.recompute_us += after.elapsed_us(before)
+                    self.totals.recompute_us += self._add_span("recompute", *self._rebuilds.popleft())
+                while self._ended and self._ended[0][1].query():
+                    self._add_step(*self._ended.popleft())
                 for _ in range(len(self._moves)):
                     move, direction = self._moves.popleft()
                     if not self._add_up(move, direction):
                         self._moves.append((move, direction))
             return tuple(self.spans)
+
+    def timed_spans(self) -> TimedSpans:
+        """The latest of what was timed, as far as it was resolved."""
+        with self._resolving:
+            return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=tuple(self._memory))
+
+    def note_memory(self, hbm_bytes: int) -> None:
+        """Note what a hook found allocated on the device, where the step is timed."""
+        if self.timed:
+            self._memory.append(MemoryReading(self._host_us(), hbm_bytes, self._host_bytes()))
+
+    def _add_span(self, kind: str, before: Event, after: Event) -> float:
+        """Keep what was between two events of compute. Returns how long it took."""
+        assert self._origin is not None
+        took_us, start_us = after.elapsed_us(before), self._origin_us + before.elapsed_us(self._origin)
+        self._wait_spans.append(WaitSpan(kind, start_us, start_us + took_us))
+        return took_us
+
+    def _add_step(self, begun: _BegunStep, end: Event, kind: StepKind) -> None:
+        assert self._origin is not None
+        start_us = self._origin_us + begun.begin.elapsed_us(self._origin)
+        end_us = start_us + end.elapsed_us(begun.begin)
+        self._step_spans.append(StepSpan(begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
 
     def _add_wait(self, stall_us: float, *, prefetched: bool) -> None:
         self.totals.stall_us += stall_us

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.saved.timed_spans import StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,8 @@ from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
-from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
+from chameleon_mm.saved.metrics import Metrics, StepTiming
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import renumbered, without_making
 

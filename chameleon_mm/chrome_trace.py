@@ -71,8 +71,8 @@ def _loaded(merge: str | Path) -> dict[str, Any]:
         document = None
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise ValueError(
-            f"merge: expected a trace of torch.profiler's, JSON with a list traceEvents, got another file, {path.name}; write one "
-            f"with profile.export_chrome_trace(path)"
+            f"merge: expected a trace of torch.profiler's, JSON with a list traceEvents, got {path.name}, which is none; write "
+            f"one with profile.export_chrome_trace(path)"
         )
     return document
 
@@ -140,8 +140,8 @@ def _slice(
     tid: int, name: str, cat: str, start_us: float, end_us: float, shift_us: float, args: dict[str, Any]
 ) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": cat, "pid": PID, "tid": tid, "ts": start_us + shift_us, "dur": max(0.0, end_us - start_us),
-        "args": args,
+        "ph": "X", "name": name, "cat": cat, "pid": PID, "tid": tid, "ts": start_us + shift_us,
+        "dur": max(0.0, end_us - start_us), "args": args,
     }  # fmt: skip
 
 

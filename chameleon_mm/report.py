@@ -9,7 +9,7 @@ A figure that was not measured is None in the dict and "not measured" in the tex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -123,7 +123,7 @@ class SwapReport(Counters):
         problems: tuple[str, ...] = (),
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
-        step_figures: Iterable[StepFigures] = (),
+        step_figures: tuple[StepFigures, ...] = (),
     ) -> SwapReport:
         """Report of the figures as they stand in `metrics` and `pool` now."""
         spans = metrics.resolve()
@@ -168,7 +168,7 @@ class SwapReport(Counters):
             spans=spans,
             timed=metrics.timed_spans(),
             planned=None if planned is None else PlannedStepData.of(planned),
-            step_figures=tuple(step_figures),
+            step_figures=step_figures,
             **totals.counters(),
         )
 

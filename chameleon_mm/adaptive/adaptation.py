@@ -188,7 +188,8 @@ class Adaptation:
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
-        self._metrics.timed = self._metrics.timed or (planned is not None and not planned.is_decided)
+        if planned is not None and not planned.is_decided:
+            self._metrics.time_step(compute)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
         return recorder
 

@@ -136,6 +136,10 @@ class Ledger:
         self._live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
 
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call."""
+        return self._free_list.recent_peak()
+
     def stats(self, limit_bytes: int) -> PoolStats:
         """Statistics of the pool, every release up to here counted."""
         self.drain()

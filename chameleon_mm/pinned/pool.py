@@ -249,6 +249,12 @@ class PinnedPool:
         with self._ledger.lock:
             return self._ledger.stats(self._limit.nbytes)
 
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
+        with self._ledger.lock:
+            self._ledger.drain()
+            return self._ledger.recent_peak_bytes()
+
     def close(self) -> None:
         """Free all memory, once the device is done with it (the host waits). A second call does nothing.
 

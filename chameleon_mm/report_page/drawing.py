@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from chameleon_mm.report_page.step_picture import Bar, Memory, merged
+from chameleon_mm.units import format_us
 
 WIDTH, HEIGHT = 1000, 100
 
@@ -99,6 +100,17 @@ def strip(name: str, steps: Sequence[tuple[str, float | None]], most: float, lab
     return (
         f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f"{paths}{over}</svg>"
+    )
+
+
+def below_chart(end_us: float) -> str:
+    """HTML below a chart over time: its axis, the readout, and the buttons that zoom."""
+    ticks = "".join(f"<span>{format_us(end_us * i / 4)}</span>" for i in range(5))
+    names = (("in", "zoom in"), ("out", "zoom out"), ("left", "earlier"), ("right", "later"), ("all", "whole step"))
+    buttons = "".join(f'<button type="button" data-zoom="{name}">{text}</button>' for name, text in names)
+    return (
+        f'<div class="axis">{ticks}</div><p class="readout needs-script" aria-live="polite">Point at the chart, or tap it, to '
+        f'read it.</p><div class="controls needs-script">{buttons}</div>'
     )
 
 

@@ -1,6 +1,6 @@
 """Picture of the step that was planned last, as plain data: what its plan does with each tensor, and what that comes to.
 
-    source = PlannedStepData.of(planned, ...)     # references to what is immutable: free to keep, whatever the session does next
+    source = PlannedStepData.of(planned, ...)     # of what is immutable: keep it
     picture = picture_of(source)                  # simulates the plan once
     picture.memory, picture.compute, picture.copies, picture.tensors
 
@@ -21,6 +21,7 @@ from chameleon_mm.policy import LinkCost, SwapPlan, memory_curve, simulate
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.policy.plan import Action
 from chameleon_mm.policy.simulate import Timeline
+from chameleon_mm.policy.timing import EngineSpan
 from chameleon_mm.report_page.tensor_names import names_of
 from chameleon_mm.saved.metrics import StepTime
 from chameleon_mm.trace import StepPhase, Trace
@@ -29,6 +30,9 @@ from chameleon_mm.trace.trace import Float64s, Int64s
 KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD = "kept", "swapped", "in part", "recomputed", "held"
 WHAT_PLANS_DO = (KEPT, SWAPPED, IN_PART, RECOMPUTED, HELD)
 """What a plan does with a storage. "in part": its last bytes are swapped, and the first stay."""
+
+_Done = tuple[str, Action]
+"""What a plan does with a storage, and by which action."""
 
 STALL, RECOMPUTE = "stall", "recompute"
 
@@ -160,13 +164,18 @@ def picture_of(source: PlannedStepData) -> StepPicture:
         planned=_memory(timeline.tick_us, timeline.allocated_bytes, timeline.step_us, trace.start_bytes),
         unswapped=_memory(trace.clock_us()[:-1], memory_curve(trace), trace.duration_us, trace.start_bytes),
         compute=tuple(_compute(trace, plan, timeline)),
-        out=tuple(Bar(does[span.tensor][0], span.start_us, span.end_us, span.tensor, span.nbytes) for span in timeline.out_spans),
-        back=tuple(Bar(does[span.tensor][0], span.start_us, span.end_us, span.tensor, span.nbytes) for span in timeline.in_spans),
+        out=_copies(trace, timeline.out_spans, does),
+        back=_copies(trace, timeline.in_spans, does),
         tensors=_tensors(source, timeline, does),
         num_operators=len(trace.op_us),
         sizes_predicted=source.predicted,
         measured_step_us=median(source.times_us) if source.times_us else None,
-    )  # fmt: skip
+    )
+
+
+def _copies(trace: Trace, spans: Sequence[EngineSpan], does: Mapping[int, _Done]) -> tuple[Bar, ...]:
+    """Bars of one engine, each of the kind of what the plan does with its tensor."""
+    return tuple(Bar(_kind(trace, span.tensor, does), span.start_us, span.end_us, span.tensor, span.nbytes) for span in spans)
 
 
 def _memory(tick_us: Float64s, nbytes: Int64s, end_us: float, start_bytes: int) -> Memory:
@@ -227,14 +236,14 @@ def _add(bars: list[Bar], bar: Bar) -> None:
 # --- tensors
 
 
-def _what_is_done(plan: SwapPlan) -> dict[int, tuple[str, Action]]:
+def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
     """What the plan does with each tensor that it has an action for. What is held and swapped is held."""
-    done: dict[int, tuple[str, Action]] = {action.tensor: (SWAPPED, action) for action in plan.swaps}
+    done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps}
     done |= {action.tensor: (RECOMPUTED, action) for action in plan.recomputed}
     return done | {action.tensor: (HELD, action) for action in plan.held}
 
 
-def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, tuple[str, Action]]) -> tuple[TensorRow, ...]:
+def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Done]) -> tuple[TensorRow, ...]:
     trace, plan, latest = source.trace, source.plan, source.latest
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
@@ -244,14 +253,12 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, tup
     arrives_us = {span.tensor: span.end_us for span in timeline.in_spans}
     predicted_us = Counter[int]()
     for stalls_us in (timeline.out_stalls_us, timeline.in_stalls_us):
-        predicted_us.update(stalls_us)  # type: ignore[arg-type]  # a counter of times
+        predicted_us.update(stalls_us)
     hook_us: Float64s = tick_us[trace.hook_tick]
     rows = []
     for number in numbers:
-        kind, action = does.get(number, (KEPT, None))
+        kind, action = _kind(trace, number, does), does.get(number, (KEPT, None))[1]
         swap, nbytes = swaps.get(number), int(trace.tensor_bytes[number])
-        if kind == SWAPPED and action is not None and action.nbytes < nbytes:
-            kind = IN_PART
         goes = swap or (action if kind == RECOMPUTED else None)
         back_us = None if goes is None else float(hook_us[goes.in_at]) if swap is None else arrives_us.get(number)
         measured_us = None if latest is None else latest.out_stalls_us.get(number, 0.0) + latest.in_stalls_us.get(number, 0.0)
@@ -275,6 +282,14 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, tup
             )
         )
     return tuple(sorted(rows, key=lambda row: (-row.nbytes, row.tensor)))
+
+
+def _kind(trace: Trace, tensor: int, does: Mapping[int, _Done]) -> str:
+    """What the plan does with a tensor."""
+    if tensor not in does:
+        return KEPT
+    kind, action = does[tensor]
+    return IN_PART if kind == SWAPPED and action.nbytes < trace.tensor_bytes[tensor] else kind
 
 
 def _use_at(action: Action | None) -> int:

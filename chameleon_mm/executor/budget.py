@@ -125,7 +125,7 @@ class Budget:
         growth = self._note_growth()
         self._metrics.note_memory(self._allocated)
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
-        # Never more than the budget as planned; what hooks do not see, as an input kept for longer, may take what is counted on.
+        # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
         ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
         if self.lending is not None:

@@ -246,7 +246,9 @@ class Adaptation:
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            planned = self._planned_step(record, trace, self._structures.note(record, trace))
+            structure = self._structures.note(record, trace)
+            structure.modules = recorder.modules
+            planned = self._planned_step(record, trace, structure)
             self._add_plans(planned)
             self.steps.put(record, planned)
             self.latest = planned
@@ -307,6 +309,7 @@ class Adaptation:
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
         planned.proven, planned.refused = structure.proven(trace), structure.refused
+        planned.modules = structure.modules
         return planned
 
     # --- plans

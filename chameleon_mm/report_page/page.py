@@ -90,8 +90,8 @@ def _tiles(data: PageData) -> str:
         ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
         ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
         ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),
-        ("stall", "not measured" if stall is None else format_us(stall), "stall, timed steps"),
-        ("steps", str(figures["steps"]), "steps completed"),
+        ("stall", "not measured" if stall is None else format_us(stall), "in timed steps"),
+        ("steps", str(figures["steps"]), "completed"),
     ]
     return "".join(
         f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from chameleon_mm.report_page import drawing
-from chameleon_mm.report_page.step_picture import StepPicture
+from chameleon_mm.report_page.step_picture import HELD, IN_PART, RECOMPUTE, STALL, SWAPPED, StepPicture
 from chameleon_mm.units import format_size, format_us
 
 
@@ -46,7 +46,7 @@ def step_section(picture: StepPicture | None) -> str:
         f"{format_us(picture.unswapped_us)}. "
         f"Memory: {format_size(picture.planned.peak_bytes)} at most by the plan, {format_size(picture.unswapped.peak_bytes)} "
         f"without swapping, within a budget of {format_size(picture.hbm_budget_bytes)}.{unlike}</p>"
-        f"{_legend()}"
+        f"{_legend(picture)}"
         f'<div class="chart" tabindex="0" aria-label="The step over time; arrow keys move, + and - zoom">'
         f'<div class="lane memory"><span><b>{format_size(most)}</b><b>device memory</b><b>0</b></span>{memory}</div>'
         f'{lanes}<div class="cursor"></div></div>{drawing.below_chart(end_us)}{_thinning(picture, end_us)}</section>'
@@ -59,14 +59,23 @@ def _frame(picture: StepPicture) -> tuple[float, int]:
     return max(picture.planned.end_us, picture.unswapped.end_us), int(most * 1.05)
 
 
-def _legend() -> str:
-    bars = (
-        ("forward", "forward"), ("backward", "backward"), ("optimizer", "optimizer"), ("recompute", "made again"),
-        ("stall", "compute waits"), ("swapped", "copy"), ("part", "copy of a part"), ("held", "copy of what is held"),
-    )  # fmt: skip
+_BARS = {
+    "forward": "forward", "backward": "backward", "optimizer": "optimizer", RECOMPUTE: "made again", STALL: "compute waits",
+    SWAPPED: "copy", IN_PART: "copy of a part", HELD: "copy of what is held",
+}  # fmt: skip
+"""Kinds of bars, and what the legend calls them."""
+
+
+def _legend(picture: StepPicture) -> str:
+    """Legend of what is in the chart."""
+    drawn = {bar.kind for bar in (*picture.compute, *picture.out, *picture.back)}
     lines = (("planned", "", "by the plan"), ("unswapped", "", "without swapping"), ("budget", " dash", "budget"))
-    items = [f'<li><i style="--c:var(--{colour})"></i>{text}</li>' for colour, text in bars]
     rules = [f'<li><i class="rule{dash}" style="--c:var(--{colour})"></i>{text}</li>' for colour, dash, text in lines]
+    items = [
+        f'<li><i style="--c:var(--{drawing.CSS.get(kind, kind)})"></i>{text}</li>'
+        for kind, text in _BARS.items()
+        if kind in drawn
+    ]
     return f'<ul class="legend">{"".join(rules + items)}</ul>'
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from chameleon_mm.report_page.measured_step import MeasuredStep, latest_step
 from chameleon_mm.report_page.page import PageData, page_html
-from chameleon_mm.report_page.step_picture import PlannedStepData, StepPicture, picture_of
+from chameleon_mm.report_page.step_picture import PlannedStepData, StepPicture, TensorRow, picture_of
 
-__all__ = ["MeasuredStep", "PageData", "PlannedStepData", "StepPicture", "latest_step", "page_html", "picture_of"]
+__all__ = ["MeasuredStep", "PageData", "PlannedStepData", "StepPicture", "TensorRow", "latest_step", "page_html", "picture_of"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch.nn import functional as F
 
 import chameleon_mm as cm
 from chameleon_mm.demo.model import GPT, GPTConfig
+from chameleon_mm.device import SPECS
 from chameleon_mm.units import MIB
 
 
@@ -15,9 +18,10 @@ def small_gpt() -> GPT:
     return GPT(GPTConfig(layers=4, width=64, heads=2, context=64))
 
 
-def gpt_report(*, steps: int = 4, plans: bool = True, hbm_mib: float = 7.0) -> cm.SwapReport:
-    """Report of a GPT's steps within so much more memory than its parameters take."""
-    device, model = cm.SimDevice(), small_gpt()
+def gpt_report(*, steps: int = 4, plans: bool = True, hbm_mib: float = 7.0, link_gbps: float = 20.0) -> cm.SwapReport:
+    """Report of a GPT's steps within so much memory, on a GPU with such a link: slow enough for stalls and recomputation."""
+    link = {"d2h_gbps": link_gbps, "h2d_gbps": link_gbps, "duplex_gbps": 2 * link_gbps}
+    device, model = cm.SimDevice(dataclasses.replace(SPECS["h200"], **link)), small_gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 256, (8, 64))
     session = cm.SwapSession(device.allocated_bytes() + int(hbm_mib * MIB), "64MiB", device, "16KiB", model=model, plans=plans)

@@ -30,7 +30,7 @@ from tests.test_report import made_up
 @pytest.fixture(scope="module")
 def report() -> cm.SwapReport:
     found = gpt_report()
-    assert found.planned is not None and found.planned.plan.recomputed and found.planned.plan.swaps
+    assert found.planned is not None and found.planned.plan.recompute_us and found.planned.plan.stall_us
     return found
 
 

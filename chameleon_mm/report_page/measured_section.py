@@ -28,6 +28,8 @@ def measured_section(found: MeasuredStep | None, *, simulated: bool) -> str:
         f'<section id="measured"><h2>The latest timed step, as it ran <span class="badge">{badge}</span></h2>'
         f'<p class="note">Step {found.number} ({found.kind}): {format_us(found.step_us)}, of which compute waited '
         f"{format_us(waits)}; its {len(found.out) + len(found.back)} copies took {format_us(copies)}.</p>"
+        '<ul class="legend"><li><i style="--c:var(--stall)"></i>compute waits</li><li><i style="--c:var(--recompute)"></i>made '
+        'again</li><li><i style="--c:var(--swapped)"></i>copy</li></ul>'
         f'<div class="chart" tabindex="0" aria-label="The copies over time; arrow keys move, + and - zoom">{lanes}'
         f'<div class="cursor"></div></div>{drawing.below_chart(end_us)}</section>'
     )

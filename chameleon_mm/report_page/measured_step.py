@@ -5,11 +5,13 @@ measured = latest_step(copies, timed)         # None: no step was timed, or copi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from chameleon_mm.report_page.step_picture import RECOMPUTE, STALL, Bar
-from chameleon_mm.saved.timed_spans import CopySpan, TimedSpans
+from chameleon_mm.saved.timed_spans import CopySpan, TimedSpans, WaitSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,35 +30,40 @@ class MeasuredStep:
 
 
 def latest_step(copies: Iterable[CopySpan], timed: TimedSpans) -> MeasuredStep | None:
-    """The latest step of `timed` with a copy in it, else the latest."""
-    spans = sorted(copies, key=lambda span: span.start_us)
-    begins = sorted(step.start_us for step in timed.steps)
-    for step in sorted(timed.steps, key=lambda step: -step.start_us):
-        until = min((begin for begin in begins if begin > step.start_us), default=float("inf"))
-        inside = [span for span in spans if step.start_us <= span.start_us < min(until, step.end_us)]
-        if inside or step is min(timed.steps, key=lambda step: step.start_us):
-            break
-    else:
+    """The latest step of `timed` in which a copy began; where there is none, the latest step."""
+    if not timed.steps:
         return None
-    since = step.start_us
-    waits = tuple(
-        Bar(RECOMPUTE if wait.kind == "recompute" else STALL, wait.start_us - since, wait.end_us - since, -1)
+    steps = sorted(timed.steps, key=lambda step: step.start_us)
+    spans = list(copies)
+    begins_us = [step.start_us for step in steps]
+    with_copies = {bisect_right(begins_us, span.start_us) - 1 for span in spans}
+    which = max(with_copies - {-1}, default=len(steps) - 1)
+    step = steps[which]
+    until_us = begins_us[which + 1] if which + 1 < len(steps) else inf
+
+    def inside(span: CopySpan | WaitSpan) -> bool:
+        return step.start_us <= span.start_us < until_us
+
+    compute = (
+        Bar(RECOMPUTE if wait.kind == "recompute" else STALL, wait.start_us - step.start_us, wait.end_us - step.start_us, -1)
         for wait in timed.waits
-        if since <= wait.start_us < step.end_us
+        if inside(wait)
     )
     out, back = (
         tuple(
-            Bar("copy", span.start_us - since, span.end_us - since, -1, span.nbytes) for span in inside if span.direction == way
+            Bar("copy", span.start_us - step.start_us, span.end_us - step.start_us, -1, span.nbytes)
+            for span in sorted(spans, key=lambda span: span.start_us)
+            if span.direction == direction and inside(span)
         )
-        for way in ("out", "in")
+        for direction in ("out", "in")
     )
-    step_us = step.end_us - since
+    step_us = step.end_us - step.start_us
     return MeasuredStep(
         number=step.number,
         kind=step.kind,
         step_us=step_us,
         end_us=max([step_us, *(bar.end_us for bar in (*out, *back))]),
-        compute=waits,
+        compute=tuple(compute),
         out=out,
         back=back,
     )

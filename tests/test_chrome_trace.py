@@ -68,7 +68,7 @@ def slices(events: list[Event]) -> dict[int, list[Event]]:
 
 
 def total_us(events: list[Event]) -> float:
-    return sum(event["dur"] for event in events)
+    return sum(float(event["dur"]) for event in events)
 
 
 def test_each_stream_is_a_track_with_a_name(report: cm.SwapReport, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def profiled(device: Device, path: Path) -> cm.SwapReport:
     """A report of two steps that torch.profiler saw as well; it wrote `path`."""
     session = cm.SwapSession(device.allocated_bytes() + 6 * MIB, "64MiB", device)
     x = torch.randn(512, 512, device=device.torch_device, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, session:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, session:
         for k in range(2):
             time.sleep(0.02)
             with record_function(f"user step {k}"), session.step():
@@ -195,9 +195,8 @@ def test_merged_it_holds_both_and_begins_where_the_step_did(device: Device, tmp_
 def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> None:
     """The device was 500 us behind the host in the first step, and 3 us in the second."""
     zero_ns = 1_700_000_000_000_000_000
-    steps = (
-        StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000), StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000),
-    )  # fmt: skip
+    first = StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000)
+    steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))
     timed, copies = TimedSpans(steps=steps), (CopySpan("out", 10.0, 20.0, MIB),)
     (tmp_path / "other.json").write_text(json.dumps({"baseTimeNanoseconds": zero_ns - 7_000_000, "traceEvents": []}))
     for simulated, shift_us in ((False, 7000.0 - 3.0), (True, 7000.0 - 500.0)):

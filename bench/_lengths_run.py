@@ -17,7 +17,7 @@ from chameleon_mm.device import SPECS, SimDevice
 from chameleon_mm.device.sim import CostModel
 from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.report import SwapReport
-from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import KIB
 

@@ -27,7 +27,8 @@ from chameleon_mm.bench._training_peers import Peer
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.reproducible import reproducible
 from chameleon_mm.policy import LinkCost, SwapPlan
-from chameleon_mm.session import TIMED_EVERY, SwapSession
+from chameleon_mm.session import SwapSession
+from chameleon_mm.step_history import TIMED_EVERY
 from chameleon_mm.trace import Trace
 
 WARMUP_STEPS = 2

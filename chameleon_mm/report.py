@@ -1,4 +1,4 @@
-"""Report of what a session did: text for people, a dict for programs, an HTML page, a trace for chrome://tracing and Perfetto.
+"""Report of what a session did: text for people, a dict for programs, an HTML page, a trace for Perfetto.
 
     report = session.report()
     print(report); report.to_dict(); report.save_html("swap.html"); report.save_trace("swap.json")
@@ -9,8 +9,6 @@ A figure that was not measured is None in the dict and "not measured" in the tex
 from __future__ import annotations
 
 import dataclasses
-import html
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +16,19 @@ from statistics import median
 from typing import Any
 
 from chameleon_mm.adaptive import Adaptation
+from chameleon_mm.chrome_trace import TraceData, write_trace
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
+from chameleon_mm.report_page import PageData, PlannedStepData, latest_step, page_html, picture_of
 from chameleon_mm.saved import CopySpan
-from chameleon_mm.saved.metrics import Counters, Metrics, StepKind
+from chameleon_mm.saved.metrics import Counters, Metrics
+from chameleon_mm.saved.timed_spans import StepKind, TimedSpans
+from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.units import format_size, format_us
 
-_LANES = {"out": (1, "d2h: swap out"), "in": (2, "h2d: swap in")}
-
-_BARS = 600
-"""Copies drawn on the page, the latest: more would be thinner than a pixel."""
-
-_STYLE = """
-:root{color-scheme:light dark;--line:#8884;--out:#c4572f;--in:#3a78c2}
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;width:100%}
-th,td{border-bottom:1px solid var(--line);padding:.3rem 0;text-align:left;vertical-align:top}
-th{font-weight:600;padding-right:2rem;white-space:nowrap}
-td{font-variant-numeric:tabular-nums}
-svg{width:100%;height:auto}
-text{font-size:12px;fill:currentColor}
-.lane{fill:var(--line)}.out{fill:var(--out)}.in{fill:var(--in)}
-"""
+_NOT_FIGURES = frozenset({"spans", "timed", "planned", "step_figures"})
+"""Fields that are for the page and the trace alone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,7 +102,13 @@ class SwapReport(Counters):
     problems: tuple[str, ...]
     """Sentences that say what is wrong with how the session is used, each with what to do."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
-    """The latest timed copies, for the trace and the page."""
+    """The latest timed copies, for the trace and the page, as the three below."""
+    timed: TimedSpans = dataclasses.field(default_factory=TimedSpans, repr=False)
+    """The latest of what else was timed."""
+    planned: PlannedStepData | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Trace and plan of the step that was planned last; None: there is no plan."""
+    step_figures: tuple[StepFigures, ...] = dataclasses.field(default=(), repr=False)
+    """Figures of the latest steps that ended."""
 
     @classmethod
     def of(
@@ -129,6 +123,7 @@ class SwapReport(Counters):
         problems: tuple[str, ...] = (),
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
+        step_figures: tuple[StepFigures, ...] = (),
     ) -> SwapReport:
         """Report of the figures as they stand in `metrics` and `pool` now."""
         spans = metrics.resolve()
@@ -171,12 +166,15 @@ class SwapReport(Counters):
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
             spans=spans,
+            timed=metrics.timed_spans(),
+            planned=None if planned is None else PlannedStepData.of(planned),
+            step_figures=step_figures,
             **totals.counters(),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of every figure but the copy spans, ready for JSON."""
-        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "spans"}
+        """Dictionary of every figure, ready for JSON: all but what was timed or planned one by one."""
+        figures = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_FIGURES}
         copies = {name: dict(value) for name, value in figures.items() if isinstance(value, dict)}
         texts = {name: list(value) for name, value in figures.items() if isinstance(value, tuple)}
         return {**figures, **copies, **texts}
@@ -305,64 +303,43 @@ class SwapReport(Counters):
         return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
 
     def save_html(self, path: str | Path) -> None:
-        """Write a page of its own: the figures and the copies over time."""
-        cells = "".join(f"<tr><th>{html.escape(label)}</th><td>{html.escape(text)}</td></tr>" for label, text in self.rows())
-        title = html.escape(f"Swap report: {self.device}")
-        clock = "simulated time" if self.simulated else "device time"
-        page = (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n<table>{cells}</table>\n"
-            f"<h2>Copies over {clock}</h2>\n{self._timeline()}\n</body></html>\n"
+        """Write a page of its own, for any browser and without a network: memory, compute and copies over the step that was
+        planned last, what its plan does with each tensor, the latest timed step as it ran, all steps, and the figures.
+
+        What is predicted and what was measured are told apart. docs/step_page.md says how to read it.
+        """
+        picture = None if self.planned is None else picture_of(self.planned)
+        page = page_html(
+            PageData(
+                device=self.device,
+                simulated=self.simulated,
+                rows=self.rows(),
+                figures=self.to_dict(),
+                picture=picture,
+                measured=latest_step(self.spans, self.timed),
+                steps=self.step_figures,
+            )
         )
         Path(path).write_text(page, encoding="utf-8")
 
-    def save_trace(self, path: str | Path) -> None:
-        """Write the timed copies as a Chrome trace: one row per direction."""
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": self.device}}]
-        events.extend(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}} for tid, name in _LANES.values()
-        )
-        events.extend(
-            {
-                "ph": "X",
-                "name": f"swap_{span.direction} {format_size(span.nbytes)}",
-                "pid": 0,
-                "tid": _LANES[span.direction][0],
-                "ts": span.start_us,
-                "dur": span.end_us - span.start_us,
-                "args": {"bytes": span.nbytes},
-            }
-            for span in self.spans
-        )
-        told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
-        document = {"traceEvents": events, "otherData": {name: getattr(self, name) for name in told}}
-        Path(path).write_text(json.dumps(document), encoding="utf-8")
+    def save_trace(self, path: str | Path, *, merge: str | Path | None = None) -> None:
+        """Write the latest of what was timed as a Chrome trace, for Perfetto (https://ui.perfetto.dev) or chrome://tracing:
+        a track each for steps, compute, d2h and h2d, and counters of device memory and pinned memory.
 
-    def _timeline(self) -> str:
-        """SVG of the latest copies as bars, swap-outs above swap-ins."""
-        spans = self.spans[-_BARS:]
-        if not spans:
-            return "<p>No copy was timed.</p>"
-        begin, end = min(s.start_us for s in spans), max(s.end_us for s in spans)
-        scale = 1000 / max(end - begin, 1e-9)
-        lanes = "".join(
-            f'<text x="0" y="{y - 5}">{name}</text><rect class="lane" x="0" y="{y + 14}" width="1000" height="2"/>'
-            for y, name in ((20, _LANES["out"][1]), (75, _LANES["in"][1]))
+        `merge`: a trace that torch.profiler wrote of the same process. Then `path` holds both, on its clock; a simulated clock
+        runs at a pace of its own, and only its beginning is put where it was. Raises `ValueError` for a file that is no trace.
+        """
+        told = ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
+        about = {name: getattr(self, name) for name in told}
+        data = TraceData(
+            device=self.device,
+            simulated=self.simulated,
+            copies=self.spans,
+            timed=self.timed,
+            hbm_budget_bytes=self.hbm_budget_bytes,
+            about=about,
         )
-        bars = "".join(
-            f'<rect class="{s.direction}" x="{(s.start_us - begin) * scale:.2f}" y="{20 if s.direction == "out" else 75}" '
-            f'width="{max((s.end_us - s.start_us) * scale, 0.5):.2f}" height="30"><title>{format_size(s.nbytes)} in '
-            f"{format_us(s.end_us - s.start_us)}, from {format_us(s.start_us - begin)} on</title></rect>"
-            for s in spans
-        )
-        label = f"{len(spans)} copies within {format_us(end - begin)}"
-        before = len(self.spans) - len(spans)
-        older = f" The {before} copies before them are in the trace." if before else ""
-        return (
-            f'<svg viewBox="0 0 1000 125" role="img" aria-label="{label}">{lanes}{bars}'
-            f'<text x="0" y="122">0 us</text><text x="1000" y="122" text-anchor="end">{format_us(end - begin)}</text></svg>'
-            f"<p>{label}; the pointer over a bar shows its size and time.{older}</p>"
-        )
+        write_trace(path, data, merge=merge)
 
 
 def _by_codec(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -26,7 +26,6 @@ from torch import nn
 from chameleon_mm.adaptive import link_cost_for, plan_steps
 from chameleon_mm.arguments import check_type, describe
 from chameleon_mm.device import Device
-from chameleon_mm.device.peak_watch import Peak, PeakWatch
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.budget_check import check_budget
@@ -35,10 +34,13 @@ from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import NEXT, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.progress import Progress
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
 from chameleon_mm.snapshots import Snapshot
+from chameleon_mm.step_figures import StepFigures
+from chameleon_mm.step_history import StepHistory
 from chameleon_mm.transfer import Thresholds, thresholds_for
 from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.uncompiled import uncompiled
@@ -49,12 +51,6 @@ _log = logging.getLogger(__name__)
 DEFAULT_BUDGET_SHARE = 0.9
 """Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
 allocator."""
-
-ALWAYS_TIMED_STEPS = 3
-TIMED_EVERY = 16
-"""Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
-events of 5 us on the host."""
-
 
 _R = TypeVar("_R")
 
@@ -76,7 +72,8 @@ class SwapSession:
     leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
     than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
-    a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there.
+    a thousandth of the budget, from 16 KiB to 16 MiB, for as long as the session is there. `progress` on, each step is a line
+    on stderr; or it is a function, called with each step's `StepFigures`, whose errors are logged.
 
     Hooks act on the thread that entered the session, and that thread leaves it. What dynamo compiles is swapped where it saves
     something; it never traces the hooks. Raises `TypeError` for arguments of another type, `ValueError` for malformed sizes or
@@ -101,6 +98,7 @@ class SwapSession:
         recompute: bool = True,
         optimizer: torch.optim.Optimizer | None = None,
         parameters: str = "keep",
+        progress: bool | Callable[[StepFigures], object] = False,
     ) -> None:
         budget = None if hbm_budget is None else parse_size(hbm_budget, what="hbm_budget")
         host = None if host_budget is None else parse_size(host_budget, what="host_budget")
@@ -112,7 +110,7 @@ class SwapSession:
         self._model_swap = ModelSwap(model, optimizer, parameters)
         for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
-        known_codecs = codecs_by_name(codecs)
+        known_codecs, teller = codecs_by_name(codecs), Progress(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
@@ -146,8 +144,8 @@ class SwapSession:
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
-        self._steps = self._steps_begun = 0
-        self._peak: PeakWatch | None = None
+        self._history = StepHistory(self.device, self._executor, self.pool, teller)
+        self._executor.hook_counts.expects_steps = True
         self._runner: StepRunner | None = None
 
     # --- the session
@@ -156,7 +154,7 @@ class SwapSession:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget(self.hbm_budget_bytes)
-        self._peak = PeakWatch(self.device)
+        self._history.open()
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
@@ -176,8 +174,7 @@ class SwapSession:
         try:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
             self._executor.leave_recorders()
-            if self._peak is not None and not sys.is_finalizing():
-                self._peak.end()  # what comes back as the session ends is no part of what it promised
+            self._history.end_peak()  # what comes back as the session ends is no part of what it promised
             # Then at once: hooks must not outlive the block, whatever state it is left in. A thread that ended took its own.
             if self._thread is here:
                 self._stack.__exit__(kind, error, trace)
@@ -186,8 +183,10 @@ class SwapSession:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
             finally:
                 self._to(Phase.CLOSED)
+            self._history.close(wait=error is None)
         if error is None:
-            if (problem := self._problem()) is not None and (self._steps_begun or self._executor.hook_counts.saves_between):
+            counts, problem = self._executor.hook_counts, self._problem()
+            if problem is not None and (self._history.begun or counts.saves_between) and not counts.was_told:
                 _log.warning("chameleon_mm: %s", problem)
             self._executor.raise_late_error()
 
@@ -196,10 +195,9 @@ class SwapSession:
         """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
         self._expect_open("step")
         self._to(Phase.IN_STEP)
-        timed = self.device.simulated or self._steps < ALWAYS_TIMED_STEPS or self._steps % TIMED_EVERY == 0
         completed = False
-        self._steps_begun += 1
         try:
+            timed = self._history.begin(self._budget_now())
             self._model_swap.begin_step()
             self._executor.begin_step(timed=timed, pack_hook=self._save)
             yield self
@@ -266,18 +264,19 @@ class SwapSession:
         if self._phase is Phase.CLOSED:
             self.device.synchronize()
         else:
-            self._note_peak()
+            self._history.note_peak()
         problem = self._problem()
         return SwapReport.of(
             self._executor.metrics,
             self.pool.stats(),
             self.device,
-            steps=self._steps,
+            steps=self._history.completed,
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
-            peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.budget.peak_seen_bytes),
+            peak=self._history.peak(),
             problems=() if problem is None else (problem,),
             adaptation=self._adaptation,
+            step_figures=self._history.figures(),
         )
 
     # --- what it keeps in order
@@ -309,9 +308,7 @@ class SwapSession:
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
         self._runner = None
         if self._phase is Phase.OPEN:
-            self._note_peak()
-            self._peak = PeakWatch(self.device)
-            self._executor.budget.peak_seen_bytes = 0
+            self._history.open()
             if lowered:
                 self.device.release_unused()
 
@@ -355,12 +352,12 @@ class SwapSession:
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""
         if self._phase is Phase.IN_STEP:
-            self._steps += completed
+            self._history.completed += completed
             self._to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
-                self._executor.end_step(completed=completed)
+                kind = self._executor.end_step(completed=completed)
                 self._model_swap.end_step(completed=completed)
-                self._note_peak()
+                self._history.end(kind)
 
     def _expect_open(self, what: str) -> None:
         if self._phase is not Phase.OPEN:
@@ -381,14 +378,15 @@ class SwapSession:
             raise SessionClosedError(f"a session that is {self._phase.value} cannot become {phase.value}")
         self._phase = phase
 
-    def _note_peak(self) -> None:
-        if self._peak is not None and not sys.is_finalizing():
-            self._peak.note()
+    def _budget_now(self) -> int:
+        """The budget that steps run within."""
+        lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
+        return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 
     def _problem(self) -> str | None:
         return misuse(
             self._executor.hook_counts,
-            steps_begun=self._steps_begun,
+            steps_begun=self._history.begun,
             closed=self._phase is Phase.CLOSED,
             thread=self._thread.name,
         )

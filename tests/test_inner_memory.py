@@ -181,7 +181,7 @@ class Counters:
         self.allocated = self.cumulative = 0
 
     def read_memory(self) -> MemoryReading:
-        return MemoryReading(self.allocated, self.cumulative)
+        return MemoryReading(self.allocated, self.cumulative, self.allocated)
 
     def take(self, nbytes: int) -> None:
         self.allocated += nbytes

@@ -15,7 +15,7 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.link_rates import UNMEASURED_LINK, link_cost_for, rates_of
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.policy.timing import CopyEngine
-from chameleon_mm.saved.metrics import CopySpan
+from chameleon_mm.saved.timed_spans import CopySpan
 from chameleon_mm.transfer import CalibrationCache, calibrate
 from chameleon_mm.units import MIB
 

@@ -93,6 +93,12 @@ def test_the_wheel_holds_every_module_as_a_real_file(checkout: Path, wheel: Path
         assert not [entry.filename for entry in archive.infolist() if stat.S_ISLNK(entry.external_attr >> 16)]
 
 
+@pytest.mark.parametrize("name", ["page.html", "page.css", "page.js"])
+def test_the_wheel_holds_the_reports_page(checkout: Path, wheel: Path, name: str) -> None:
+    path = f"chameleon_mm/report_page/{name}"
+    assert _contents(wheel)[path] == (checkout / path).read_bytes()
+
+
 def test_neither_archive_holds_figures(sdist: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = [*archive.getnames(), *_contents(wheel)]

@@ -16,7 +16,7 @@ from chameleon_mm.adaptive.adaptation import RECORDINGS
 from chameleon_mm.adaptive.plan_phase import PlanPhase
 from chameleon_mm.executor import Executor
 from chameleon_mm.policy import LinkCost, SwapPlan, generate_plan, least_memory
-from chameleon_mm.saved.metrics import StepKind
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.trace import Trace
 from tests._random_models import SLOW_GPU, adaptation_of, far_ahead, link_of, planning
 

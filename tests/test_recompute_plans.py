@@ -274,7 +274,7 @@ def test_another_link_is_told_from_the_one_that_plans_are_made_for() -> None:
     assert adaptation is not None
     planned = adaptation.latest
     assert planned is not None
-    link = planned._link
+    link = planned.link
     assert link is not None
 
     def at(share: float) -> LinkCost:

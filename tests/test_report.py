@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -118,9 +116,9 @@ def test_the_dict_has_every_promised_key(swapped: cm.SwapReport) -> None:
     assert set(swapped.to_dict()) >= PROMISED
 
 
-def test_the_dict_is_every_field_but_the_spans() -> None:
+def test_the_dict_is_every_field_but_what_was_timed_or_planned_one_by_one() -> None:
     fields = {field.name for field in dataclasses.fields(cm.SwapReport)}
-    assert set(made_up().to_dict()) == fields - {"spans"}
+    assert set(made_up().to_dict()) == fields - {"spans", "timed", "planned", "step_figures"}
 
 
 @pytest.mark.parametrize("changed", [{}, UNMEASURED], ids=["measured", "not measured"])
@@ -256,47 +254,7 @@ def test_str_is_one_aligned_line_for_each_row() -> None:
         assert (line[:width].rstrip(), line[width : width + 2], line[width + 2 :]) == (label, "  ", text)
 
 
-# --- the trace
-
-
-def lanes_of(path: Path) -> dict[int, list[tuple[float, float, int]]]:
-    """(start, end, bytes) of the complete events of a Chrome trace, by thread."""
-    document = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(document["traceEvents"], list)
-    lanes: dict[int, list[tuple[float, float, int]]] = {}
-    for event in document["traceEvents"]:
-        assert event["ph"] in {"M", "X"}
-        assert isinstance(event["name"], str) and isinstance(event["pid"], int)
-        if event["ph"] == "X":
-            lanes.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"], event["args"]["bytes"]))
-    return lanes
-
-
-def test_the_trace_names_the_device_and_both_lanes(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    made_up().save_trace(path)
-    document = json.loads(path.read_text(encoding="utf-8"))
-    names = {e["name"]: e["args"]["name"] for e in document["traceEvents"] if e["ph"] == "M"}
-    assert names["process_name"] == "simulated H200"
-    threads = {e["tid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
-    assert threads == {1: "d2h: swap out", 2: "h2d: swap in"}
-    assert document["otherData"] == {
-        "device": "simulated H200", "simulated": True, "steps": 3,
-        "steps_by_phase": {"recorded": 1, "planned": 2}, "detailed_steps": 0, "plans": 0, "plan_cache_hits": 0,
-    }  # fmt: skip
-    assert lanes_of(path) == {1: [(0.0, 100.0, MIB)], 2: [(50.0, 250.0, MIB)]}
-
-
-def test_copies_within_a_lane_follow_each_other(swapped: cm.SwapReport, tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    swapped.save_trace(path)
-    lanes = lanes_of(path)
-    assert set(lanes) == {1, 2}
-    for spans in lanes.values():
-        assert all(0 <= start < end for start, end, _ in spans)
-        assert all(end <= start for (_, end, _), (start, _, _) in pairwise(spans))
-    assert sum(nbytes for *_, nbytes in lanes[1]) == swapped.bytes_swapped_out
-    assert sum(nbytes for *_, nbytes in lanes[2]) == swapped.bytes_swapped_in
+# --- the page and the trace: tests/test_report_page.py and tests/test_chrome_trace.py
 
 
 def test_copy_time_is_that_of_the_spans(swapped: cm.SwapReport) -> None:
@@ -305,76 +263,25 @@ def test_copy_time_is_that_of_the_spans(swapped: cm.SwapReport) -> None:
     assert swapped.hidden_fraction == pytest.approx(max(0.0, 1 - swapped.stall_us / swapped.copy_us))
 
 
-def test_a_trace_without_a_copy_is_one(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    made_up(**UNMEASURED).save_trace(str(path))
-    assert lanes_of(path) == {}
+def test_waits_and_rebuilds_are_the_spans_of_compute(swapped: cm.SwapReport) -> None:
+    waits = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind != "recompute"]
+    again = [wait.end_us - wait.start_us for wait in swapped.timed.waits if wait.kind == "recompute"]
+    assert sum(waits) == pytest.approx(swapped.stall_us) and sum(again) == pytest.approx(swapped.recompute_us)
 
 
-# --- the page
+def test_each_timed_step_has_a_span_that_holds_its_copies(swapped: cm.SwapReport) -> None:
+    steps = swapped.timed.steps
+    assert [(step.number, step.kind) for step in steps] == [(0, "recorded"), (1, "planned")]
+    assert all(before.end_us <= after.start_us for before, after in pairwise(steps))
+    assert [step.end_us - step.start_us for step in steps] == pytest.approx([step.step_us for step in swapped.step_figures])
+    assert all(any(step.start_us <= span.start_us for step in steps) for span in swapped.spans)
 
 
-class Page(HTMLParser):
-    """Checks that what opens closes, in order, and keeps the text and the tags."""
-
-    VOID = frozenset({"meta"})
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.text: list[str] = []
-        self.feed(path.read_text(encoding="utf-8"))
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
-def test_the_page_holds_every_row_and_a_bar_for_each_copy(swapped: cm.SwapReport, tmp_path: Path) -> None:
-    swapped.save_html(tmp_path / "swap.html")
-    page = Page(tmp_path / "swap.html")
-    for label, text in swapped.rows():
-        assert label in page.text and text in page.text
-    assert page.tags.count("rect") == len(swapped.spans) + 2  # and a line for each lane
-    assert any("simulated time" in text for text in page.text)
-
-
-def test_text_on_the_page_is_escaped(tmp_path: Path) -> None:
-    hostile = '<script>alert("&")</script>'
-    made_up(device=hostile, kept_by_reason={hostile: 1}).save_html(str(tmp_path / "swap.html"))
-    page = Page(tmp_path / "swap.html")
-    assert "script" not in page.tags
-    assert hostile in page.text
-    assert f"1 {hostile}" in page.text
-
-
-def test_a_page_without_a_copy_says_so(tmp_path: Path) -> None:
-    made_up(**UNMEASURED, simulated=False).save_html(tmp_path / "swap.html")
-    page = Page(tmp_path / "swap.html")
-    assert "No copy was timed." in page.text
-    assert "svg" not in page.tags
-    assert any("device time" in text for text in page.text)
-
-
-def test_a_long_session_draws_the_latest_copies_and_says_how_many_are_left_out(tmp_path: Path) -> None:
-    spans = tuple(CopySpan("out", 10.0 * k, 10.0 * k + 5, MIB) for k in range(1000))
-    made_up(spans=spans).save_html(tmp_path / "swap.html")
-    page = Page(tmp_path / "swap.html")
-    assert page.tags.count("rect") == 600 + 2
-    assert any("The 400 copies before them" in text for text in page.text)
+def test_memory_is_read_in_timed_steps_on_the_hosts_clock(swapped: cm.SwapReport) -> None:
+    memory = swapped.timed.memory
+    assert memory and all(before.host_us <= after.host_us for before, after in pairwise(memory))
+    assert max(reading.hbm_bytes for reading in memory) <= swapped.peak_hbm_bytes
+    assert 0 < max(reading.host_bytes for reading in memory) <= swapped.peak_host_bytes
 
 
 # --- the metrics behind it

@@ -202,7 +202,7 @@ def test_pinned_memory_is_page_aligned_and_no_device_memory(sim: SimDevice) -> N
         assert nbytes == 0 or memory.data_ptr() % 4096 == 0
         assert sim.is_host_memory(memory) and not sim.owns(memory)
         assert sim.is_host_memory(memory[nbytes // 2 :])
-    assert sim.read_memory() == MemoryReading(0, 0)
+    assert sim.read_memory() == MemoryReading(0, 0, 0)
 
 
 @pytest.mark.parametrize("wrong", ["slice", "twice", "device", "plain", "other"])

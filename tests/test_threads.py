@@ -202,7 +202,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
     swapper = executor(sim, pool)
     t = torch.randn(64)
     again: list[SwappedView] = []
-    ended, turns = swapper._on_claim_end, iter([True])
+    ended, turns = swapper.on_claim_end, iter([True])
 
     def ending(saved: SavedStorage) -> None:
         """Another thread gets its turn in the middle of the end."""
@@ -212,7 +212,7 @@ def test_a_storage_saved_again_at_the_moment_its_last_handle_dies(sim: cm.SimDev
             other.join()
         ended(saved)
 
-    monkeypatch.setattr(swapper, "_on_claim_end", ending)
+    monkeypatch.setattr(swapper, "on_claim_end", ending)
     first = saved_by(swapper, t)
     del first
     assert torch.equal(swapper.use(again[0]), t)

@@ -34,7 +34,8 @@ from chameleon_mm.policy import LinkCost, SwapPlan
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import Feature, StepRecord
 from chameleon_mm.saved.calling_thread import annotation
-from chameleon_mm.saved.metrics import Metrics, StepKind, StepTiming
+from chameleon_mm.saved.metrics import Metrics, StepTiming
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.recurring import renumbered, without_making
 
@@ -187,7 +188,8 @@ class Adaptation:
         has_plan = planned is not None and bool(planned.trials)
         self._to(PlanPhase.STEADY if has_plan else PlanPhase.PROFILE)
         recorder = self._make_recorder() if self._is_worth_recording(expected) else None
-        self._metrics.timed = self._metrics.timed or (planned is not None and not planned.is_decided)
+        if planned is not None and not planned.is_decided:
+            self._metrics.time_step(compute)
         self._metrics.timing = StepTiming(compute) if self._metrics.timed and has_plan and recorder is None else None
         return recorder
 
@@ -244,7 +246,9 @@ class Adaptation:
             self._to(PlanPhase.PLAN)
             # Optimizer state made in this step is there from the beginning in all that follow.
             trace = renumbered(without_making(recorder.finish(record.fingerprint), {TensorKind.OPTIMIZER}))
-            planned = self._planned_step(record, trace, self._structures.note(record, trace))
+            structure = self._structures.note(record, trace)
+            structure.modules = recorder.modules
+            planned = self._planned_step(record, trace, structure)
             self._add_plans(planned)
             self.steps.put(record, planned)
             self.latest = planned
@@ -305,6 +309,7 @@ class Adaptation:
     def _planned_step(self, record: StepRecord, trace: Trace, structure: Structure) -> PlannedStep:
         planned = PlannedStep(record, trace, admitted=self._replayable, banned=self._banned)
         planned.proven, planned.refused = structure.proven(trace), structure.refused
+        planned.modules = structure.modules
         return planned
 
     # --- plans

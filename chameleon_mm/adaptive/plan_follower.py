@@ -34,9 +34,9 @@ from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE, LightProfile
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.profiler.step_record import EARLIER_STEP, feature_hash
 from chameleon_mm.saved.handles import NO_HOOK
-from chameleon_mm.saved.metrics import StepKind
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
+from chameleon_mm.saved.timed_spans import StepKind
 
 _NONE = -1
 """In place of a hook of the cached step: none of them."""

@@ -87,8 +87,10 @@ class PlannedStep:
         """Numbers of the storages that were made again bit for bit, beside their originals."""
         self.refused: dict[int, Refusal] = {}
         """Numbers of the storages that cannot be made again, and why."""
-        self._link: LinkCost | None = None
+        self.link: LinkCost | None = None
         """The link that the latest plans were made for."""
+        self.modules: Mapping[int, str] = {}
+        """Path of the module that each hook was called in, by the hook's number, where it is known."""
         self._planned_without: tuple[int, int] = (0, 0)
         """How many were refused, and how many operators banned, when plans were made."""
         self.margin_bytes = 0
@@ -151,14 +153,14 @@ class PlannedStep:
     def change_budget(self, before: Budgets, now: Budgets) -> None:
         """Set the plans for the budgets `before` aside, and go on with those for `now`, if there are any."""
         self._same_unused = 0  # other budgets leave other bytes to spare
-        self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link)
+        self._aside[before] = _Plans(self.trials, self.lead_us, self.lag_us, self._nothing_better, self.link)
         kept = self._aside.pop(now, None)
         while len(self._aside) > OTHER_BUDGETS:
             del self._aside[next(iter(self._aside))]
         if kept is None:
             self._forget_plans()
         else:
-            self.trials, self.lead_us, self.lag_us, self._nothing_better, self._link = kept
+            self.trials, self.lead_us, self.lag_us, self._nothing_better, self.link = kept
 
     # --- what may be made again
 
@@ -208,7 +210,7 @@ class PlannedStep:
 
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
-        self._link = link
+        self.link = link
         self._planned_without = len(self.refused), len(self.banned)
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
@@ -251,7 +253,7 @@ class PlannedStep:
     def is_for_another_link(self, link: LinkCost) -> bool:
         """Whether `link` is so much faster or slower than the one that plans were made for that another choice of what is
         swapped and what is recomputed may be better."""
-        made_for = self._link
+        made_for = self.link
         if made_for is None:
             return False
         rates = (

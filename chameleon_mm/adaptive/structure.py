@@ -73,6 +73,8 @@ class Structure:
         self.outlines = outlines
         self.refused: dict[int, Refusal] = {}
         """Numbers of the storages that cannot be made again, and why."""
+        self.modules: Mapping[int, str] = {}
+        """Path of the module that each hook was called in, by the hook's number, where it is known."""
         self._min_bytes = min_bytes
         self._proven: dict[int, set[int]] = {}
         self._recorded: list[_Recorded] = []

@@ -187,9 +187,9 @@ class _Job:
 
     def device(self) -> Device:
         """A device as the user named it: a fresh one on the simulator, the same GPU again on CUDA."""
-        from chameleon_mm.device import resolve_device
+        from chameleon_mm.device import present_device, resolve_device
 
-        return resolve_device(None if self._args.device == "auto" else self._args.device)
+        return present_device() if self._args.device == "auto" else resolve_device(self._args.device)
 
     def run(self, console: Console) -> Outcome:
         from chameleon_mm.demo.outcome import Outcome, notes

@@ -8,6 +8,9 @@ Importing it starts no CUDA and loads no CuPy; only building a `CudaDevice` does
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 
 from chameleon_mm.arguments import describe
@@ -18,18 +21,40 @@ from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
 __all__ = [
     "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "cuda_is_available",
-    "resolve_device", "spec_by_name",
+    "present_device", "resolve_device", "spec_by_name",
 ]  # fmt: skip
+
+
+_log = logging.getLogger(__name__)
+
+
+def present_device() -> Device:
+    """The GPU where there is one, else a simulated one; for callers that say themselves which it is."""
+    return CudaDevice() if cuda_is_available() else SimDevice()
+
+
+@cache  # which is what makes it once per process
+def _say_simulating() -> None:
+    build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no driver or no visible GPU"
+    _log.warning(
+        "chameleon_mm: no CUDA found: simulating a GPU on the CPU (%s); install a CUDA build of torch to train on a GPU, or "
+        'pass device="sim" where a simulated one is meant',
+        build,
+    )
 
 
 def resolve_device(device: Device | torch.device | str | None = None) -> Device:
     """The device that `device` names: itself, or "cuda", "cuda:1", "sim", "sim:a100"; None is CUDA where there is one.
 
+    Where there is none, None is the simulator, which a warning in the log says once per process.
     Raises `ValueError` for another name, an unknown spec or a GPU index that there is not, `TypeError` for another type,
     `RuntimeError` for "cuda" where there is none.
     """
     if device is None:
-        return CudaDevice() if cuda_is_available() else SimDevice()
+        device = present_device()
+        if device.simulated:
+            _say_simulating()
+        return device
     if isinstance(device, torch.device):
         device = str(device)
     if isinstance(device, str):

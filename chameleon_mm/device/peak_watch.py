@@ -25,6 +25,14 @@ class Peak(NamedTuple):
     """Upper bound; None: not known."""
 
 
+def peak_between(before_bytes: int, after_bytes: int, seen_bytes: int) -> Peak:
+    """Bounds of the peak between two readings of the device's; `seen_bytes`: what was seen allocated in between."""
+    if after_bytes == before_bytes:
+        return Peak(seen_bytes, max(seen_bytes, before_bytes))
+    known = max(seen_bytes, after_bytes)
+    return Peak(known, known if after_bytes > before_bytes else None)  # None: somebody reset it in between
+
+
 class PeakWatch:
     """Watches a device's peak over a stretch of time. A reset is seen where the device tells less than at the last `note`: note
     often."""
@@ -51,6 +59,11 @@ class PeakWatch:
         if now > self._before_bytes:
             self._most_bytes = max(self._most_bytes, now)
         self._last_bytes = now
+
+    @property
+    def last_bytes(self) -> int:
+        """The device's peak as it was noted last."""
+        return self._last_bytes
 
     def peak(self, seen_bytes: int) -> Peak:
         """Bounds of the peak, as far as it was noted; `seen_bytes`: what was seen allocated at some moment."""

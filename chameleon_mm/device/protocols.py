@@ -122,6 +122,8 @@ class MemoryReading(NamedTuple):
     """Bytes in live tensors (not what the caching allocator reserves)."""
     cumulative_bytes: int
     """Bytes ever allocated, never decreasing: their growth between two readings bounds the peak between them."""
+    peak_bytes: int
+    """As `Device.peak_allocated_bytes` tells."""
 
 
 @runtime_checkable

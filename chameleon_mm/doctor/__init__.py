@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.device import Device, resolve_device
+from chameleon_mm.device import Device, present_device
 from chameleon_mm.doctor.gpu import gpus
 from chameleon_mm.doctor.host import host, software
 from chameleon_mm.doctor.report import DoctorReport, Finding, Machine, Unavailable, render, run_probe
@@ -87,7 +87,7 @@ def _device(chosen: list[Device]) -> Iterator[Finding]:
     """Rows of the section `device`: what device=None stands for here, which goes to `chosen`, and whether it can pin."""
 
     def choose() -> tuple[str, Any]:
-        device = resolve_device(None)
+        device = present_device()
         chosen.append(device)
         about = {
             "name": device.name,

@@ -75,6 +75,7 @@ class Budget:
         """How far the model's allocation will grow; another one for as long as a step follows a plan, or may be a new one."""
         self.peak_seen_bytes = 0
         """The most that was allocated at any check: a lower bound of the peak, for where the device's own says nothing."""
+        self.peak_at_begin_bytes: int | None = None  # the device's own, as it was read when the step began
         self._device = device
         self._limits = limits
         self._order = order
@@ -105,8 +106,8 @@ class Budget:
     def begin_step(self) -> None:
         """Begin to count what the step allocates."""
         if self._limits.hbm_budget_bytes is not None:
-            self._cumulative_at_begin = self._device.read_memory().cumulative_bytes
-            self._taken = 0
+            now = self._device.read_memory()
+            self._cumulative_at_begin, self.peak_at_begin_bytes, self._taken = now.cumulative_bytes, now.peak_bytes, 0
 
     def check_memory(self) -> int:
         """Record how far allocation grew since the last check, and make room for the growth until the next. Returns the bytes
@@ -122,9 +123,9 @@ class Budget:
                 self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
             return 0
         growth = self._note_growth()
+        self._metrics.note_memory(self._allocated)
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
-        # Never more than the budget where all is as planned; what hooks do not see, such as an input that is kept for longer,
-        # may have taken what the plan counts on.
+        # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
         ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
         if self.lending is not None:

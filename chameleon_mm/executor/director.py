@@ -24,8 +24,8 @@ from chameleon_mm.executor.recompute_plan import RecomputePlan
 from chameleon_mm.profiler.light import LightProfiler
 from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.handles import NO_HOOK
-from chameleon_mm.saved.metrics import StepKind
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.timed_spans import StepKind
 
 
 class HookActions(NamedTuple):

@@ -27,6 +27,7 @@ from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import HookLock
 from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
+from chameleon_mm.executor.weak_calls import weak_before_write, weak_claim
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
@@ -38,6 +39,7 @@ from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView,
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.uncompiled import uncompiled
@@ -67,7 +69,7 @@ class Executor:
         self.rule = rule
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
-        claim_of = partial(_claim_of, weakref.ref(self))
+        claim_of = partial(weak_claim, weakref.ref(self))
         self.recording = recording = Recording()
         self.parts = parts = assemble(
             device, pool, claim_of, recording, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
@@ -226,7 +228,7 @@ class Executor:
         `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
         """
         self.hook_counts.begin_step(pack_hook)
-        if ThisProcess.pid != self._pid or self.device.capturing():
+        if not self.hook_lock.may_ask_device():
             self._in_step = True
             return
         with self.hook_lock.entered():
@@ -242,20 +244,21 @@ class Executor:
                 self.director.ban(banned)
             recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
             watches = recorder is None and self.director.may_recompute
-            before_write = partial(_before_write, weakref.ref(self)) if watches else None
+            before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
             watch = self.recomputing.begin(self.director, before_write)
         self.recording.begin(recorder, watch)
 
     @uncompiled
-    def end_step(self, *, completed: bool) -> None:
-        """End a step: reclaim what is still on its way out, and learn from the step if it `completed`."""
+    def end_step(self, *, completed: bool) -> StepKind | None:
+        """End a step: reclaim what is still on its way out, and learn from the step if it `completed`. Returns its kind; None
+        where the device could not be asked."""
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
         if recorder is not None:
             self.metrics.totals.oom_retries += recorder.oom_retries
-        if ThisProcess.pid != self._pid or self.device.capturing():
+        if not self.hook_lock.may_ask_device():
             self._in_step = False
-            return
+            return None
         with self.hook_lock.entered():
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -264,8 +267,10 @@ class Executor:
             self.parts.context.pool.take_back()
             self._in_step = False
             growth_bytes = self._learn(completed=completed)
-            kind = self.director.end_step(recorder, self.device.current_stream(), growth_bytes, completed=completed)
-            self.metrics.end_step(kind)
+            compute = self.device.current_stream()
+            kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
+            self.metrics.end_step(kind, compute)
+        return kind
 
     def leave_recorders(self) -> None:
         """Leave the recorder of a step that has not ended, and those that autograd has put back after they were left."""
@@ -277,7 +282,7 @@ class Executor:
 
     # --- what autograd lets go of
 
-    def _on_claim_end(self, saved: SavedStorage) -> None:
+    def on_claim_end(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
         self.hook_lock.claim_ended(saved)
 
@@ -313,6 +318,7 @@ class Executor:
     def _end_unnamed_step(self) -> None:
         """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
         is claimed."""
+        self.hook_counts.end_unnamed_step()
         self._registry.begin_epoch()
         self._learn(completed=self._used_any)
 
@@ -370,7 +376,7 @@ class Executor:
         if self.budget.memory_limit is not None:
             self.budget.memory_limit.note_saved(saved.nbytes)
         self._outs.add(saved)
-        claim = Claim(saved, self._on_claim_end)
+        claim = Claim(saved, self.on_claim_end)
         self._claims.add(claim)
         return claim
 
@@ -386,14 +392,3 @@ class Executor:
         handle.swap_in_number = saved.count_use(handle.swap_in_number)
         if saved.state is State.RESTORED and saved.uses_left <= 0 and not self.budget.forecast.follows_plan:
             saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it
-
-
-def _before_write(executor: weakref.ref[Executor], value: Value) -> None:
-    it = executor()
-    if it is not None:
-        it.before_write(value)
-
-
-def _claim_of(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
-    """A first claim on `saved`. It keeps the executor, whose lock is held, alive, as each claim does."""
-    return Claim(saved, executor()._on_claim_end)  # type: ignore[union-attr]  # the lock is its own

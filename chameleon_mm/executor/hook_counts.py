@@ -7,9 +7,16 @@ misuse(counts, thread="MainThread")              # -> "session.step() was never 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
+
+_log = logging.getLogger(__name__)
+
+UNNAMED_STEPS = 16
+"""Backward passes outside of steps, before the first step, after which it is said that none ever began: gradients may be
+accumulated over some before, or a training begin with others."""
 
 
 class HookCounts:
@@ -34,12 +41,19 @@ class HookCounts:
         self.uses_between = 0
         self.saves = self.uses = 0
         """Hooks since the last step began or ended; hooks count them here."""
+        self.expects_steps = False
+        """Whether somebody is to begin steps, and is told where nobody does."""
+        self.was_told = False
+        """Whether that was said."""
+        self._any_begun = False
+        self._unnamed_steps = 0
         self._in_step: tuple[bool, bool] | None = None
         """Whether gradients are on, and the session's hooks on top, in the step that runs; None outside of steps."""
 
     def begin_step(self, pack_hook: object) -> None:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
         self.count_between_steps()
+        self._any_begun = True
         top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         on_top = pack_hook is None or top is None or top[0] is pack_hook
         self._in_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), on_top
@@ -57,6 +71,13 @@ class HookCounts:
         self.saves = self.uses = 0
         self._in_step = None
 
+    def end_unnamed_step(self) -> None:
+        """Count a step that nobody began, as its last saved tensor was let go of; say so once, where all steps are such."""
+        self._unnamed_steps += 1
+        if self._unnamed_steps == UNNAMED_STEPS and self.expects_steps and not self._any_begun:
+            self.was_told = True
+            _log.warning("chameleon_mm: %s", NEVER_CALLED)
+
     def count_between_steps(self) -> None:
         """Add hooks since the last step to the counts between steps; in a step there is nothing to add."""
         if self._in_step is None:
@@ -66,6 +87,11 @@ class HookCounts:
 
 
 _STEP = "`with session.step():`"
+
+NEVER_CALLED = (
+    f"session.step() was never called: everything was swapped by the default rule, with no plan and nothing timed; put each "
+    f"optimizer step, forward and backward, inside {_STEP}"
+)
 
 
 def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -> str | None:
@@ -88,10 +114,7 @@ def misuse(counts: HookCounts, *, steps_begun: int, closed: bool, thread: str) -
 
 def _without_steps(counts: HookCounts, *, closed: bool, thread: str) -> str | None:
     if counts.saves_between:
-        return (
-            f"session.step() was never called: everything was swapped by the default rule, with no plan and nothing timed; put "
-            f"each optimizer step, forward and backward, inside {_STEP}"
-        )
+        return NEVER_CALLED
     if not closed:
         return None
     return (

@@ -66,6 +66,10 @@ class HookLock:
             self.raise_oldest()
         return result
 
+    def may_ask_device(self) -> bool:
+        """Whether the device may be asked for anything: not inside a graph's capture, nor in a forked child."""
+        return ThisProcess.pid == self.pid and not self._device.capturing()
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run a block as `run` calls a function."""

@@ -39,7 +39,7 @@ class DeviceBesideWindow:
     def read_memory(self) -> MemoryReading:
         """Read memory as `Device.read_memory` does, with the window at its full size, and without what it allocates."""
         now = self._device.read_memory()
-        return MemoryReading(now.allocated_bytes + self._beside(), now.cumulative_bytes - self._taken_bytes)
+        return MemoryReading(now.allocated_bytes + self._beside(), now.cumulative_bytes - self._taken_bytes, now.peak_bytes)
 
     def _beside(self) -> int:
         window = self._window()

@@ -48,8 +48,8 @@ class FreeList:
     """
 
     __slots__ = (
-        "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_regions", "_shift",
-        "_sizes", "alignment",
+        "_capacity_units", "_free_units", "_live", "_newest", "_next_base", "_peak_units", "_recent_units", "_regions",
+        "_shift", "_sizes", "alignment",
     )  # fmt: skip
 
     def __init__(self, capacity: int, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -63,7 +63,8 @@ class FreeList:
         self._newest: dict[int, _Span] = {}  # size in units -> the free span of that size that was freed last
         self._capacity_units = 0
         self._free_units = 0
-        self._peak_units = 0  # the most that were live when something was last freed: what is live only falls there
+        # The most that were live when something was freed, which is where what is live falls: ever, and since `recent_peak`.
+        self._peak_units = self._recent_units = 0
         self._next_base = 0
         if capacity != 0:
             self.add_region(capacity)
@@ -82,6 +83,12 @@ class FreeList:
     def peak_live_bytes(self) -> int:
         """The most that `live_bytes` has been."""
         return max(self._peak_units << self._shift, self.live_bytes)
+
+    def recent_peak(self) -> int:
+        """The most that `live_bytes` has been since the last call."""
+        live = self._capacity_units - self._free_units
+        recent, self._recent_units = max(self._recent_units, live), live
+        return recent << self._shift
 
     @property
     def largest_free(self) -> int:
@@ -139,8 +146,10 @@ class FreeList:
         if span is None:
             raise ValueError(f"free: expected the offset of a live block, got {offset}; free what allocate gave, once")
         live = self._capacity_units - self._free_units
-        if live > self._peak_units:  # noqa: PLR1730 - calling max() takes longer than all of this
-            self._peak_units = live
+        if live > self._recent_units:
+            self._recent_units = live
+            if live > self._peak_units:  # noqa: PLR1730 - calling max() takes longer than all of this
+                self._peak_units = live
         freed = units = span.units
         self._free_units += freed
         above, below = span.above, span.below

@@ -83,6 +83,11 @@ class Ledger:
         """Live blocks, those included that were released since the last `drain`."""
         return len(self._live) + self.pageable.num_live
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live blocks, each rounded up to the alignment; those included that were released since the last `drain`."""
+        return self._free_list.live_bytes
+
     def live_sizes(self) -> list[int]:
         """Bytes of each live block, as asked for."""
         return [*self._live.values(), *self.pageable.live_sizes()]
@@ -130,6 +135,10 @@ class Ledger:
         self._serial = serial = self._serial + 1
         self._live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
+
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call."""
+        return self._free_list.recent_peak()
 
     def stats(self, limit_bytes: int) -> PoolStats:
         """Statistics of the pool, every release up to here counted."""

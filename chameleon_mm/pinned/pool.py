@@ -238,11 +238,22 @@ class PinnedPool:
             self._ledger.pageable.drop_complete()
         return self._growth.free_unused(wait=False)
 
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of live blocks as `stats` has them, releases since the pool's latest call still counted. Takes no lock."""
+        return self._ledger.live_bytes
+
     def stats(self) -> PoolStats:
         """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
         lock."""
         with self._ledger.lock:
             return self._ledger.stats(self._limit.nbytes)
+
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
+        with self._ledger.lock:
+            self._ledger.drain()
+            return self._ledger.recent_peak_bytes()
 
     def close(self) -> None:
         """Free all memory, once the device is done with it (the host waits). A second call does nothing.

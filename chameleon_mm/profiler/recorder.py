@@ -40,6 +40,7 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import GPU, OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH, DispatchState, StepMode, has_other_formula, is_on, leave
+from chameleon_mm.profiler.module_names import ModuleNames
 from chameleon_mm.profiler.op_times import OpTimes
 from chameleon_mm.profiler.retry import OomRetry, ReclaimSome
 from chameleon_mm.profiler.step_log import UNMOVABLE, StepLog
@@ -87,6 +88,9 @@ class Recorder(StepMode):
         """Whether it must be left before the step's backward: bits would change."""
         self._log = StepLog(device, model=model, optimizers=optimizers, times=times, is_hidden=is_hidden)
         self._table = self._log.table
+        self._module_names = ModuleNames(model)
+        self.modules: dict[int, str] = {}
+        """Path of the module that saved a tensor, by the number of the hook; others are left out."""
         self._facts = OpFactsCache(GPU if self._dispatch.fake else self._device_type)
         self._retry = None if reclaim_some is None else OomRetry(device, self._reclaiming(reclaim_some))
         self._lock = threading.RLock()
@@ -219,7 +223,10 @@ class Recorder(StepMode):
         if not self._sees_autograd():
             return NO_HOOK
         with self._lock:
-            return self._log.save(saved, feature)
+            hook = self._log.save(saved, feature)
+            if path := self._module_names.here():
+                self.modules[hook] = path
+            return hook
 
     def on_use(self, used: Iterable[TracedStorage | None], feature: int) -> int:
         """Record that autograd uses a tensor that it saved in these storages. Returns the hook's number."""

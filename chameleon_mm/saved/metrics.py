@@ -10,15 +10,17 @@ Times need timed events, ten times as dear as untimed ones on a GPU, so a step i
 
 from __future__ import annotations
 
-import enum
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.saved.step_sums import StepSums
+from chameleon_mm.saved.timed_spans import CopySpan, MemoryReading, StepKind, StepSpan, TimedSpans, WaitSpan
 from chameleon_mm.transfer import Move, Piece
 
 Direction = Literal["out", "in"]
@@ -77,32 +79,19 @@ def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
 
 
 MAX_SPANS = 20_000
-"""Number of latest copies that are kept for `save_trace`."""
+"""Number of latest copies that are kept for `save_trace`, and of latest waits, rebuilds and readings of memory."""
+
+MAX_STEPS = 1_000
+"""Number of latest timed steps whose bounds are kept."""
 
 
-class StepKind(enum.Enum):
-    """Kind of a step, known at its end: each step is of one."""
+class _BegunStep(NamedTuple):
+    """A timed step that began."""
 
-    RECORDED = "recorded"
-    """Recorded operator by operator, to its end, for a plan to be made of it."""
-    PLANNED = "planned"
-    """Followed a plan from its first hook to its last."""
-    PARTLY_PLANNED = "partly planned"
-    """Followed a plan for a part of it: it diverged, took more memory, or was recognised late."""
-    BY_RULE = "by rule"
-    """Followed no plan: the default rule moved its tensors."""
-    FAILED = "failed"
-    """Ended by an exception."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopySpan:
-    """One copy (a piece of a move) on the device's clock, in microseconds since the first timed step began."""
-
-    direction: str
-    start_us: float
-    end_us: float
-    nbytes: int
+    number: int
+    begin: Event
+    host_us: float
+    unix_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -198,37 +187,73 @@ class Totals(Counters):
 class Metrics:
     """Counts and times what the executor does; resolves pairs of timed events into `Totals` once they are complete."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host_us: Callable[[], float] = lambda: 0.0, host_bytes: Callable[[], int] = lambda: 0) -> None:
+        """`host_us`: the device's clock of that name. `host_bytes`: pinned memory that live blocks hold."""
         self.totals = Totals()
         self.timed = False
+        self._host_us, self._host_bytes = host_us, host_bytes
         self.timing: StepTiming | None = None
         """Times of the running step, where a plan is on trial."""
+        self.step: StepSums | None = None
+        """Sums of the step that runs, or that ended last; None: it was not timed."""
         self.spans: deque[CopySpan] = deque(maxlen=MAX_SPANS)
         self._origin: Event | None = None
         self._origin_us = 0.0
         """Time of the current origin on the clock of the spans, whose zero is the first origin."""
         self._next_origin: Event | None = None
-        self._waits: deque[tuple[Event, Event, bool]] = deque()
-        self._moves: deque[tuple[Move, str]] = deque()
-        self._rebuilds: deque[tuple[Event, Event]] = deque()
+        # Each with the sums of the step that it is of.
+        self._waits: deque[tuple[Event, Event, Direction, bool, StepSums | None]] = deque()
+        self._moves: deque[tuple[Move, str, StepSums | None]] = deque()
+        self._rebuilds: deque[tuple[Event, Event, StepSums | None]] = deque()
+        self._begun: _BegunStep | None = None
+        """The running step, where it is timed."""
+        self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
+        """Timed steps that ended on the host, and not yet on the device."""
+        self._wait_spans: deque[WaitSpan] = deque(maxlen=MAX_SPANS)
+        self._step_spans: deque[StepSpan] = deque(maxlen=MAX_STEPS)
+        self._memory: deque[MemoryReading] = deque(maxlen=MAX_SPANS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
     def begin_step(self, compute: Stream, *, timed: bool) -> None:
-        self.timed = timed
+        self.timed, self.step = False, None
         if timed:
-            self.totals.timed_steps += 1
-            origin = compute.record(timed=True)
-            if self._origin is None:
-                self._origin = origin
-            # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
-            self._next_origin = origin
+            self.time_step(compute)
 
-    def end_step(self, kind: StepKind) -> None:
-        """End a step of `kind`. What comes until the next step is not timed: nobody would add it up."""
+    def time_step(self, compute: Stream) -> None:
+        """Have the step that begins timed, if it is not."""
+        if self.timed:
+            return
+        self.timed = True
+        self.totals.timed_steps += 1
+        unix_ns, host_us = time.time_ns(), self._host_us()
+        origin = compute.record(timed=True)
+        self.step = StepSums(origin)
+        self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)
+        if self._origin is None:
+            self._origin = origin
+        # A GPU tells the time between two events as 32-bit milliseconds: an hour apart they resolve a quarter of one.
+        self._next_origin = origin
+
+    def end_step(self, kind: StepKind, compute: Stream | None = None) -> None:
+        """End a step of `kind`. What comes until the next step is not timed: nobody would add it up. `compute`: the stream on
+        which the step ends, where its own time is asked for."""
+        begun, self._begun = self._begun, None
         self.totals.steps_by_kind[kind] += 1
         self.timed = False
+        if compute is not None and self.step is not None:
+            self.step.end = compute.record(timed=True)
+            if begun is not None:
+                self._ended.append((begun, self.step.end, kind))
         self.resolve()
+
+    def is_complete(self, sums: StepSums) -> bool:
+        """Whether all of a step's times are in its sums, as far as `resolve` has come. Never waits."""
+        if not sums.is_over:
+            return False
+        # Lists are made at once, whoever appends meanwhile.
+        waiting = (*list(self._waits), *list(self._rebuilds), *list(self._moves))
+        return all(entry[-1] is not sums for entry in waiting)
 
     def wait(
         self, compute: Stream, event: Event, direction: Direction, tensor: int | None = None, *, prefetched: bool = False
@@ -243,7 +268,7 @@ class Metrics:
         before = compute.record(timed=True)
         compute.wait(event)
         after = compute.record(timed=True)
-        self._waits.append((before, after, prefetched))
+        self._waits.append((before, after, direction, prefetched, self.step))
         if self.timing is not None:
             self.timing.waited(before, after, direction, tensor)
 
@@ -255,7 +280,7 @@ class Metrics:
             return
         before = compute.record(timed=True)
         yield
-        self._rebuilds.append((before, compute.record(timed=True)))
+        self._rebuilds.append((before, compute.record(timed=True), self.step))
 
     def on_time(self) -> None:
         """Count a prefetch that had arrived at its use, even by the host's clock, which is ahead of the device's."""
@@ -271,7 +296,7 @@ class Metrics:
         else:
             self.totals.bytes_swapped_in += nbytes
         if move.timed:
-            self._moves.append((move, direction))
+            self._moves.append((move, direction, self.step))
 
     def resolve(self) -> tuple[CopySpan, ...]:
         """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
@@ -279,19 +304,49 @@ class Metrics:
             if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
-                    before, after, prefetched = self._waits.popleft()
-                    self._add_wait(after.elapsed_us(before), prefetched=prefetched)
+                    before, after, waited_for, prefetched, sums = self._waits.popleft()
+                    self._add_wait(self._add_span(waited_for, before, after), sums, prefetched=prefetched)
                 while self._rebuilds and self._rebuilds[0][1].query():
-                    before, after = self._rebuilds.popleft()
-                    self.totals.recompute_us += after.elapsed_us(before)
+                    before, after, sums = self._rebuilds.popleft()
+                    rebuilt_us = self._add_span("recompute", before, after)
+                    self.totals.recompute_us += rebuilt_us
+                    if sums is not None:
+                        sums.recompute_us += rebuilt_us
+                while self._ended and self._ended[0][1].query():
+                    self._add_step(*self._ended.popleft())
                 for _ in range(len(self._moves)):
-                    move, direction = self._moves.popleft()
-                    if not self._add_up(move, direction):
-                        self._moves.append((move, direction))
+                    move, direction, sums = self._moves.popleft()
+                    if not self._add_up(move, direction, sums):
+                        self._moves.append((move, direction, sums))
             return tuple(self.spans)
 
-    def _add_wait(self, stall_us: float, *, prefetched: bool) -> None:
+    def timed_spans(self) -> TimedSpans:
+        """The latest of what was timed, as far as it was resolved."""
+        with self._resolving:
+            return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=tuple(self._memory))
+
+    def note_memory(self, hbm_bytes: int) -> None:
+        """Note what a hook found allocated on the device, where the step is timed."""
+        if self.timed:
+            self._memory.append(MemoryReading(self._host_us(), hbm_bytes, self._host_bytes()))
+
+    def _add_span(self, kind: str, before: Event, after: Event) -> float:
+        """Keep what was between two events of compute. Returns how long it took."""
+        assert self._origin is not None
+        took_us, start_us = after.elapsed_us(before), self._origin_us + before.elapsed_us(self._origin)
+        self._wait_spans.append(WaitSpan(kind, start_us, start_us + took_us))
+        return took_us
+
+    def _add_step(self, begun: _BegunStep, end: Event, kind: StepKind) -> None:
+        assert self._origin is not None
+        start_us = self._origin_us + begun.begin.elapsed_us(self._origin)
+        end_us = start_us + end.elapsed_us(begun.begin)
+        self._step_spans.append(StepSpan(begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
+
+    def _add_wait(self, stall_us: float, sums: StepSums | None, *, prefetched: bool) -> None:
         self.totals.stall_us += stall_us
+        if sums is not None:
+            sums.stall_us += stall_us
         if prefetched:
             self.totals.prefetches_timed += 1
             if stall_us > EVENT_GAP_US:
@@ -305,15 +360,17 @@ class Metrics:
             self._origin_us += following.elapsed_us(origin)
             self._origin = following
 
-    def _add_up(self, move: Move, direction: str) -> bool:
+    def _add_up(self, move: Move, direction: str, sums: StepSums | None) -> bool:
         """Add the complete pieces of `move`; returns whether there will be no more."""
         ended = move.ended  # asked first: another thread may be handing the last piece over
         while move.pieces and move.pieces[0].end.query():
-            self._add_piece(move.pieces.popleft(), direction)
+            self._add_piece(move.pieces.popleft(), direction, sums)
         return ended and not move.pieces
 
-    def _add_piece(self, piece: Piece, direction: str) -> None:
+    def _add_piece(self, piece: Piece, direction: str, sums: StepSums | None) -> None:
         assert self._origin is not None
         start_us, copy_us = self._origin_us + piece.start.elapsed_us(self._origin), piece.end.elapsed_us(piece.start)
         self.totals.copy_us += copy_us
+        if sums is not None:
+            sums.copy_us += copy_us
         self.spans.append(CopySpan(direction, start_us, start_us + copy_us, piece.nbytes))

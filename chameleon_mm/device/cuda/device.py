@@ -150,7 +150,7 @@ class CudaDevice:
             if now < self._cumulative_last:
                 self._cumulative_base += self._cumulative_last
             self._cumulative_last = now
-            return MemoryReading(int(stats["current"]), self._cumulative_base + now)
+            return MemoryReading(int(stats["current"]), self._cumulative_base + now, int(stats["peak"]))
 
     def peak_allocated_bytes(self) -> int:
         return self._stat("allocated_bytes", "peak")

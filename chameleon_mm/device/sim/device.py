@@ -138,8 +138,9 @@ class SimDevice:
 
     def read_memory(self) -> MemoryReading:
         with self._machine.lock:
-            self._machine.ledger.settle()
-            return MemoryReading(self._machine.ledger.allocated_bytes, self._machine.ledger.cumulative_bytes)
+            ledger = self._machine.ledger
+            ledger.settle()
+            return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
 
     def allocator_hook(self) -> SimAllocatorHook | None:
         return SimAllocatorHook(self._machine) if self._has_allocator_hook else None

@@ -1,0 +1,31 @@
+"""Calls of an executor by what must not keep it alive: what it holds itself, and what watches a step.
+
+claim_of = partial(weak_claim, weakref.ref(executor))
+before_write = partial(weak_before_write, weakref.ref(executor))
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from chameleon_mm.profiler.calls import Value
+from chameleon_mm.saved.claims import Claim
+from chameleon_mm.saved.saved_storage import SavedStorage
+
+if TYPE_CHECKING:
+    from chameleon_mm.executor.executor import Executor
+
+
+def weak_before_write(executor: weakref.ref[Executor], value: Value) -> None:
+    """Call `before_write` of an executor, while there is one."""
+    it = executor()
+    if it is not None:
+        it.before_write(value)
+
+
+def weak_claim(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:
+    """A first claim on `saved`. It keeps the executor, whose lock is held, alive, as each claim does."""
+    it = executor()
+    assert it is not None, "its lock is held"
+    return Claim(saved, it.on_claim_end)

@@ -1,0 +1,115 @@
+"""The report's page: one HTML file of its own, which asks no network for anything.
+
+    text = page_html(PageData(...))
+
+The shapes, the figures and the largest tensors are in it as they are; a script adds what tells the number under the pointer,
+the zoom, and the table's order and filter. It works with JSON in the page.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from chameleon_mm.report_page.measured_section import measured_columns, measured_section
+from chameleon_mm.report_page.measured_step import MeasuredStep
+from chameleon_mm.report_page.step_picture import StepPicture
+from chameleon_mm.report_page.step_section import step_columns, step_section
+from chameleon_mm.report_page.steps_section import MOST_STEPS, steps_section
+from chameleon_mm.report_page.tensor_section import tensor_columns, tensor_section
+from chameleon_mm.step_figures import StepFigures
+from chameleon_mm.units import format_size, format_us
+
+_PART = re.compile(r"<!--(\w+)-->")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageData:
+    """All that the page shows."""
+
+    device: str
+    simulated: bool
+    rows: Sequence[tuple[str, str]]
+    """Label and text of each figure."""
+    figures: Mapping[str, Any]
+    """The report's dict."""
+    picture: StepPicture | None
+    """The step planned last; None: there is none."""
+    measured: MeasuredStep | None
+    """The latest step that was timed in full."""
+    steps: Sequence[StepFigures]
+
+
+def page_html(data: PageData) -> str:
+    """Text of the page."""
+    title = f"Swap report: {data.device}"
+    clock = "All times are of the simulator's virtual clock." if data.simulated else "Times are of the device's clock."
+    parts = {
+        "title": html.escape(title),
+        "style": _file("page.css"),
+        "script": _file("page.js"),
+        "clock": clock,
+        "problems": "".join(f'<p class="problem">{html.escape(text)}</p>' for label, text in data.rows if label == "PROBLEM"),
+        "tiles": _tiles(data),
+        "step": step_section(data.picture),
+        "tensors": tensor_section(data.picture),
+        "measured": measured_section(data.measured, simulated=data.simulated),
+        "steps": steps_section(data.steps),
+        "figures": "".join(
+            f'<tr><th scope="row">{html.escape(label)}</th><td>{html.escape(text)}</td></tr>' for label, text in data.rows
+        ),
+        "data": _json(_data(data)),
+    }
+    return _PART.sub(lambda match: parts[match[1]], _file("page.html"))
+
+
+def _file(name: str) -> str:
+    return (files("chameleon_mm.report_page") / name).read_text(encoding="utf-8")
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that ends no script, whatever a name holds."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# --- in short
+
+
+def _tiles(data: PageData) -> str:
+    figures = data.figures
+    hidden, stall = figures["hidden_fraction"], figures["stall_us"]
+    tiles = [
+        ("budget", format_size(figures["hbm_budget_bytes"]), "device memory"),
+        ("peak", format_size(figures["peak_hbm_bytes"]) if figures["peak_hbm_bytes"] else "not measured", "device memory"),
+        ("host", format_size(figures["peak_host_bytes"]), "pinned memory at most"),
+        ("moved", format_size(figures["bytes_swapped_out"]), "swapped out"),
+        ("hidden", "not measured" if hidden is None else f"{100 * hidden:.1f} %", "of copy time hidden"),
+        ("stall", "not measured" if stall is None else format_us(stall), "in timed steps"),
+        ("steps", str(figures["steps"]), "completed"),
+    ]
+    return "".join(
+        f'<div class="tile" data-figure="{name}"><span>{name}</span><b>{html.escape(text)}</b><span>{what}</span></div>'
+        for name, text, what in tiles
+    )
+
+
+# --- for the script
+
+
+def _data(data: PageData) -> dict[str, Any]:
+    found: dict[str, Any] = {"figures": data.figures}
+    if data.picture is not None:
+        found["step"] = step_columns(data.picture)
+        if data.picture.tensors:
+            found["tensors"] = tensor_columns(data.picture)
+    if data.measured is not None:
+        found["measured"] = measured_columns(data.measured)
+    if data.steps:
+        found["steps"] = [step.to_dict() for step in data.steps[-MOST_STEPS:]]
+    return found

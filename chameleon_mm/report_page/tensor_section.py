@@ -1,0 +1,84 @@
+"""Section of the page about the planned step's tensors: a table that the script sorts and filters.
+
+tensor_section(picture), tensor_columns(picture)      # HTML; the rows for the script
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+from typing import Any
+
+from chameleon_mm.report_page import drawing
+from chameleon_mm.report_page.step_picture import WHAT_PLANS_DO, StepPicture, TensorRow
+from chameleon_mm.units import format_size, format_us
+
+MOST_TENSORS = 8_000
+"""Tensors in the page's table, the largest ones."""
+
+STATIC_ROWS = 100
+"""Rows of a table that are there without the script."""
+
+_COLUMNS = (
+    ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
+    ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
+    ("measured_stall_us", "stall, measured"),
+)  # fmt: skip
+"""Columns of the table of tensors, and what stands above them."""
+
+
+def tensor_section(picture: StepPicture | None) -> str:
+    """HTML of the section; nothing where there is no plan."""
+    if picture is None or not picture.tensors:
+        return ""
+    kinds = [kind for kind in WHAT_PLANS_DO if any(row.does == kind for row in picture.tensors)]
+    buttons = "".join(
+        f'<button type="button" data-kind="{kind}" aria-pressed="{"false" if kind else "true"}">{kind or "all"}</button>'
+        for kind in ("", *kinds)
+    )
+    heads = "".join(
+        f'<th scope="col" aria-sort="none"{"" if key in ("name", "does") else " class=n"}>'
+        f'<button type="button" data-key="{key}">{text}</button></th>'
+        for key, text in _COLUMNS
+    )
+    listed = picture.tensors[:MOST_TENSORS]
+    left = picture.tensors[MOST_TENSORS:]
+    out = f" The {len(left)} smallest, {format_size(sum(row.nbytes for row in left))} in all, are left out." if left else ""
+    return (
+        '<section id="tensors"><h2>Its tensors <span class="badge">predicted</span></h2>'
+        '<p class="note">What autograd saves and may move, and what is held for others to be made again from it. Pick a row '
+        f"to see its copies in the chart above.{out}</p>"
+        '<div class="controls needs-script"><input type="search" placeholder="filter by name or operator" '
+        f'aria-label="Filter by name or operator">{buttons}</div>'
+        f'<p class="note count">The {min(STATIC_ROWS, len(listed))} largest of {len(picture.tensors)}</p>'
+        f'<div class="scroll"><table class="wide cards tensors"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(map(_tensor_row, listed[:STATIC_ROWS]))}</tbody></table></div>"
+        '<div class="controls needs-script"><button type="button" class="more" hidden>show more</button></div></section>'
+    )
+
+
+def _tensor_row(row: TensorRow) -> str:
+    cells = [
+        f"<td>{html.escape(row.name)}</td>",
+        f'<td data-label="plan"><i class="mark {drawing.CSS.get(row.does, row.does)}"></i>{row.does}</td>',
+    ]
+    for key, label in _COLUMNS[2:]:
+        value = row.nbytes if key == "bytes" else getattr(row, key)
+        shown = "&ndash;" if value is None or (key == "moved_bytes" and not value) else _shown(key, value)
+        cells.append(f'<td class="n" data-label="{label}">{shown}</td>')
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _shown(key: str, value: float) -> str:
+    return format_size(value) if key.endswith("bytes") else format_us(value)
+
+
+def tensor_columns(picture: StepPicture) -> dict[str, Any]:
+    """Rows of the table, for the script."""
+    names = ("tensor", "name", "made_by", *(key for key, _ in _COLUMNS[1:]))
+    return {"columns": names, "rows": [_values(row, names) for row in picture.tensors[:MOST_TENSORS]]}
+
+
+def _values(row: TensorRow, names: Iterable[str]) -> list[Any]:
+    values = [row.nbytes if name == "bytes" else getattr(row, name) for name in names]
+    return [round(value, 2) if isinstance(value, float) else value for value in values]

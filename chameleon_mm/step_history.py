@@ -1,0 +1,192 @@
+"""History of a session's steps: how many began and ended, what each took, and the most memory of all of them.
+
+    history.open()                           # the session begins
+    timed = history.begin(hbm_budget_bytes)  # a step does; then the executor's
+    history.end(executor.end_step(...))      # its figures: at once, or once the device has come to the end of a timed one
+    history.close(wait=True); history.figures()
+
+Nothing waits for the device between steps: figures of a timed step are told at a later boundary, and in the steps' order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import dataclass
+
+from chameleon_mm.device import Device
+from chameleon_mm.device.peak_watch import Peak, PeakWatch, peak_between
+from chameleon_mm.executor import Executor
+from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.progress import Progress
+from chameleon_mm.saved.step_sums import StepSums
+from chameleon_mm.saved.timed_spans import StepKind
+from chameleon_mm.step_figures import StepFigures
+
+ALWAYS_TIMED_STEPS = 3
+TIMED_EVERY = 16
+"""Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
+events of 5 us on the host."""
+
+MAX_FIGURES = 10_000
+"""Latest steps whose figures are kept."""
+
+MAX_PENDING = 64
+"""Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """Counters as a step begins."""
+
+    index: int
+    hbm_budget_bytes: int
+    host_us: float
+    bytes_out: int
+    bytes_in: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ended:
+    """Step that ended, whose times are not complete yet."""
+
+    step: _Running
+    kind: StepKind
+    host_us: float
+    peak: Peak
+    host_bytes: int
+    bytes_out: int
+    bytes_in: int
+    sums: StepSums | None
+    """Times of it; None: it was not timed."""
+
+
+class StepHistory:
+    """Steps of one session. Not thread-safe, but for `figures`: the thread that trains begins and ends steps."""
+
+    def __init__(self, device: Device, executor: Executor, pool: PinnedPool, progress: Progress) -> None:
+        self.completed = self.begun = 0
+        self._device = device
+        self._executor = executor
+        self._metrics = executor.metrics
+        self._pool = pool
+        self._progress = progress
+        self._watch: PeakWatch | None = None
+        self._seen_bytes = 0
+        """The most that was allocated at any check of memory before the step that runs."""
+        self._running: _Running | None = None
+        self._pending: deque[_Ended] = deque()
+        self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
+
+    # --- the session's peak
+
+    def open(self) -> None:
+        """Begin to watch the device's peak, or begin anew."""
+        self.note_peak()
+        self._watch = PeakWatch(self._device)
+        self._seen_bytes = self._executor.budget.peak_seen_bytes = 0
+
+    def note_peak(self) -> None:
+        """Read the device's peak."""
+        if self._watch is not None and not sys.is_finalizing():
+            self._watch.note()
+
+    def end_peak(self) -> None:
+        """End the stretch of time whose peak is watched."""
+        if self._watch is not None and not sys.is_finalizing():
+            self._watch.end()
+
+    def peak(self) -> Peak:
+        """Bounds of the peak since `open`."""
+        seen_bytes = max(self._seen_bytes, self._executor.budget.peak_seen_bytes)
+        return Peak(0, 0) if self._watch is None else self._watch.peak(seen_bytes)
+
+    # --- steps
+
+    def begin(self, hbm_budget_bytes: int) -> bool:
+        """Begin a step, before the executor does. Returns whether it is to be timed."""
+        index, self.begun = self.begun, self.begun + 1
+        totals, budget = self._metrics.totals, self._executor.budget
+        self._running = None
+        if self._executor.hook_lock.may_ask_device():
+            self._settle()
+            self._pool.recent_peak_bytes()
+            self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
+            budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
+            if not self._executor.director.plans:  # else the executor reads it
+                budget.peak_at_begin_bytes = self._device.peak_allocated_bytes()
+            self._running = _Running(
+                index=index,
+                hbm_budget_bytes=hbm_budget_bytes,
+                host_us=self._device.host_us,
+                bytes_out=totals.bytes_swapped_out,
+                bytes_in=totals.bytes_swapped_in,
+            )
+        return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
+
+    def end(self, kind: StepKind | None) -> None:
+        """End the step, of `kind` by what the executor says, when it is over for everybody else. Tells what is complete."""
+        self.note_peak()
+        step, self._running = self._running, None
+        if step is None or kind is None or self._watch is None:
+            return
+        totals, budget = self._metrics.totals, self._executor.budget
+        before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
+        ended = _Ended(
+            step=step,
+            kind=kind,
+            host_us=self._device.host_us - step.host_us,
+            peak=peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes),
+            host_bytes=self._pool.recent_peak_bytes(),
+            bytes_out=totals.bytes_swapped_out - step.bytes_out,
+            bytes_in=totals.bytes_swapped_in - step.bytes_in,
+            sums=self._metrics.step,
+        )
+        self._pending.append(ended)
+        self._settle()
+
+    def close(self, *, wait: bool) -> None:
+        """Tell all that is not told yet. `wait`: where somebody listens, first wait for the device, so that it is complete."""
+        if not self._pending or sys.is_finalizing() or not self._executor.hook_lock.may_ask_device():
+            return
+        if self._progress.is_listened_to:
+            if wait:
+                self._device.synchronize()
+            self._metrics.resolve()
+            self._settle(all_of_them=True)
+
+    def figures(self) -> tuple[StepFigures, ...]:
+        """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
+        return (*self._figures, *[self._figures_of(ended) for ended in list(self._pending)])
+
+    def _settle(self, *, all_of_them: bool = False) -> None:
+        """Tell the figures of the oldest steps, as far as they are complete."""
+        pending = self._pending
+        while pending and (all_of_them or len(pending) > MAX_PENDING or self._is_complete(pending[0])):
+            figures = self._figures_of(pending.popleft())
+            self._figures.append(figures)
+            self._progress.tell(figures)
+
+    def _is_complete(self, ended: _Ended) -> bool:
+        return ended.sums is None or self._metrics.is_complete(ended.sums)
+
+    def _figures_of(self, ended: _Ended) -> StepFigures:
+        sums = ended.sums
+        if sums is not None and not self._metrics.is_complete(sums):
+            sums = None
+        return StepFigures(
+            index=ended.step.index,
+            kind=ended.kind,
+            simulated=self._device.simulated,
+            step_us=None if sums is None else sums.step_us,
+            host_us=ended.host_us,
+            peak_hbm_bytes=ended.peak.at_least_bytes,
+            peak_hbm_at_most_bytes=ended.peak.at_most_bytes,
+            hbm_budget_bytes=ended.step.hbm_budget_bytes,
+            host_bytes=ended.host_bytes,
+            bytes_out=ended.bytes_out,
+            bytes_in=ended.bytes_in,
+            stall_us=None if sums is None else sums.stall_us,
+            copy_us=None if sums is None else sums.copy_us,
+            recompute_us=None if sums is None else sums.recompute_us,
+        )

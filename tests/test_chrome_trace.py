@@ -1,0 +1,217 @@
+"""The trace file: what Perfetto needs of it, what it holds against the report's numbers, and one file with torch.profiler's.
+
+report -> save_trace -> JSON -> tracks, counters and marks; with torch.profiler's own file, on its clock
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import chameleon_mm as cm
+from chameleon_mm.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
+from chameleon_mm.device import Device
+from chameleon_mm.saved import CopySpan
+from chameleon_mm.saved.timed_spans import MemoryReading, StepSpan, TimedSpans
+from chameleon_mm.units import MIB
+from tests._report_sessions import gpt_report
+from tests.test_report import made_up
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def report() -> cm.SwapReport:
+    return gpt_report()
+
+
+def events_of(path: Path) -> list[Event]:
+    """Events of a trace, each with what the format asks of its kind."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    events = document["traceEvents"]
+    assert document["displayTimeUnit"] == "ms" and isinstance(events, list)
+    for event in events:
+        assert event["ph"] in {"M", "X", "C", "i", "s", "f", "t"} and isinstance(event["name"], str)
+        if event.get("pid") != PID:
+            continue
+        assert isinstance(event["tid"], int) and isinstance(event["ts"], int | float) and isinstance(event["args"], dict)
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        elif event["ph"] == "C":
+            assert all(isinstance(value, int) and value >= 0 for value in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in {"g", "p", "t"}
+    return events
+
+
+def saved(report: cm.SwapReport, tmp_path: Path) -> list[Event]:
+    report.save_trace(tmp_path / "trace.json")
+    return events_of(tmp_path / "trace.json")
+
+
+def slices(events: list[Event]) -> dict[int, list[Event]]:
+    """Our slices by track, in time's order."""
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == PID:
+            found[event["tid"]].append(event)
+    return {tid: sorted(of, key=lambda event: event["ts"]) for tid, of in found.items()}
+
+
+def total_us(events: list[Event]) -> float:
+    return sum(float(event["dur"]) for event in events)
+
+
+def test_each_stream_is_a_track_with_a_name(report: cm.SwapReport, tmp_path: Path) -> None:
+    names = {event["tid"]: event["args"]["name"] for event in saved(report, tmp_path) if event["name"] == "thread_name"}
+    assert names == {
+        STEPS: "steps (simulated clock)", COMPUTE: "compute: waits and recomputation (simulated clock)",
+        D2H: "d2h: swap out (simulated clock)", H2D: "h2d: swap in (simulated clock)",
+    }  # fmt: skip
+    made_up(simulated=False, device="a real one").save_trace(tmp_path / "real.json")
+    text = (tmp_path / "real.json").read_text()
+    assert "simulated clock" not in text and "chameleon_mm: a real one" in text
+
+
+def test_copies_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
+    tracks = slices(saved(report, tmp_path))
+    assert total_us(tracks[D2H]) + total_us(tracks[H2D]) == pytest.approx(report.copy_us)
+    assert sum(event["args"]["bytes"] for event in tracks[D2H]) == report.bytes_swapped_out
+    assert sum(event["args"]["bytes"] for event in tracks[H2D]) == report.bytes_swapped_in
+
+
+def test_waits_and_rebuilds_add_up_to_the_reports_figures(report: cm.SwapReport, tmp_path: Path) -> None:
+    compute = slices(saved(report, tmp_path))[COMPUTE]
+    again = [event for event in compute if event["args"]["for"] == "recompute"]
+    waits = [event for event in compute if event["args"]["for"] != "recompute"]
+    assert total_us(waits) == pytest.approx(report.stall_us) and report.stall_us
+    assert total_us(again) == pytest.approx(report.recompute_us) and report.recompute_us
+
+
+@pytest.mark.parametrize("track", [STEPS, COMPUTE, D2H, H2D])
+def test_nothing_overlaps_within_a_track(report: cm.SwapReport, tmp_path: Path, track: int) -> None:
+    of = slices(saved(report, tmp_path))[track]
+    assert len(of) >= 4
+    assert all(before["ts"] + before["dur"] <= after["ts"] + 1e-6 for before, after in pairwise(of))
+
+
+def test_every_step_is_a_slice_and_a_mark(report: cm.SwapReport, tmp_path: Path) -> None:
+    events = saved(report, tmp_path)
+    steps = slices(events)[STEPS]
+    marks = sorted((event for event in events if event["ph"] == "i"), key=lambda event: event["ts"])
+    assert [step["ts"] for step in steps] == [mark["ts"] for mark in marks] and steps[0]["ts"] == 0
+    assert [step["args"]["kind"] for step in steps] == [figures.kind.value for figures in report.step_figures]
+    assert [step["dur"] for step in steps] == pytest.approx([figures.step_us for figures in report.step_figures])
+    assert [mark["name"] for mark in marks] == [f"step {k}" for k in range(report.steps)]
+
+
+def test_counters_stay_within_the_reports_peaks(report: cm.SwapReport, tmp_path: Path) -> None:
+    values: dict[str, list[int]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in saved(report, tmp_path):
+        if event["ph"] == "C":
+            values[event["name"]].append(event["args"]["bytes"])
+            times[event["name"]].append(event["ts"])
+    hbm, host, budget = (f"{name} (simulated clock)" for name in ("HBM allocated", "pinned host memory", "HBM budget"))
+    assert set(values) == {hbm, host, budget}
+    assert 0 < max(values[hbm]) <= report.peak_hbm_bytes <= report.hbm_budget_bytes == max(values[budget])
+    assert 0 < max(values[host]) <= report.peak_host_bytes
+    assert all(of == sorted(of) for of in times.values()), "a counter goes forward"
+
+
+def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
+    steps = (StepSpan(0, "recorded", 0.0, 90.0, 1000.0, 0), StepSpan(1, "planned", 100.0, 190.0, 1050.0, 0))
+    memory = (
+        MemoryReading(990.0, 1, 1), MemoryReading(1000.0, 2, 0), MemoryReading(1020.0, 3, 0), MemoryReading(1060.0, 4, 0),
+    )  # fmt: skip
+    assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2, 0), (20.0, 3, 0), (110.0, 4, 0)]
+
+
+def test_a_report_of_nothing_is_a_trace(tmp_path: Path) -> None:
+    made_up(spans=(), timed=TimedSpans()).save_trace(str(tmp_path / "trace.json"))
+    assert {event["ph"] for event in events_of(tmp_path / "trace.json")} == {"M"}
+
+
+def test_what_the_session_did_is_told_beside_the_events(report: cm.SwapReport, tmp_path: Path) -> None:
+    report.save_trace(tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text())
+    assert document["otherData"] == {
+        name: report.to_dict()[name]
+        for name in ("device", "simulated", "steps", "steps_by_phase", "detailed_steps", "plans", "plan_cache_hits")
+    }
+
+
+# --- in one file with torch.profiler's
+
+
+def profiled(device: Device, path: Path) -> cm.SwapReport:
+    """A report of two steps that torch.profiler saw as well; it wrote `path`."""
+    session = cm.SwapSession(device.allocated_bytes() + 6 * MIB, "64MiB", device)
+    x = torch.randn(512, 512, device=device.torch_device, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, session:
+        for k in range(2):
+            time.sleep(0.02)
+            with record_function(f"user step {k}"), session.step():
+                out = x
+                for _ in range(8):
+                    out = torch.tanh(out * 1.5).exp() - 1
+                out.sum().backward()
+                del out
+                x.grad = None
+    profiler.export_chrome_trace(str(path))
+    return session.report()
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_merged_it_holds_both_and_begins_where_the_step_did(device: Device, tmp_path: Path, suffix: str) -> None:
+    other = tmp_path / f"profiler{suffix}"
+    report = profiled(device, other)
+    raw = gzip.decompress(other.read_bytes()) if suffix == ".json.gz" else other.read_bytes()
+    theirs = json.loads(raw)
+    report.save_trace(tmp_path / "both.json", merge=other)
+    both = json.loads((tmp_path / "both.json").read_text())
+    assert both["traceEvents"][: len(theirs["traceEvents"])] == theirs["traceEvents"]
+    assert both["baseTimeNanoseconds"] == theirs["baseTimeNanoseconds"]
+    ours = [event for event in events_of(tmp_path / "both.json") if event.get("pid") == PID]
+    assert not [event for event in theirs["traceEvents"] if event.get("pid") == PID], "no process has our number"
+    (begun,) = (event for event in theirs["traceEvents"] if event["ph"] == "X" and event["name"] == "user step 0")
+    first = min((event for event in ours if event["ph"] == "i"), key=lambda event: event["ts"])
+    assert begun["ts"] - 1000 < first["ts"] < begun["ts"] + begun["dur"], (
+        "within the annotation around it; clocks differ by less"
+    )
+    tracks = slices(ours)
+    assert total_us(tracks[D2H]) + total_us(tracks[H2D]) == pytest.approx(report.copy_us, rel=1e-6)
+
+
+def test_on_a_device_the_tightest_bound_puts_it_on_the_clock(tmp_path: Path) -> None:
+    """The device was 500 us behind the host in the first step, and 3 us in the second."""
+    zero_ns = 1_700_000_000_000_000_000
+    first = StepSpan(0, "recorded", 0.0, 90.0, 0.0, zero_ns - 500_000)
+    steps = (first, StepSpan(1, "planned", 1000.0, 1090.0, 0.0, zero_ns + 997_000))
+    timed, copies = TimedSpans(steps=steps), (CopySpan("out", 10.0, 20.0, MIB),)
+    (tmp_path / "other.json").write_text(json.dumps({"baseTimeNanoseconds": zero_ns - 7_000_000, "traceEvents": []}))
+    for simulated, shift_us in ((False, 7000.0 - 3.0), (True, 7000.0 - 500.0)):
+        data = TraceData(device="a device", simulated=simulated, copies=copies, timed=timed, hbm_budget_bytes=MIB, about={})
+        write_trace(tmp_path / "both.json", data, merge=tmp_path / "other.json")
+        both = json.loads((tmp_path / "both.json").read_text())
+        (copy,) = slices(both["traceEvents"])[D2H]
+        assert copy["ts"] == pytest.approx(10.0 + shift_us) and copy["dur"] == 10.0
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"events": []}', '{"traceEvents": {}}', "no JSON"])
+def test_a_file_that_is_no_trace_is_refused_with_nothing_written(tmp_path: Path, content: str) -> None:
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(ValueError, match=r"merge: expected a trace of torch\.profiler's, .* got other\.json"):
+        made_up().save_trace(tmp_path / "both.json", merge=tmp_path / "other.json")
+    with pytest.raises(FileNotFoundError):
+        made_up().save_trace(tmp_path / "both.json", merge=tmp_path / "nowhere.json")
+    assert not (tmp_path / "both.json").exists()

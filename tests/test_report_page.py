@@ -1,0 +1,293 @@
+"""The report's page as text and as plain data: what it shows is what the plan, its simulation and the report say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+import chameleon_mm as cm
+from chameleon_mm.policy import memory_curve, simulate
+from chameleon_mm.report_page import PlannedStepData, StepPicture, picture_of
+from chameleon_mm.report_page.drawing import MOST_BARS, MOST_POINTS, thinned_bars, thinned_memory
+from chameleon_mm.report_page.step_picture import Bar, Memory
+from chameleon_mm.saved import CopySpan
+from chameleon_mm.saved.timed_spans import StepKind, StepSpan, TimedSpans, WaitSpan
+from chameleon_mm.units import MIB
+from tests._report_sessions import gpt_report, small_gpt
+from tests._traces import H200_LINK, chain, random_plan, random_step
+from tests.test_report import made_up
+
+
+@pytest.fixture(scope="module")
+def report() -> cm.SwapReport:
+    found = gpt_report()
+    assert found.planned is not None and found.planned.plan.recompute_us and found.planned.plan.stall_us
+    return found
+
+
+@pytest.fixture(scope="module")
+def picture(report: cm.SwapReport) -> StepPicture:
+    assert report.planned is not None
+    return picture_of(report.planned)
+
+
+class Page(HTMLParser):
+    """Checks that what opens closes, in order, and keeps tags, text and what the script works with."""
+
+    VOID = frozenset({"meta", "input"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    @property
+    def data(self) -> dict[str, object]:
+        match = re.search(r'<script type="application/json" id="data">(.*?)</script>', self.source, re.DOTALL)
+        assert match is not None
+        found = json.loads(match[1])
+        assert isinstance(found, dict)
+        return found
+
+    def sections(self) -> list[str | None]:
+        return [attrs["id"] for tag, attrs in self.tags if tag == "section" and "id" in attrs]
+
+
+def page_of(report: cm.SwapReport, tmp_path: Path) -> Page:
+    report.save_html(tmp_path / "page.html")
+    return Page(tmp_path / "page.html")
+
+
+# --- the picture against the plan
+
+
+def test_memory_is_that_of_the_simulation_at_every_moment(report: cm.SwapReport, picture: StepPicture) -> None:
+    assert report.planned is not None
+    trace, plan = report.planned.trace, report.planned.plan
+    timeline = simulate(trace, plan, report.planned.link)
+    for memory, at_us, nbytes in (
+        (picture.planned, timeline.tick_us, timeline.allocated_bytes),
+        (picture.unswapped, trace.clock_us()[:-1], memory_curve(trace)),
+    ):
+        shown = memory.nbytes[np.searchsorted(memory.at_us, at_us, side="right") - 1]
+        assert (shown >= nbytes).all(), "never less than what is allocated"
+        assert set(memory.nbytes.tolist()) <= set(nbytes.tolist()) and memory.peak_bytes == nbytes.max()
+    assert picture.planned.peak_bytes <= plan.peak_bytes <= report.hbm_budget_bytes < picture.unswapped.peak_bytes
+
+
+def test_compute_is_the_operators_the_waits_and_what_runs_again(report: cm.SwapReport, picture: StepPicture) -> None:
+    assert report.planned is not None
+    took_us = Counter[str]()
+    for bar in picture.compute:
+        took_us[bar.kind] += bar.end_us - bar.start_us  # type: ignore[assignment]  # a counter of times
+    plan = report.planned.plan
+    assert took_us["stall"] == pytest.approx(plan.stall_us)
+    assert took_us["recompute"] == pytest.approx(plan.recompute_us) and plan.recompute_us > 0
+    assert took_us["forward"] + took_us["backward"] + took_us["optimizer"] == pytest.approx(report.planned.trace.duration_us)
+    assert all(before.end_us <= after.start_us + 1e-6 for before, after in pairwise(picture.compute))
+    assert picture.compute[-1].end_us <= picture.step_us + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_compute_adds_up_under_any_plan(seed: int) -> None:
+    random = Random(seed)
+    trace = random_step(random)
+    plan = random_plan(random, trace)
+    timeline = simulate(trace, plan, H200_LINK)
+    found = picture_of(
+        PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=False, times_us=(), latest=None)
+    )
+    stalls_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind == "stall")
+    assert stalls_us == pytest.approx(timeline.stall_us)
+    works_us = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind != "stall")
+    assert works_us == pytest.approx(trace.duration_us)
+    assert all(before.end_us <= after.start_us + 1e-6 for before, after in pairwise(found.compute))
+
+
+def test_copies_are_those_of_the_plan(report: cm.SwapReport, picture: StepPicture) -> None:
+    assert report.planned is not None
+    plan = report.planned.plan
+    for bars in (picture.out, picture.back):
+        assert sum(bar.nbytes for bar in bars) == plan.moved_bytes
+        assert {bar.tensor for bar in bars} == {action.tensor for action in plan.swaps}
+        assert all(before.end_us <= after.start_us + 1e-6 for before, after in pairwise(bars)), "one copy at a time"
+
+
+def test_tensors_add_up_to_what_the_report_says(report: cm.SwapReport, picture: StepPicture) -> None:
+    rows = picture.tensors
+    free = [row for row in rows if row.does != "held"]
+    moved = sum(row.moved_bytes for row in free)
+    recomputed = sum(row.nbytes for row in rows if row.does == "recomputed")
+    assert moved == report.planned_bytes["swapped"] and recomputed == report.planned_bytes["recomputed"]
+    assert {row.does for row in rows} >= {"swapped", "recomputed", "kept"}
+    for row in rows:
+        leaves = row.does in ("swapped", "in part", "recomputed")
+        assert (row.away_us is not None) == (row.back_us is not None) == leaves or row.does == "held"
+        assert row.moved_bytes == row.nbytes if row.does == "swapped" else row.moved_bytes < row.nbytes or row.does == "held"
+        if leaves:
+            assert row.away_us is not None and row.back_us is not None
+            assert row.saved_us <= row.away_us < row.back_us
+    assert sum(row.stall_us for row in rows) == pytest.approx(picture.stall_us)
+
+
+def test_tensors_are_named_by_the_module_that_saved_them(picture: StepPicture) -> None:
+    names = [row.name for row in picture.tensors]
+    assert len(set(names)) == len(names)
+    paths = {path for path, _ in small_gpt().named_modules() if path} | {"GPT"}
+    modules = {name.split(": ")[0] for name in names if ": " in name}
+    assert modules <= paths and any(module.startswith("blocks.3.") for module in modules)
+    assert all(": " in name for name in names), "all of them were saved in a forward of the model"
+
+
+# --- the page
+
+
+def test_the_page_holds_every_figure_and_all_sections(report: cm.SwapReport, tmp_path: Path) -> None:
+    page = page_of(report, tmp_path)
+    assert page.sections() == ["step", "tensors", "measured", "steps", "figures"]
+    for label, text in report.rows():
+        assert label in page.text and text in page.text
+    assert page.data["figures"] == report.to_dict()
+    assert page.data["steps"] == [step.to_dict() for step in report.step_figures]
+    assert "All times are of the simulator's virtual clock." in page.text
+
+
+def test_the_page_asks_nobody_for_anything(report: cm.SwapReport, tmp_path: Path) -> None:
+    page = page_of(report, tmp_path)
+    assert not {tag for tag, _ in page.tags} & {"link", "img", "iframe", "object", "embed", "a", "base"}
+    assert not [attrs for _, attrs in page.tags if {"src", "href", "srcset", "action"} & set(attrs)]
+    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttpRequest", page.source)
+
+
+def test_largest_tensors_are_there_without_the_script(report: cm.SwapReport, picture: StepPicture, tmp_path: Path) -> None:
+    page = page_of(report, tmp_path)
+    assert all(row.name in page.text for row in picture.tensors[:100])
+
+
+HOSTILE = '</script><script>alert("&amp;")</script> \u2028 \u00e4\u4e16 \' <!--script-->'
+
+
+def test_no_name_becomes_markup(report: cm.SwapReport, tmp_path: Path) -> None:
+    assert report.planned is not None
+    modules = dict.fromkeys(report.planned.modules, HOSTILE)
+    hostile = dataclasses.replace(
+        report, device=HOSTILE, problems=(HOSTILE,), planned=dataclasses.replace(report.planned, modules=modules)
+    )
+    page, plain = page_of(hostile, tmp_path), page_of(report, tmp_path)
+    assert Counter(tag for tag, _ in page.tags) - Counter(tag for tag, _ in plain.tags) == Counter(
+        {"p": 1, "tr": 1, "th": 1, "td": 1}
+    ), "the problem alone, above and among the figures"
+    assert any(HOSTILE in text for text in page.text)
+    tensors = page.data["tensors"]
+    assert isinstance(tensors, dict) and all(row[1].startswith(HOSTILE) for row in tensors["rows"])
+
+
+def test_a_session_without_plans_has_no_prediction_and_the_rest(tmp_path: Path) -> None:
+    page = page_of(gpt_report(plans=False, steps=2), tmp_path)
+    assert page.sections() == ["step", "measured", "steps", "figures"]
+    assert any("No plan was made" in text for text in page.text)
+    assert "step" not in page.data and "tensors" not in page.data
+
+
+def test_a_session_without_a_step_says_so(tmp_path: Path) -> None:
+    session = cm.SwapSession("1GiB", "64MiB", "sim")
+    page = page_of(session.report(), tmp_path)
+    assert page.sections() == ["step", "steps", "figures"]
+    assert any("No step has ended" in text for text in page.text)
+
+
+def test_a_session_whose_only_step_failed_has_a_page(tmp_path: Path) -> None:
+    session = cm.SwapSession("1GiB", "64MiB", "sim")
+    with pytest.raises(RuntimeError, match="on purpose"), session, session.step():
+        raise RuntimeError("on purpose")
+    page = page_of(session.report(), tmp_path)
+    assert page.sections() == ["step", "measured", "steps", "figures"]
+    steps = page.data["steps"]
+    assert isinstance(steps, list) and [step["kind"] for step in steps] == [StepKind.FAILED.value]
+
+
+def test_a_made_up_report_without_times_has_a_page(tmp_path: Path) -> None:
+    page = page_of(made_up(timed=TimedSpans(), hidden_fraction=None, stall_us=None, copy_us=None, simulated=False), tmp_path)
+    assert any("Times are of the device's clock" in text for text in page.text)
+    assert page.text.count("not measured") >= 2
+
+
+def test_the_latest_step_with_copies_is_shown_from_its_own_beginning(tmp_path: Path) -> None:
+    steps = tuple(StepSpan(k, "planned", 100.0 * k, 100.0 * k + 90, 0.0, 0) for k in range(3))
+    waits = (WaitSpan("in", 110.0, 112.0), WaitSpan("recompute", 120.0, 121.0), WaitSpan("out", 210.0, 215.0))
+    copies = (CopySpan("out", 105.0, 109.0, MIB), CopySpan("in", 185.0, 195.0, 2 * MIB))
+    page = page_of(made_up(spans=copies, timed=TimedSpans(steps=steps, waits=waits)), tmp_path)
+    assert page.data["measured"] == {
+        "end_us": 95.0,
+        "compute": {"from": [10.0, 20.0], "to": [12.0, 21.0], "tensor": [-1, -1], "kind": ["stall", "recompute"]},
+        "out": {"from": [5.0], "to": [9.0], "tensor": [-1], "bytes": [MIB]},
+        "back": {"from": [85.0], "to": [95.0], "tensor": [-1], "bytes": [2 * MIB]},
+    }
+
+
+def test_a_step_of_5000_tensors_stays_small_and_whole(tmp_path: Path) -> None:
+    trace = chain(layers=1000)
+    plan = random_plan(Random(0), trace)
+    assert len(plan.swaps) > 3000
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=True, times_us=(), latest=None)
+    page = page_of(made_up(planned=planned), tmp_path)
+    assert len(page.source.encode()) < 2 * MIB
+    tensors = page.data["tensors"]
+    assert isinstance(tensors, dict) and len(tensors["rows"]) == len(picture_of(planned).tensors) >= 4990
+
+
+# --- what is drawn together
+
+
+def test_few_bars_and_points_are_drawn_as_they_are() -> None:
+    bars = [Bar("copy", 2.0 * k, 2.0 * k + 1, k, 1) for k in range(MOST_BARS)]
+    assert thinned_bars(bars, 2.0 * MOST_BARS) == bars
+    memory = Memory(at_us=np.arange(float(MOST_POINTS)), nbytes=np.arange(MOST_POINTS), end_us=float(MOST_POINTS))
+    assert thinned_memory(memory) is memory
+
+
+def test_many_bars_keep_their_bytes_and_their_extent() -> None:
+    bars = [Bar("copy", 2.0 * k, 2.0 * k + 1, k, 3) for k in range(5 * MOST_BARS)]
+    thin = thinned_bars(bars, 10.0 * MOST_BARS)
+    assert 0 < len(thin) <= MOST_BARS
+    assert sum(bar.nbytes for bar in thin) == sum(bar.nbytes for bar in bars)
+    assert (thin[0].start_us, thin[-1].end_us) == (bars[0].start_us, bars[-1].end_us)
+
+
+def test_many_points_keep_every_peak() -> None:
+    generator = np.random.default_rng(0)
+    at_us = np.sort(generator.uniform(0, 1000, 20 * MOST_POINTS))
+    at_us[0] = 0.0
+    nbytes = generator.integers(0, 10**9, len(at_us))
+    thin = thinned_memory(Memory(at_us=at_us, nbytes=nbytes, end_us=1000.0))
+    assert len(thin.at_us) == MOST_POINTS and thin.peak_bytes == nbytes.max()
+    shown = thin.nbytes[np.searchsorted(thin.at_us, at_us, side="right") - 1]
+    assert (shown >= nbytes).all(), "never less than what is allocated"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +64,19 @@ class Talking(nn.Module):
         total = differentiable.all_reduce(x.cos())  # type: ignore[no-untyped-call]  # torch annotates none of these
         out: Tensor = x + parts.sin() * 0.1 + rows.exp()[: x.shape[0]] * 0.1 + total.square() * 0.1
         return out
+
+
+class Scaled(nn.Module):
+    """A block whose result is scaled by the local part of a parameter, which is saved under FSDP2 as a plain view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.scale = nn.Parameter(torch.ones(ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale
+        return self.block(x) * (scale.to_local() if isinstance(scale, DTensor) else scale)  # type: ignore[no-any-return]  # nn.Module
 
 
 def blocks(count: int = LAYERS, kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -225,6 +239,17 @@ def fsdp_and_pipeline() -> Training:
     return Pipelined(part, number, 2, mesh["stage"].get_group())
 
 
+def fsdp_and_tp_locally() -> Training:
+    """As above, with a parameter that the model takes the local part of."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = blocks(kind=Scaled)
+    for layer in model:
+        assert isinstance(layer, Scaled)
+        layer.scale = nn.Parameter(distribute_tensor(layer.scale.detach(), mesh["model"], [Replicate()]))
+        parallelize_module(layer.block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return Training(sharded(model, reshard=True, mesh=mesh["data"]))
+
+
 def hybrid_sharded() -> Training:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     return Training(sharded(blocks(), reshard=True, mesh=mesh))
@@ -241,6 +266,6 @@ ON_TWO = {
 
 ON_FOUR = {
     build.__name__: build
-    for build in (ddp, pipeline, fsdp_and_tp, hybrid_sharded, ddp_and_pipeline, fsdp_and_pipeline)
+    for build in (ddp, pipeline, fsdp_and_tp, fsdp_and_tp_locally, hybrid_sharded, ddp_and_pipeline, fsdp_and_pipeline)
 }  # fmt: skip
 """Programs for four ranks: mixtures, and what differs with more than one neighbour."""

@@ -67,7 +67,10 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="no_storage")
     if not device.owns(t):
         return SaveFacts(nbytes=0, kind="other_device")
-    if t.is_leaf and t.requires_grad:
+    # A view is as its base is: that of a leaf frees nothing, and is FSDP2's to free where a model takes a parameter's local part;
+    # one that a custom function's forward makes of an activation, such as the local tensor of a `DTensor`, counts as a leaf itself.
+    holder = t if base is None else base
+    if holder.requires_grad and holder.is_leaf:
         return SaveFacts(nbytes=0, kind="leaf")
     storage = t.untyped_storage()
     if id(storage) in protected.refs and storage in protected:
@@ -94,6 +97,8 @@ def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
     if not is_traceable_wrapper_subclass(wrapper):
         return None
     try:
+        if (wait := getattr(wrapper, "trigger_wait", None)) is not None:
+            wait()  # a collective's result, which the operator that saves it is about to wait for: copied before, it is not there
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
     except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not

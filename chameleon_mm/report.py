@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from chameleon_mm.adaptive import Adaptation
+from chameleon_mm.adaptive import Adaptation, plan_digests
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
+from chameleon_mm.ranks import Rank
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics, StepKind
 from chameleon_mm.units import format_size, format_us
@@ -113,6 +114,11 @@ class SwapReport(Counters):
     """The tighter budget within which steps run since then; None: no step was run again."""
     problems: tuple[str, ...]
     """Sentences that say what is wrong with how the session is used, each with what to do."""
+    rank: int = 0
+    """Number of this process among those that train together, and `world_size`, how many there are."""
+    world_size: int = 1
+    plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the step that was planned last, and of its plan: ranks that do the same have the same. Empty: none was."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page."""
 
@@ -129,6 +135,7 @@ class SwapReport(Counters):
         problems: tuple[str, ...] = (),
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
+        rank: Rank = Rank(),  # noqa: B008 - it never changes
     ) -> SwapReport:
         """Report of the figures as they stand in `metrics` and `pool` now."""
         spans = metrics.resolve()
@@ -170,6 +177,9 @@ class SwapReport(Counters):
             refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
+            rank=rank.number,
+            world_size=rank.of,
+            plan_digests=plan_digests(planned),
             spans=spans,
             **totals.counters(),
         )

@@ -35,6 +35,7 @@ from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import NEXT, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
@@ -54,7 +55,6 @@ ALWAYS_TIMED_STEPS = 3
 TIMED_EVERY = 16
 """Steps are timed in full up to the first, then one in so many of the second: on a GPU, timing a copy or a wait costs two timed
 events of 5 us on the host."""
-
 
 _R = TypeVar("_R")
 
@@ -119,7 +119,7 @@ class SwapSession:
         self._owns_pool = pool is None
         self.device = self.pool.device
         self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
-        self._model = model
+        self._ranks, self._model = Ranks(host_budget_bytes=host), model
         self._executor = Executor(
             self._model_swap.device_for(self.device),
             self.pool,
@@ -156,6 +156,7 @@ class SwapSession:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget(self.hbm_budget_bytes)
+        self._ranks.enter(self.hbm_budget_bytes)
         self._peak = PeakWatch(self.device)
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
@@ -276,8 +277,9 @@ class SwapSession:
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             peak=Peak(0, 0) if self._peak is None else self._peak.peak(self._executor.budget.peak_seen_bytes),
-            problems=() if problem is None else (problem,),
+            problems=(*self._ranks.problems, *(() if problem is None else (problem,))),
             adaptation=self._adaptation,
+            rank=self._ranks.rank,
         )
 
     # --- what it keeps in order

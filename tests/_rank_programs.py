@@ -58,10 +58,11 @@ class Talking(nn.Module):
         self.block = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.block(x)
-        rows = gather_rows(x.tanh(), 0, dist.group.WORLD)
-        parts = scatter_sum(torch.cat([x.sigmoid()] * dist.get_world_size()), "sum", 0, dist.group.WORLD)
-        total = differentiable.all_reduce(x.cos())  # type: ignore[no-untyped-call]  # torch annotates none of these
+        x, everyone = self.block(x), dist.group.WORLD
+        assert everyone is not None
+        rows = gather_rows(x.tanh(), 0, everyone)
+        parts = scatter_sum(torch.cat([x.sigmoid()] * dist.get_world_size()), "sum", 0, everyone)
+        total = differentiable.all_reduce(x.cos())
         out: Tensor = x + parts.sin() * 0.1 + rows.exp()[: x.shape[0]] * 0.1 + total.square() * 0.1
         return out
 
@@ -134,7 +135,7 @@ class Pipelined(Training):
         super().__init__(stage_model)
         stage = PipelineStage(stage_model, number, count, torch.device("cpu"), group=group)
         self._first, self._last = number == 0, number == count - 1
-        self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=lambda out, target: F.mse_loss(out, target))
+        self._schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.mse_loss)
 
     def step(self) -> list[Tensor]:
         given, target = batch(), torch.ones(ROWS, WIDTH)
@@ -148,8 +149,8 @@ class Pipelined(Training):
         return [loss.detach() for loss in losses]
 
 
-def sharded(model: nn.Sequential, *, reshard: bool, mesh: DeviceMesh | None = None) -> nn.Sequential:
-    for block in model:
+def sharded(model: nn.Module, *, reshard: bool, mesh: DeviceMesh | None = None) -> nn.Module:
+    for block in model.children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     return model
@@ -258,8 +259,8 @@ def hybrid_sharded() -> Training:
 ON_TWO = {
     build.__name__: build
     for build in (
-        ddp, ddp_no_sync, ddp_views, ddp_checkpointed, fsdp_resharding, fsdp_whole, fsdp_checkpointed, tp, tp_dtensors, pipeline,
-        collectives_in_forward,
+        ddp, ddp_no_sync, ddp_views, ddp_checkpointed, fsdp_resharding, fsdp_whole, fsdp_checkpointed, tp, tp_dtensors,
+        pipeline, collectives_in_forward,
     )
 }  # fmt: skip
 """Programs for two ranks, by name."""

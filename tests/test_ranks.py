@@ -22,8 +22,8 @@ PATIENCE_S = 280
 def launched(ranks: int, module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """What `torchrun` gives that runs `module` on so many ranks. It and they are gone when this returns."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module, str(folder),
-        *arguments,
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module,
+        str(folder), *arguments,
     ]  # fmt: skip
     torchrun = subprocess.Popen(
         command,

@@ -1,6 +1,6 @@
 """Two ranks of which one ends in the middle of a step, in every way and place: run as a program, which forks them.
 
-    python -m tests._failing_ranks FOLDER        # prints a JSON list of `Ending`s of rank 0, each with a session and without
+    python -m tests._failing_ranks FOLDER        # prints a JSON list: how the ranks ended, with a session and without
 
 A fork for each rank and case, as importing torch takes longer than all else. The parent has run no operator and has no thread.
 """
@@ -8,6 +8,7 @@ A fork for each rank and case, as importing torch takes longer than all else. Th
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -82,7 +83,7 @@ def train(case: Case, rank: int, told: dict[str, Any]) -> None:
         failing_layer(training.model, way, case.place, lambda: number == FATAL_STEP)
     session = None
     if case.with_session:
-        session = cm.SwapSession("1200KiB", "64MiB", cm.SimDevice("h200", hbm_bytes="4GiB"), min_bytes=1024)
+        session = cm.SwapSession("1450KiB", "64MiB", cm.SimDevice("h200", hbm_bytes="4GiB"), min_bytes=1024)
         told["session"] = session
     with session or nullcontext():
         while number < STEPS:
@@ -138,6 +139,7 @@ def wait_for(children: list[int]) -> bool:
 
 
 def main(folder: Path) -> None:
+    importlib.import_module("torch._dynamo")  # as sessions do, and once for all
     outcomes = []
     cases = [
         Case(engine.__name__, way.__name__, place, with_session)

@@ -23,6 +23,7 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
 from chameleon_mm.profiler.retry import OomRetry
 from chameleon_mm.ranks import Rank, Ranks
+from chameleon_mm.saved.classify import unwrapped
 from chameleon_mm.trace import replayable
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import GIB, MIB
@@ -180,7 +181,17 @@ def test_what_a_dtensor_made_of_an_activation_holds_moves(alone: dist.ProcessGro
         assert torch.equal(gradient(), plain)
     report = session.report()
     assert "leaf" not in report.kept_by_reason
+    assert report.bytes_swapped_out >= 2 * 64 * 64 * 4  # both factors of the product
     assert session.pool.stats().num_live == 0
+
+
+def test_a_collective_is_waited_for_before_its_result_is_copied(alone: dist.ProcessGroup) -> None:
+    """Its operator does so only when it runs, after autograd has saved what it is given."""
+    result = functional.AsyncCollectiveTensor(torch.ops._c10d_functional.all_reduce(torch.ones(4), "sum", alone.group_name))
+    assert not result.completed
+    parts = unwrapped(result)
+    assert parts is not None and parts[0]["elem"] is result.elem
+    assert result.completed
 
 
 # --- budgets

@@ -35,6 +35,7 @@ from chameleon_mm.errors import (
     SwapMismatch,
     TransferFailed,
 )
+from chameleon_mm.merged_report import MergedReport, merge_reports
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
 from chameleon_mm.save_on_cpu import save_on_cpu
@@ -44,8 +45,8 @@ from chameleon_mm.snapshots import Snapshot, SnapshotWrite
 __version__ = "0.1.0"
 
 __all__ = [
-    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
-    "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError", "SessionClosedError",
-    "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession",
-    "TransferFailed", "attach", "resolve_device", "save_on_cpu",
+    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
+    "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
+    "PoolStateError", "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite",
+    "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "merge_reports", "resolve_device", "save_on_cpu",
 ]  # fmt: skip

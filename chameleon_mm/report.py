@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from chameleon_mm.adaptive import Adaptation
+from chameleon_mm.adaptive import Adaptation, plan_digests
 from chameleon_mm.chrome_trace import TraceData, write_trace
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak
 from chameleon_mm.pinned import PoolStats
+from chameleon_mm.ranks import Rank
 from chameleon_mm.report_page import PageData, PlannedStepData, latest_step, page_html, picture_of
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.metrics import Counters, Metrics
@@ -101,6 +102,11 @@ class SwapReport(Counters):
     """The tighter budget within which steps run since then; None: no step was run again."""
     problems: tuple[str, ...]
     """Sentences that say what is wrong with how the session is used, each with what to do."""
+    rank: int = 0
+    """Number of this process among those that train together, and `world_size`, how many there are."""
+    world_size: int = 1
+    plan_digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the step that was planned last, and of its plan: ranks that do the same have the same. Empty: none was."""
     spans: tuple[CopySpan, ...] = dataclasses.field(repr=False)
     """The latest timed copies, for the trace and the page, as the three below."""
     timed: TimedSpans = dataclasses.field(default_factory=TimedSpans, repr=False)
@@ -124,6 +130,7 @@ class SwapReport(Counters):
         lowered_budget_bytes: int | None = None,
         adaptation: Adaptation | None = None,
         step_figures: tuple[StepFigures, ...] = (),
+        rank: Rank = Rank(),  # noqa: B008 - it never changes
     ) -> SwapReport:
         """Report of the figures as they stand in `metrics` and `pool` now."""
         spans = metrics.resolve()
@@ -165,6 +172,9 @@ class SwapReport(Counters):
             refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
             problems=problems,
+            rank=rank.number,
+            world_size=rank.of,
+            plan_digests=plan_digests(planned),
             spans=spans,
             timed=metrics.timed_spans(),
             planned=None if planned is None else PlannedStepData.of(planned),

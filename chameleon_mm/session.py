@@ -35,6 +35,7 @@ from chameleon_mm.phase import NEXT, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.progress import Progress
+from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
@@ -117,7 +118,7 @@ class SwapSession:
         self._owns_pool = pool is None
         self.device = self.pool.device
         self.hbm_budget_bytes = int(self.device.capacity * DEFAULT_BUDGET_SHARE) if budget is None else budget
-        self._model = model
+        self._ranks, self._model = Ranks(host_budget_bytes=host), model
         self._executor = Executor(
             self._model_swap.device_for(self.device),
             self.pool,
@@ -154,6 +155,7 @@ class SwapSession:
         if self._phase is not Phase.NEW:
             raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
         self._check_budget(self.hbm_budget_bytes)
+        self._ranks.enter(self.hbm_budget_bytes)
         self._history.open()
         with ExitStack() as stack:
             stack.enter_context(self.device.compute())
@@ -274,9 +276,10 @@ class SwapSession:
             hbm_budget_bytes=self.hbm_budget_bytes,
             lowered_budget_bytes=None if self._runner is None else self._runner.lowered_budget_bytes,
             peak=self._history.peak(),
-            problems=() if problem is None else (problem,),
+            problems=(*self._ranks.problems, *(() if problem is None else (problem,))),
             adaptation=self._adaptation,
             step_figures=self._history.figures(),
+            rank=self._ranks.rank,
         )
 
     # --- what it keeps in order

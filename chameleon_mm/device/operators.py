@@ -153,6 +153,8 @@ class OpFacts:
     mutated_names: tuple[str, ...] = ()
     repeatable: bool = False
     """Whether one that failed may run again: it writes nothing that it was given, and talks to nobody."""
+    is_torchs_own: bool = True
+    """Whether torch made it, so that all of it is known; another's may talk to other processes whatever its schema says."""
     hidden_writes: bool = False
     """Whether it may write to what it is given although its schema does not say so."""
     random: bool = False
@@ -228,6 +230,7 @@ def _from_schema(func: torch._ops.OpOverload[Any, Any], device_type: str) -> OpF
         overwrites=name in _OVERWRITES or all(a.kwarg_only for _, a in written),
         mutated=tuple(i for i, a in written if not a.kwarg_only),
         mutated_names=tuple(a.name for _, a in written),
+        is_torchs_own=namespace in _TORCHS_OWN,
         repeatable=not schema.is_mutable and name not in _HIDDEN_WRITES and namespace not in _COLLECTIVES,
         hidden_writes=name in _HIDDEN_WRITES or (namespace == "c10d" and not written),
         random=torch.Tag.nondeterministic_seeded in func.tags or namespace not in _TORCHS_OWN,

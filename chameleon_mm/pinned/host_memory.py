@@ -89,10 +89,14 @@ def auto_limit_bytes(
     Raises `ValueError` where LOCAL_WORLD_SIZE is no number of processes.
     """
     left = available_host_bytes() if available_bytes is None else available_bytes
-    return (held_bytes + left) // _local_ranks(environ) // 2
+    return (held_bytes + left) // local_ranks(environ) // 2
 
 
-def _local_ranks(environ: Mapping[str, str]) -> int:
+def local_ranks(
+    environ: Mapping[str, str] = os.environ,  # noqa: TID251  # as above
+) -> int:
+    """Number of processes that torchrun and its like started on this machine: LOCAL_WORLD_SIZE, 1 where it is not set. Raises
+    `ValueError` where that is no number of processes."""
     text = environ.get(_RANKS, "1")
     ranks = int(text) if text.isascii() and text.isdecimal() and len(text) <= _MAX_RANKS_DIGITS else 0
     if ranks < 1:

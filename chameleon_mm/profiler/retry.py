@@ -16,6 +16,7 @@ from math import ceil
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Generator, Tensor
 
 from chameleon_mm.device import Device
@@ -61,8 +62,9 @@ class RandomState:
 class OomRetry:
     """Runs operators on `device`; those that may run twice do so when memory was short.
 
-    Never one whose schema or reputation says that it writes what it was given, nor a collective, nor while a graph is captured:
-    there the error goes on. Random ones draw the same numbers again. Thread-safe if `reclaim_some` is.
+    Never one whose schema or reputation says that it writes what it was given, nor a collective, nor in a graph's capture;
+    and among several ranks none but torch's own, as others may be collectives that nobody knows. There the error goes on.
+    Random ones draw the same numbers again. Thread-safe if `reclaim_some` is.
     """
 
     def __init__(self, device: Device, reclaim_some: ReclaimSome) -> None:
@@ -74,9 +76,10 @@ class OomRetry:
     def run(self, call: OpCall) -> Any:
         """Run `call.run()`. Raises `torch.OutOfMemoryError` where nothing more can be reclaimed, or the operator may not run
         twice."""
-        if not call.facts.repeatable or self._device.capturing():
+        facts = call.facts
+        if not (facts.repeatable and (facts.is_torchs_own or _is_alone())) or self._device.capturing():
             return call.run()
-        drawn = RandomState(self._device, _generators(call)) if call.facts.random else None
+        drawn = RandomState(self._device, _generators(call)) if facts.random else None
         failure = self._attempt(call)
         if failure is None:
             return call.out
@@ -104,6 +107,11 @@ class OomRetry:
             failure.__context__ = None
             return failure
         return None
+
+
+def _is_alone() -> bool:
+    """Whether this process trains with no other."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def _generators(call: OpCall) -> Iterator[torch.Generator]:

@@ -67,7 +67,10 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="no_storage")
     if not device.owns(t):
         return SaveFacts(nbytes=0, kind="other_device")
-    if t.is_leaf and t.requires_grad:
+    # A view is as its base is. That of a leaf frees nothing, and may be FSDP2's to free: a parameter's local part;
+    # that of an activation may be a leaf by itself where a custom function's forward made it, as the local part of a `DTensor`.
+    holder = t if base is None else base
+    if holder.requires_grad and holder.is_leaf:
         return SaveFacts(nbytes=0, kind="leaf")
     storage = t.untyped_storage()
     if id(storage) in protected.refs and storage in protected:
@@ -94,6 +97,8 @@ def unwrapped(t: Tensor) -> tuple[dict[str, Any], Any] | None:
     if not is_traceable_wrapper_subclass(wrapper):
         return None
     try:
+        if (wait := getattr(wrapper, "trigger_wait", None)) is not None:
+            wait()  # for a collective's result, as the operator that saves it is about to: copied before, it would be another
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
     except Exception as error:  # noqa: BLE001 - anybody's code; a hook that raises breaks the graph, keeping the tensor not

@@ -1,0 +1,82 @@
+"""What ranks say of their budgets and reports, on the two that torchrun started: run as a program, once for each rank.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests._rank_checks FOLDER
+
+Each rank writes FOLDER/rank<number>.json. Barriers are the program's own, and make the order certain; sessions need none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import chameleon_mm as cm
+import chameleon_mm.pinned.host_memory
+import chameleon_mm.ranks
+from chameleon_mm.units import GIB, MIB
+from tests._rank_programs import ddp
+
+AVAILABLE_BYTES = 4 * GIB
+"""Host memory that this machine is said to have."""
+
+
+def session(hbm_budget: int, host_budget: int | None) -> cm.SwapSession:
+    return cm.SwapSession(hbm_budget, host_budget, cm.SimDevice("h200", hbm_bytes="4GiB"), min_bytes=1024)
+
+
+def problems(hbm_budget: int, host_budget: int | None) -> list[str]:
+    """What is said before the first step: rank 0 enters first."""
+    if dist.get_rank() == 1:
+        dist.barrier()
+    with session(hbm_budget, host_budget) as entered:
+        said = list(entered.report().problems)
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return said
+
+
+def trained(hbm_budget: int) -> cm.SwapReport:
+    torch.manual_seed(0)
+    training, swapping = ddp(), session(hbm_budget, 64 * MIB)
+    with swapping:
+        for _ in range(3):
+            with swapping.step():
+                training.step()
+                training.model.zero_grad()
+    return swapping.report()
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    chameleon_mm.pinned.host_memory.available_host_bytes = lambda: AVAILABLE_BYTES  # type: ignore[assignment]  # for a machine
+    chameleon_mm.ranks.available_host_bytes = lambda: AVAILABLE_BYTES  # type: ignore[assignment]  # of a known size
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    seen: dict[str, Any] = {
+        "same budgets": problems(64 * MIB, 64 * MIB),
+        "other budgets": problems((64 - 16 * rank) * MIB, 64 * MIB),
+        "a host too small": problems(64 * MIB, 3 * GIB),
+        "host budget": session(64 * MIB, None).host_budget,
+    }
+    for name, budget in (("agreeing", 2 * MIB), ("differing", (2 + rank) * MIB)):
+        reports: list[Any] | None = [None, None] if rank == 0 else None
+        mine = trained(budget)
+        dist.gather_object(mine, reports)  # after training: the program's own collective
+        Path(folder, f"{name}{rank}.json").write_text(json.dumps(mine.to_dict()))
+        if reports is not None:
+            seen[name] = cm.merge_reports(reports).to_dict()
+    if rank == 1:
+        with session(MIB, MIB) as alone:  # rank 0 never enters this one
+            seen["alone"] = list(alone.report().problems)
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

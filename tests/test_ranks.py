@@ -1,0 +1,134 @@
+"""Ranks that torchrun starts, with the engines people have: each has the bits that it has without a session.
+
+What the ranks run is in `_rank_programs.py`, and how in `_rank_runs.py`; a test is one launch, as starting ranks takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chameleon_mm import merge_reports
+from tests._failing_ranks import FATAL_STEP, PATIENCE
+from tests._rank_checks import AVAILABLE_BYTES
+
+GLOOS = "RuntimeError"
+"""Error that gloo raises where another rank's connection is closed."""
+
+REPOSITORY = Path(__file__).parents[1]
+PATIENCE_S = 280
+
+
+def launched(ranks: int, module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What `torchrun` gives that runs `module` on so many ranks. It and they are gone when this returns."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module,
+        str(folder), *arguments,
+    ]  # fmt: skip
+    torchrun = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, error = torchrun.communicate(timeout=PATIENCE_S)
+    finally:
+        if torchrun.poll() is None:
+            os.killpg(torchrun.pid, signal.SIGKILL)
+            torchrun.communicate()
+    return subprocess.CompletedProcess(command, torchrun.returncode, out, error)
+
+
+def outcomes(ranks: int, module: str, folder: Path, *names: str) -> list[dict[str, Any]]:
+    """What each rank wrote."""
+    done = launched(ranks, module, folder, *names)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def wrong(programs: dict[str, Any]) -> list[str]:
+    """What is wrong with the sessions of one rank."""
+    found = []
+    for name, ways in programs.items():
+        for way, outcome in ways.items():
+            report = outcome["report"]
+            checks = {
+                f"differs in {outcome['different'][:3]}": not outcome["different"],
+                f"{outcome['num_live']} live blocks": outcome["num_live"] == 0,
+                "nothing moved": report["bytes_swapped_out"] > 0,
+                "no step followed a plan": way == "by rule" or report["steps_by_phase"].keys() & {"planned", "partly planned"},
+                "the budget was exceeded": way != "tight" or report["peak_hbm_bytes"] <= report["hbm_budget_bytes"],
+            }
+            found += [f"{name}, {way}: {what}" for what, holds in checks.items() if not holds]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_has_the_bits_that_it_has_without_a_session(ranks: int, tmp_path: Path) -> None:
+    """DDP, `no_sync`, FSDP2, tensor parallel layers, pipelines and mixtures: losses, gradients and weights of seven steps."""
+    for rank, outcome in enumerate(outcomes(ranks, "tests._rank_runs", tmp_path)):
+        assert wrong(outcome["programs"]) == [], f"rank {rank}"
+
+
+def test_what_ranks_say_before_the_first_step_and_after_the_last(tmp_path: Path) -> None:
+    """Budgets that differ, a machine too small for both, the share of it that each gets, and one report of both."""
+    zero, one = outcomes(2, "tests._rank_checks", tmp_path)
+    assert zero["same budgets"] == one["same budgets"] == zero["other budgets"] == one["alone"] == []
+    (other,) = one["other budgets"]
+    assert "rank 1 was given other budgets than rank 0: hbm_budget is 48.0 MiB here and 64.0 MiB there" in other
+    for rank in (zero, one):
+        (small,) = rank["a host too small"]
+        assert "2 ranks on this machine" in small and "6.00 GiB together, where 4.00 GiB are available" in small
+        assert rank["host budget"] == AVAILABLE_BYTES // 2 // 2  # a half of it, divided among both
+    for name, agree in (("agreeing", True), ("differing", False)):
+        merged = zero[name]
+        assert merged["plans_agree"] is agree
+        assert [rank["rank"] for rank in merged["ranks"]] == [0, 1]
+        files = [json.loads((tmp_path / f"{name}{rank}.json").read_text()) for rank in range(2)]
+        assert merge_reports(files).to_dict() == merged
+    assert "hbm_budget: 2.00 MiB on rank 0, 3.00 MiB on rank 1" in zero["differing"]["differences"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_leaves_no_other_waiting(tmp_path: Path) -> None:
+    """It raises, leaves or is killed in the middle of forward or backward: the other ends with the error that it has without
+    us, its session with no live block, and neither waits for gloo's patience to end."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests._failing_ranks", str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    endings = json.loads(done.stdout)
+    assert len(endings) == 2 * 3 * 2 * 2
+    for without, with_session in zip(endings[::2], endings[1::2], strict=True):
+        assert not without["case"]["with_session"] and with_session["case"]["with_session"]
+        assert without["in_time"] and with_session["in_time"], with_session["case"]
+        assert len(without["ranks"]) == len(with_session["ranks"])
+        for plain, swapped in zip(without["ranks"], with_session["ranks"], strict=True):
+            assert swapped["rank"] == plain["rank"]
+            assert swapped["steps"] == swapped["steps_reported"] == plain["steps"] == FATAL_STEP
+            assert kind(swapped) == kind(plain) == (GLOOS if swapped["rank"] == 0 else "RankFailed"), swapped
+            assert swapped["bytes_swapped_out"] > 0
+            assert swapped["num_live"] == 0
+            assert swapped["seconds"] < PATIENCE.total_seconds() / 2
+
+
+def kind(ending: dict[str, Any]) -> str:
+    """The class of the error that a rank ended with."""
+    return str(ending["error"]).partition(":")[0]

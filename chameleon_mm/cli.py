@@ -56,9 +56,9 @@ examples:
 Exits with 1 if one bit differs or the swapped peak passes the budget.
 """
 _RUN = """\
-Runs a training script as `python script.py args` would, with the same output, the same exit code and the same bits, and swaps from
-its first step on. Steps are found by themselves: each begins with the first forward that trains, and ends as the optimizer has
-stepped. A report is printed on stderr at the end, after an error or Ctrl-C, too.
+Runs a training script as `python script.py args` would, with the same output, exit code and bits, and swaps from its first
+step on. Steps are found by themselves: each begins with the first forward that trains, and ends as the optimizer has stepped.
+A report is printed on stderr at the end, after an error or Ctrl-C, too.
 """
 _RUN_EPILOG = """\
 examples:
@@ -67,9 +67,9 @@ examples:
   torchrun --nproc_per_node 2 -m chameleon_mm run --hbm-budget 20GiB train.py
   accelerate launch -m chameleon_mm run train.py
 
-Options of `run` stand before the script. A script for which no session can be made, as where the budget is below what never moves,
-is stopped before its first step, with exit code 1. Set what torch reads as it is loaded, such as OMP_NUM_THREADS, outside of the
-script: torch is there before it.
+Options of `run` stand before the script. A script for which no session can be made, as where the budget is below what never
+moves, is stopped before its first step, with exit code 1. Set what torch reads as it is loaded, such as OMP_NUM_THREADS,
+outside of the script: torch is there before it.
 """
 _DOCTOR = """\
 Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
@@ -182,7 +182,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     native.add_argument("--remove", action="store_true", help="remove every build instead; sessions use Python alone then")
     native.set_defaults(handler=_run_native)
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
-    for name, parser_of_command, path in (("demo", demo, "demo.command"), ("plan", plan, "planning.command"), ("run", run, "running.command")):
+    for name, parser_of_command, path in (
+        ("demo", demo, "demo.command"),
+        ("plan", plan, "planning.command"),
+        ("run", run, "running.command"),
+    ):
         if command == name:
             module = importlib.import_module(f"chameleon_mm.{path}")
             module.add_arguments(parser_of_command)

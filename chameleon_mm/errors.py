@@ -59,7 +59,7 @@ class NativeBuildError(ChameleonError, RuntimeError):
 
 
 class ProgramInterrupted(KeyboardInterrupt):
-    """The program that `chameleon-mm run` ran was interrupted, and that was told: what is left is to end as Python ends then."""
+    """The program that `chameleon-mm run` ran was interrupted, which was told: the process is to end as Python ends then."""
 
 
 class SimError(ChameleonError, RuntimeError):

@@ -44,16 +44,20 @@ class Program:
     is_module: bool = False
 
     def check(self) -> None:
-        """Raise `ValueError` for a script that cannot be read. Modules are found as they run, in the folder that they run in."""
+        """Raise `ValueError` for a script that cannot be read. Modules are looked for as they run."""
         if self.is_module:
             return
         if self.name in ("-", "-c"):
-            raise ValueError(f"run: expected a script or -m MODULE, got {self.name!r}; write the program to a file, and name that")
+            raise ValueError(
+                f"run: expected a script or -m MODULE, got {self.name!r}; write the program to a file, and name that"
+            )
         path = Path(self.name)
         if path.is_dir():
             raise ValueError(f"run: expected a Python script, got {self.name}, a folder; name the file in it, or use -m MODULE")
         if not path.is_file():
-            raise ValueError(f"run: expected a Python script, got {self.name}, which does not exist; see `chameleon-mm run --help`")
+            raise ValueError(
+                f"run: expected a Python script, got {self.name}, which does not exist; see `chameleon-mm run --help`"
+            )
 
     def run(self) -> Ending:
         """Run it to its end. `sys.modules["__main__"]`, `sys.argv` and `sys.path[0]` are the program's from here on."""
@@ -83,7 +87,9 @@ class Program:
         if spec is not None and spec.submodule_search_locations is not None:
             package, spec = self.name, _find(f"{self.name}.__main__")
             if spec is None:
-                raise ModuleMissing(f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed")
+                raise ModuleMissing(
+                    f"No module named {package}.__main__; {package!r} is a package and cannot be directly executed"
+                )
         if spec is None or spec.origin is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
             raise ModuleMissing(f"No module named {self.name}")
         code = spec.loader.get_code(spec.name)

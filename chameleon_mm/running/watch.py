@@ -5,11 +5,10 @@ watch.begin()                                # a global forward pre-hook, and to
 ...                                          # the program: its first forward that trains makes the session and enters it
 report = watch.finish(error)
 
-Note [Watch]: hooks of single modules would be in what `torch.save(model)` and `copy.deepcopy(model)` write. So there is one global
-pre-hook, which every module calls, and it is there only while it can learn something: from the outermost module's call
-to its return it is away, and inner modules run, and are compiled, as if there were none. A step begins with the first module that is called
-with gradients on and has parameters that need some. Where no module is called outside of compiled code, steps follow
-each other without a gap.
+Note [Watch]: hooks of single modules would be in what `torch.save(model)` and `copy.deepcopy(model)` write. So there is one
+global pre-hook, which every module calls, and it is away from the outermost module's call to its return: inner modules run, and are compiled, as if there were none. A step
+begins with the first module that is called with gradients on and has parameters that need some. Where no module is called
+outside of compiled code, steps follow each other without a gap.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +34,11 @@ from chameleon_mm.uncompiled import uncompiled
 
 MakeSession = Callable[[nn.Module | None, "str | None"], SwapSession]
 """Makes the session: given the module that is called first, and the name of the GPU that its parameters are on, or None."""
+
+
+UNSEEN_STEPS = 2
+"""Optimizer steps without a module's call before them after which each step begins where the one before ends. The first may be
+one that only makes the optimizer's state."""
 
 
 class Stopped(SystemExit):
@@ -59,8 +63,8 @@ class TrainingWatch:
         self._own_hook: object = None
         """What autograd calls for saved tensors in the session."""
         self._own_modes = 0
-        self._without_gaps = False
-        """Whether each step begins where the one before ends, as no module tells."""
+        self._unseen = 0
+        """Optimizer steps before which no module told that a step begins."""
         self.stood_aside: str | None = None
         """Why what the program trains is not swapped, where it is not."""
         self.postponed: str | None = None
@@ -125,14 +129,20 @@ class TrainingWatch:
         if self._elsewhere() or self.stood_aside is not None:
             return
         self._module_returned()  # if an interrupt that somebody caught took the module's return away
-        if self._bounds is None or self._session is None:
-            if self._may_begin() and self.stood_aside is None:
-                self._enter(None, next((p for group in optimizer.param_groups for p in group["params"]), None))
-                self._without_gaps = True
-        else:
-            self._without_gaps |= not self._bounds.in_step and self._session.backward_has_run
-            self._bounds.optimizer_stepped()
-        if self._without_gaps and self._bounds is not None and not self._bounds.in_step and self._may_begin():
+        bounds, session = self._bounds, self._session
+        self._unseen += bounds is None or session is None or (not bounds.in_step and session.backward_has_run)
+        if bounds is not None:
+            bounds.optimizer_stepped()
+        if self._unseen >= UNSEEN_STEPS and self._may_begin() and self.stood_aside is None:
+            self._step_without_gap(optimizer)
+
+    def _step_without_gap(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the next step now, as no module will tell."""
+        if self._module_hook is not None:
+            self._module_hook.remove()
+        if self._bounds is None:
+            self._enter(None, next((p for group in optimizer.param_groups for p in group["params"]), None))
+        if self._bounds is not None and not self._bounds.in_step:
             self._bounds.forward_begins()
 
     def _forward_begins(self, module: nn.Module) -> None:
@@ -169,7 +179,7 @@ class TrainingWatch:
         return self._thread is not None and self._thread is not threading.current_thread()
 
     def _may_begin(self) -> bool:
-        """Whether nobody else's hooks or modes are on: they would be taken off by whoever put them on, and ours in their place."""
+        """Whether nobody else's hooks or modes are on: as somebody took them off, ours would go in their place."""
         top = _top_hook()
         if top is not self._own_hook:
             if type(top).__module__.startswith("chameleon_mm") or getattr(top, "__module__", "").startswith("chameleon_mm"):
@@ -204,10 +214,10 @@ class TrainingWatch:
             return
         returning.remove()
         hooks = self._module_hook.hooks_dict_ref()
-        if hooks is not None and not self._without_gaps:
+        if hooks is not None and self._unseen < UNSEEN_STEPS:
             hooks[self._module_hook.id] = self._called  # the number that it had: compiled code is bound to that
 
 
 def _top_hook() -> object:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if top is None else top[0]

@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
     except ProgramInterrupted:
-        raise
+        raise KeyboardInterrupt from None  # that class itself: only then is Python's exit status that of the signal
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 

@@ -127,6 +127,8 @@ def _main(path: str, loader: object, spec: ModuleSpec | None = None) -> types.Mo
     if sys.version_info < (3, 14):
         main.__dict__.update(__annotations__={})
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing's other name of it, by which spawned workers call what they send
+        sys.modules["__mp_main__"] = main
     return main
 
 

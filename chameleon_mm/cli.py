@@ -1,6 +1,6 @@
 """The command line: arguments in, text out. Everything it prints comes from below.
 
-    chameleon-mm demo | doctor | native | plan MODEL | bench THEME
+    chameleon-mm demo | run SCRIPT | doctor | native | plan MODEL | bench THEME
     0 done   1 failed   2 bad usage   130 interrupted
 
 Only the command that was named is imported, so that help does not wait for the others.
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from chameleon_mm import __version__
 from chameleon_mm.bench import THEMES
-from chameleon_mm.errors import DeviceUnavailable, NativeBuildError
+from chameleon_mm.errors import DeviceUnavailable, NativeBuildError, ProgramInterrupted
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Device
@@ -34,6 +34,7 @@ _EPILOG = """\
 examples:
   chameleon-mm demo                              train a small GPT with swapping and in plain PyTorch, compare every bit
   chameleon-mm demo --device sim:a100 --steps 5  the same on a simulated A100; needs no GPU
+  chameleon-mm run --hbm-budget 20GiB train.py   a training script as it is, swapped
   chameleon-mm doctor                            what this machine offers
   chameleon-mm bench copy --json copy.json       copy rates of this machine
   chameleon-mm plan llama-7b --gpu rtx4090       what a step needs, and what a plan makes of it; needs no GPU
@@ -53,6 +54,22 @@ examples:
   chameleon-mm demo --json demo.json --trace trace.json
 
 Exits with 1 if one bit differs or the swapped peak passes the budget.
+"""
+_RUN = """\
+Runs a training script as `python script.py args` would, with the same output, exit code and bits, and swaps from its first
+step on. Steps are found by themselves: each begins with the first forward that trains, and ends as the optimizer has stepped.
+A report is printed on stderr at the end, after an error or Ctrl-C, too.
+"""
+_RUN_EPILOG = """\
+examples:
+  chameleon-mm run train.py --epochs 3                            what stands after the script is the script's
+  chameleon-mm run --hbm-budget 20GiB --html run.html -m my.train
+  torchrun --nproc_per_node 2 -m chameleon_mm run --hbm-budget 20GiB train.py
+  accelerate launch -m chameleon_mm run train.py
+
+Options of `run` stand before the script. A script for which no session can be made, as where the budget is below what never
+moves, is stopped before its first step, with exit code 1. Set what torch reads as it is loaded, such as OMP_NUM_THREADS,
+outside of the script: torch is there before it.
 """
 _DOCTOR = """\
 Says what this machine offers: versions, GPU, link, pinned memory, limits, and the device that would be used by default.
@@ -104,7 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` None means `sys.argv[1:]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        args = _parser(arguments).parse_args(arguments)
+        arguments, program = _split(arguments)
+        args = _parser(arguments).parse_args(arguments, argparse.Namespace(program=program))
         return int(args.handler(args, Console()))
     except SystemExit as done:  # argparse has printed its help, or what it did not understand
         return done.code if isinstance(done.code, int) else FAILED
@@ -116,8 +134,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not _is_out_of_memory(error):
             raise
         return _complain(f"{error}; choose smaller sizes or a larger --device", FAILED)
+    except ProgramInterrupted:
+        raise KeyboardInterrupt from None  # that class itself: only then is Python's exit status that of the signal
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Part `arguments` where the command line of a program begins that is to run: nothing in that is for the parser."""
+    if arguments[:1] != ["run"]:
+        return arguments, []
+    module = importlib.import_module("chameleon_mm.running.command")
+    count = 1 + module.count_own(arguments[1:])
+    return arguments[:count], arguments[count:]
 
 
 def _complain(what: object, code: int) -> int:
@@ -144,6 +173,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     demo = _add(
         commands, "demo", "train a small GPT with swapping and in plain PyTorch, compare every bit", _DEMO, _DEMO_EPILOG
     )
+    run = _add(commands, "run", "run a training script as it is, swapped", _RUN, _RUN_EPILOG)
     doctor = _add(commands, "doctor", "what this machine offers, and what is missing", _DOCTOR)
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write the findings to FILE")
     doctor.set_defaults(handler=_run_doctor)
@@ -152,11 +182,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     native.add_argument("--remove", action="store_true", help="remove every build instead; sessions use Python alone then")
     native.set_defaults(handler=_run_native)
     plan = _add(commands, "plan", "what a model's step needs, and what a plan makes of it, without a GPU", _PLAN, _PLAN_EPILOG)
-    for name, parser_of_command, path in (("demo", demo, "demo.command"), ("plan", plan, "planning.command")):
+    for name, parser_of_command, path in (
+        ("demo", demo, "demo.command"),
+        ("plan", plan, "planning.command"),
+        ("run", run, "running.command"),
+    ):
         if command == name:
             module = importlib.import_module(f"chameleon_mm.{path}")
             module.add_arguments(parser_of_command)
-            parser_of_command.set_defaults(handler=partial(module.run, environment=_environment))
+            more = {} if command == "run" else {"environment": _environment}
+            parser_of_command.set_defaults(handler=partial(module.run, **more))
 
     bench = _add(
         commands, "bench", "measure this machine, or the library on it", "Runs one benchmark: chameleon-mm bench THEME."

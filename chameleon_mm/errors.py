@@ -58,6 +58,10 @@ class NativeBuildError(ChameleonError, RuntimeError):
     """An optional C++ helper could not be built."""
 
 
+class ProgramInterrupted(KeyboardInterrupt):
+    """The program that `chameleon-mm run` ran was interrupted, which was told: the process is to end as Python ends then."""
+
+
 class SimError(ChameleonError, RuntimeError):
     """The simulator found what would be a bug on a GPU. Never handled as a failure of the device: always raised on."""
 

@@ -1,0 +1,373 @@
+"""Scripts for `chameleon-mm run`, and processes that run them: plainly by Python, and by the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a process left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def own_err(self) -> str:
+        """What the script itself wrote on stderr: without the lines of the report."""
+        return self.err.partition("chameleon-mm run: ")[0]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of scripts: the library of this checkout, and one thread."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **more}
+
+
+def python(arguments: Sequence[str], folder: Path, stdin: str = "") -> Ended:
+    """Run `python arguments` in `folder`, with nothing of ours but what `arguments` name."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env=environment(), input=stdin, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+_FORKS = """
+import json, os, sys
+import chameleon_mm.cli, chameleon_mm.running.command
+for number, case in enumerate(json.loads(sys.argv[1])):
+    pid = os.fork()
+    if not pid:
+        os.chdir(case["folder"])
+        for fd, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{sys.argv[2]}/{number}.{name}", os.O_WRONLY | os.O_CREAT, 0o600), fd)
+        sys.argv[1:] = []
+        break
+    status = os.waitpid(pid, 0)[1]
+    with open(f"{sys.argv[2]}/{number}.code", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(status)))
+else:
+    os._exit(0)
+sys.exit(chameleon_mm.cli.main(["run", *case["arguments"]]))
+"""
+
+
+def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[str, Ended]:
+    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own: forks of one that has loaded
+    the library, so that loading it is paid once."""
+    told = json.dumps([{"arguments": list(arguments), "folder": str(folder)} for arguments in cases.values()])
+    notes.mkdir()
+    subprocess.run(
+        [sys.executable, "-c", _FORKS, told, str(notes)],
+        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, timeout=280, check=True,
+    )  # fmt: skip
+    ended = {}
+    for number, name in enumerate(cases):
+        code, out, err = ((notes / f"{number}.{what}").read_text(encoding="utf-8") for what in ("code", "out", "err"))
+        ended[name] = Ended(int(code), out, err)
+    return ended
+
+
+EVERYTHING = '''
+import argparse, atexit, copy, pickle, sys, warnings
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import beside  # a module beside the script
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.full((128,), float(index))
+
+
+def collate(rows):
+    return Batch(torch.stack(rows).repeat(256, 1) + torch.randn(4 * 256, 128))
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", required=True)
+    parser.add_argument("rest", nargs="*")
+    options = parser.parse_args()
+    print(options, sys.argv[1:], beside.NAME, __name__, __file__, __spec__, __package__)
+    print(sorted(name for name in globals() if name.startswith("__")), sys.path[0], sys.stdin.read())
+    print(type(pickle.loads(pickle.dumps(Batch(torch.ones(1))))) is Batch, sys.modules["__main__"].Batch is Batch)
+    warnings.warn("the script's own", DeprecationWarning)
+    atexit.register(print, "at exit")
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with torch.no_grad():
+        print(model(torch.ones(4, 128)).sum().item())  # evaluation first
+    average = copy.deepcopy(model)
+    for context in ("fork", "spawn"):
+        for batch in DataLoader(Numbers(), 4, collate_fn=collate, num_workers=1, multiprocessing_context=context):
+            for part in batch.x.chunk(2):  # micro-batches
+                loss = model(part).square().mean()
+                loss.backward()
+            print(loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            average = copy.deepcopy(model)
+    with open(options.out, "wb") as file:
+        torch.save(model, file)
+    with open(options.out + ".state", "wb") as file:
+        torch.save([average.state_dict(), optimizer.state_dict(), torch.get_rng_state()], file)
+    open("unclosed.txt", "w").write("flushed at the end")
+    sys.exit(7)
+
+
+if __name__ == "__main__":
+    main()
+'''
+"""A script that looks at what it is run as, loads data in forked and spawned workers, trains, and writes files."""
+
+ENDINGS = {
+    "status": "import sys\nprint('out')\nsys.exit(300)",
+    "no status": "import sys\nsys.exit()",
+    "text": "import sys\nsys.exit('words')",
+    "error": "def f():\n    raise ValueError('deep')\ntry:\n    f()\nexcept ValueError as error:\n    raise KeyError('shallow') from error",
+    "syntax": "x = = 1",
+    "interrupt": "import atexit\natexit.register(print, 'at exit')\nfile = open('left.txt', 'w')\nfile.write('x')\nraise KeyboardInterrupt",
+    "at once": "import os\nos._exit(5)",
+    "signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "own hook": "import sys\nsys.excepthook = lambda *told: print('hooked', told[0].__name__)\n1 / 0",
+    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('main')",
+    "child": "import os, sys\nif not os.fork():\n    sys.exit(4)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+}
+"""Scripts without torch, by how they end."""
+
+VARIANTS = '''
+import os, signal, sys, threading
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def net():
+    return nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
+
+
+def train(model, steps=5, call=None, parameters=None):
+    optimizer = torch.optim.AdamW(parameters or model.parameters(), lr=1e-3)
+    for step in range(steps):
+        loss = (call or model)(torch.randn(1024, 128)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def plain():
+    return train(net())
+
+
+def gan():
+    made, judge = net(), net()
+    of_made, of_judge = torch.optim.Adam(made.parameters(), lr=1e-4), torch.optim.Adam(judge.parameters(), lr=1e-4)
+    for step in range(5):
+        fake = made(torch.randn(512, 128))
+        loss = judge(torch.randn(512, 128)).mean() - judge(fake.detach()).mean()
+        of_judge.zero_grad()
+        loss.backward()
+        of_judge.step()
+        of_made.zero_grad()
+        judge(fake).square().mean().backward()
+        of_made.step()
+    return [*made.parameters(), *judge.parameters()]
+
+
+def scaler():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)  # the first steps find infinities
+    for step in range(6):
+        for part in torch.randn(1024, 128).chunk(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = 1e4 * model(part).square().mean()
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*model.parameters(), torch.tensor(scaler.get_scale())]
+
+
+def thread():
+    found = []
+    other = threading.Thread(target=lambda: found.extend(train(net())))
+    other.start()
+    other.join()
+    return found
+
+
+def frozen():
+    encoder, head = net().requires_grad_(False), net()
+    def call(x):
+        with torch.no_grad():
+            encoder(x)
+        return head(encoder(x))
+    return train(head, call=call)
+
+
+def functional():
+    weights = nn.ParameterList([nn.Parameter(torch.randn(128, 128) / 8) for _ in range(4)])
+    def call(x):
+        for weight in weights:
+            x = F.gelu(F.linear(x, weight))
+        return x
+    return train(weights, steps=7, call=call)
+
+
+def checkpointed():
+    from torch.utils.checkpoint import checkpoint
+    model = net()
+    return train(model, call=lambda x: checkpoint(model, checkpoint(model, x, use_reentrant=False).tanh(), use_reentrant=False))
+
+
+def compiled():
+    model = net()
+    return train(model, call=torch.compile(model, backend="aot_eager"), parameters=list(model.parameters()))
+
+
+def compiled_in_place():
+    model = net()
+    model.compile(backend="aot_eager")
+    return train(model, steps=7)
+
+
+def compiled_function():
+    model = net()
+    return train(model, steps=7, call=torch.compile(lambda x: model(x).tanh(), backend="aot_eager"))
+
+
+def own_session():
+    import chameleon_mm as cm
+    model = net()
+    with cm.SwapSession("6MiB", model=model, min_bytes="64KiB") as session:
+        def call(x):
+            return model(x)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            with session.step():
+                model(torch.randn(1024, 128)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    print(session.report().bytes_swapped_out > 0)
+    return list(model.parameters())
+
+
+def foreign_hooks():
+    with torch.autograd.graph.save_on_cpu():
+        return train(net())
+
+
+def by_hand():
+    model = net()
+    for step in range(4):
+        model(torch.randn(1024, 128)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 1e-3 * p.grad
+                p.grad.zero_()
+    return list(model.parameters())
+
+
+def interrupted():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(5):
+        loss = model(torch.randn(1024, 128)).square().mean()
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError("the interrupt did not come")
+
+
+def failing():
+    model = net()
+    train(model)
+    model(torch.ones(3, 5))
+
+
+def no_training():
+    with torch.no_grad():
+        print(net()(torch.ones(2, 128)).shape)
+    return []
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        torch.manual_seed(1)
+        torch.set_num_threads(1)
+        values = globals()[name]()
+        torch.save([v.detach() for v in values], f"{sys.argv[1]}_{name}.pt")
+        print(name, [v.detach().double().sum().item() for v in values])
+'''
+"""Ways to train, each a function of a script that is given the beginning of its files' names and which of them to run."""
+
+TRAINER = '''
+import sys
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+set_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64)
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (48, 32))]
+arguments = TrainingArguments(output_dir="out", use_cpu=True, max_steps=6, per_device_train_batch_size=4, eval_strategy="steps",
+                              gradient_accumulation_steps=2, eval_steps=3, save_strategy="no", report_to=[], disable_tqdm=True,
+                              logging_strategy="no")
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, eval_dataset=rows[:8])
+print(trainer.train().training_loss)
+torch.save(trainer.model.state_dict(), sys.argv[1] + ".pt")
+'''
+
+RANKS = '''
+import os, sys
+import torch
+from torch import nn
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 128))
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(rank)
+for step in range(4):
+    with model.no_sync():
+        model(torch.randn(1024, 128)).square().mean().backward()
+    loss = model(torch.randn(1024, 128)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.save([p.detach() for p in model.parameters()], f"{sys.argv[1]}{rank}.pt")
+os.write(1, f"{rank} {loss.item()}\\n".encode())
+dist.destroy_process_group()
+'''

@@ -1,0 +1,269 @@
+"""`chameleon-mm run`: a script as it is has the output, the files and the exit code that Python alone gives it, and was swapped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chameleon_mm.cli import main
+from chameleon_mm.running.ranks import Gathering, Ranks
+from tests import _run_scripts as scripts
+from tests._run_scripts import Ended, python, runs
+
+BUDGET = ("--hbm-budget", "10MiB", "--min-bytes", "64KiB")
+SWAPPED = ("plain", "gan", "scaler", "thread", "frozen", "functional", "checkpointed", "compiled", "compiled_in_place",
+           "compiled_function", "by_hand")  # fmt: skip
+
+
+def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_output(tmp_path: Path) -> None:
+    ended = {}
+    for name, command in (
+        ("alone", []),
+        ("swapped", ["-m", "chameleon_mm", "run", "--hbm-budget", "5MiB", "--min-bytes", "64KiB", "--report", "../report.json"]),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "script.py").write_text(scripts.EVERYTHING, encoding="utf-8")
+        (folder / "beside.py").write_text("NAME = 'found'", encoding="utf-8")
+        ended[name] = python([*command, "./script.py", "--out", "out.pt", "--", "--help"], folder, stdin="typed")
+    alone, swapped = ended["alone"], ended["swapped"]
+
+    assert alone.code == 7, alone.err
+    assert (swapped.code, swapped.out) == (alone.code, alone.out.replace("/alone", "/swapped")), swapped.err
+    assert swapped.own_err == alone.err.replace("/alone", "/swapped")
+    for file in ("out.pt", "out.pt.state", "unclosed.txt"):
+        assert (tmp_path / "swapped" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] == 8
+    assert report["bytes_swapped_out"] > 0
+    assert "steps " in swapped.err
+
+
+def test_each_ending_is_pythons(tmp_path: Path) -> None:
+    cases = {}
+    for number, (name, text) in enumerate(scripts.ENDINGS.items()):
+        (tmp_path / f"ending{number}.py").write_text(text, encoding="utf-8")
+        cases[name] = [f"ending{number}.py"]
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom . import part\nprint(part.__name__, __name__, __package__, __spec__.name, sys.argv, sys.path[0])\n1 / 0",
+        encoding="utf-8",
+    )
+    (package / "part.py").write_text("import sys\nprint(sys.argv[0])", encoding="utf-8")
+    cases |= {"package": ["-m", "package", "-m", "x"], "module": ["-m", "package.part"], "no module": ["-m", "package.sing"]}
+    ended = runs(cases, tmp_path, tmp_path / "notes")
+    for name, arguments in cases.items():
+        alone, ours = python(arguments, tmp_path), ended[name]
+        assert (ours.code, ours.out) == (alone.code, alone.out), (name, ours.err)
+        expected = alone.err
+        if name == "package":  # Python's own traceback begins with the frames that find the module
+            expected = "".join(line for line in expected.splitlines(keepends=True) if "frozen runpy" not in line)
+        assert ours.own_err == expected, name
+        if name not in ("at once", "signal"):
+            assert ours.err.count("no training was seen") == 1, name
+    assert (tmp_path / "left.txt").read_text() == "x"
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Ended], dict[str, Any]]:
+    """Folder with what each way to train left, alone and swapped; how the swapped ones ended; their reports."""
+    folder = tmp_path_factory.mktemp("ways")
+    (folder / "ways.py").write_text(scripts.VARIANTS, encoding="utf-8")
+    alone = python(["ways.py", "alone", *SWAPPED, "own_session", "foreign_hooks"], folder)
+    assert alone.code == 0, alone.err
+    others = ("own_session", "foreign_hooks", "interrupted", "failing", "no_training")
+    cases = {
+        name: [*BUDGET, *(("--hbm-budget", "6MiB") if name in ("plain", "thread", "interrupted", "failing") else ()), "--report", f"{name}.json", "ways.py", "swapped", name] for name in (*SWAPPED, *others)
+    }
+    cases["too_small"] = ["--hbm-budget", "400KiB", "--report", "too_small.json", "ways.py", "swapped", "plain"]
+    ended = runs(cases, folder, folder / "notes")
+    reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in cases if (folder / f"{name}.json").exists()}
+    return folder, ended, reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SWAPPED)
+def test_each_way_to_train_is_swapped_and_has_the_same_bits(
+    name: str, trained: tuple[Path, dict[str, Ended], dict[str, Any]]
+) -> None:
+    folder, ended, reports = trained
+    assert ended[name].code == 0, ended[name].err
+    alone, ours = (torch.load(folder / f"{who}_{name}.pt") for who in ("alone", "swapped"))
+    assert len(ours) == len(alone) > 0
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, alone, strict=True))
+    assert reports[name]["bytes_swapped_out"] > 0
+    steps = {"gan": 10, "scaler": 6, "compiled_in_place": 7, "compiled_function": 6, "functional": 7, "checkpointed": 4,
+             "by_hand": 4}  # fmt: skip
+    assert reports[name]["steps"] == steps.get(name, 5), ended[name].err
+    assert reports[name]["steps_by_phase"].get("planned", 0) > 0
+    assert ended[name].own_err == ""
+
+
+@pytest.mark.slow
+def test_what_is_not_swapped_is_told_in_one_sentence(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
+    folder, ended, reports = trained
+    for name, words in {
+        "own_session": "the program swaps by itself",
+        "foreign_hooks": "saved-tensor hooks of the program's own",
+        "no_training": "no training was seen",
+    }.items():
+        assert ended[name].code == 0, ended[name].err
+        assert words in ended[name].err
+        assert ended[name].err.count("chameleon-mm run: ") == 1
+        assert name not in reports
+    for name in ("own_session", "foreign_hooks"):
+        alone, ours = (torch.load(folder / f"{who}_{name}.pt") for who in ("alone", "swapped"))
+        assert all(torch.equal(a, b) for a, b in zip(ours, alone, strict=True))
+    assert ended["own_session"].out.startswith("True\n")
+
+
+@pytest.mark.slow
+def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_reported(
+    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
+) -> None:
+    _, ended, reports = trained
+    assert ended["interrupted"].code == -2
+    assert "KeyboardInterrupt" in ended["interrupted"].own_err
+    assert "chameleon_mm" not in ended["interrupted"].own_err
+    assert reports["interrupted"]["steps"] == 3
+    assert reports["interrupted"]["steps_by_phase"]["failed"] == 1
+    assert "swapped out / in" in ended["interrupted"].err
+
+
+@pytest.mark.slow
+def test_an_error_inside_of_training_is_reported_too(trained: tuple[Path, dict[str, Ended], dict[str, Any]]) -> None:
+    _, ended, reports = trained
+    assert ended["failing"].code == 1
+    assert ended["failing"].own_err.startswith("Traceback")
+    assert "running/" not in ended["failing"].own_err
+    assert reports["failing"]["steps"] == 5
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(
+    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
+) -> None:
+    folder, ended, reports = trained
+    assert ended["too_small"].code == 1
+    assert ended["too_small"].out == ""
+    assert "stopped before its first step: " in ended["too_small"].err
+    assert "400.0 KiB" in ended["too_small"].err
+    assert ended["too_small"].err.count("\n") == 1
+    assert "too_small" not in reports
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "expected a script or -m MODULE"),
+        (["--hbm-budget", "1GiB"], "expected a script or -m MODULE"),
+        (["-m"], "expected a script or -m MODULE"),
+        (["-"], "write the program to a file"),
+        (["-c", "1"], "write the program to a file"),
+        (["missing.py"], "missing.py, which does not exist"),
+        (["."], "a folder"),
+        (["--hbm-budget", "much", __file__], "--hbm-budget"),
+        (["--device", "sim:abacus", __file__], "abacus"),
+        (["--report", "no/folder/report.json", __file__], "--report"),
+        (["--marmot", __file__], "--marmot"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_began(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+
+
+def test_help_says_where_options_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for word in ("(script.py | -m MODULE) [args ...]", "--hbm-budget", "torchrun", "accelerate launch", "exit code 1"):
+        assert word in text
+
+
+@pytest.mark.slow
+def test_hugging_faces_trainer_as_accelerate_launches_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(scripts.TRAINER, encoding="utf-8")
+    alone = python(["script.py", "alone"], tmp_path)
+    assert alone.code == 0, alone.err
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
+    command = ["-m", "chameleon_mm", "run", "--hbm-budget", "8MiB", "--min-bytes", "4KiB", "--report", "report.json"]
+    swapped = python([*launch, *command, "script.py", "swapped"], tmp_path)
+    assert swapped.code == 0, swapped.err
+    assert swapped.out == alone.out
+    ours, theirs = (torch.load(tmp_path / f"{name}.pt") for name in ("swapped", "alone"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(bits(ours[name]), bits(theirs[name])) for name in ours)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] == 6
+    assert report["bytes_swapped_out"] > 0
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_are_each_swapped_and_told_together(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(scripts.RANKS, encoding="utf-8")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    alone = python([*launch, "script.py", "alone"], tmp_path)
+    assert alone.code == 0, alone.err
+    swapped = python([*launch, "-m", "chameleon_mm", "run", *BUDGET, "--report", "report.json", "script.py", "swapped"], tmp_path)
+    assert swapped.code == 0, swapped.err
+    assert sorted(swapped.out.splitlines()) == sorted(alone.out.splitlines())
+    for rank in range(2):
+        ours, theirs = (torch.load(tmp_path / f"{name}{rank}.pt") for name in ("swapped", "alone"))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, theirs, strict=True))
+        report = json.loads((tmp_path / f"report.rank{rank}.json").read_text())
+        assert report["steps"] == 4
+        assert report["bytes_swapped_out"] > 0
+        assert swapped.err.count(f"rank {rank}: 4 steps") == 1
+    assert swapped.err.count("report of 2 ranks") == 1
+
+
+def test_the_last_of_several_ranks_tells_of_all_and_of_those_that_are_missing(tmp_path: Path) -> None:
+    gatherings = []
+    for rank in range(3):
+        ranks = Ranks(rank=rank + 8, count=16, local_rank=rank, local_count=3, launch="x")
+        gatherings.append(Gathering(ranks, tmp_path))
+    first, second, third = gatherings
+    first.begin()
+    first.leave({"exit_code": 0})
+    assert first.told_by_last() is None  # the others have not begun
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    second.begin()
+    third.begin()
+    third.leave({"exit_code": 1})
+    assert third.told_by_last() is None  # the second still runs
+    next(tmp_path.glob("*/1.pid")).write_text(str(ended.pid))
+    told = third.told_by_last()
+    assert told is not None
+    assert told.figures == {8: {"exit_code": 0}, 10: {"exit_code": 1}}
+    assert told.missing == (1,)
+    assert first.told_by_last() is None  # once
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_are_what_torchruns_variables_say() -> None:
+    environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"}
+    ranks = Ranks.started_by_launcher(environ)
+    assert (ranks.rank, ranks.count, ranks.local_rank, ranks.local_count) == (5, 8, 1, 4)
+    assert "29500" in ranks.launch
+    assert ranks.own(Path("a/report.json")) == Path("a/report.rank5.json")
+    for odd in ({}, {"RANK": "1"}, {**environ, "RANK": "first"}):
+        assert Ranks.started_by_launcher(odd) == Ranks()
+    assert Ranks().own(Path("report.json")) == Path("report.json")

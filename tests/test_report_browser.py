@@ -5,8 +5,10 @@ report -> page -> Chromium -> coordinates of paths, text of cells, what is left 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -316,3 +318,51 @@ def test_without_a_script_the_figures_shapes_and_largest_tensors_are_there(
         assert driver.find_element("css selector", "#step path.line.planned").get_attribute("d").startswith("M")
     finally:
         driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+# --- reports that are unlike others
+
+HOSTILE = '</script><script>document.title = "broken"</script><b>&amp;"\u2028\' \u00e4\u4e16<!--' + "x" * 200
+
+
+def hostile_report(report: cm.SwapReport) -> cm.SwapReport:
+    assert report.planned is not None
+    planned = dataclasses.replace(report.planned, modules=dict.fromkeys(report.planned.modules, HOSTILE))
+    return dataclasses.replace(report, device=HOSTILE, problems=(HOSTILE,), planned=planned)
+
+
+def large_report(report: cm.SwapReport) -> cm.SwapReport:
+    trace = chain(layers=1000)
+    plan = random_plan(Random(0), trace)
+    planned = PlannedStepData(trace=trace, plan=plan, link=H200_LINK, modules={}, predicted=True, times_us=(), latest=None)
+    (first, *_) = report.step_figures
+    return dataclasses.replace(report, planned=planned, step_figures=(first,) * 3000)
+
+
+UNLIKE: dict[str, Callable[[cm.SwapReport], cm.SwapReport]] = {
+    "hostile names": hostile_report,
+    "5000 tensors": large_report,
+    "no plans": lambda report: gpt_report(plans=False, steps=2),
+    "no step": lambda report: cm.SwapSession("1GiB", "64MiB", "sim").report(),
+    "no times": lambda report: made_up(stall_us=None, copy_us=None, hidden_fraction=None, spans=(), simulated=False),
+}
+
+
+@pytest.mark.parametrize("which", UNLIKE)
+def test_unlike_reports_open_on_a_phone_too(driver: Any, report: cm.SwapReport, tmp_path: Path, which: str) -> None:
+    found = UNLIKE[which](report)
+    found.save_html(tmp_path / "page.html")
+    show(driver, width=360, dark=True)
+    errors(driver)
+    driver.get((tmp_path / "page.html").as_uri())
+    assert errors(driver) == []
+    assert driver.title == f"Swap report: {found.device}"
+    widths = driver.execute_script("return [document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert widths[0] <= widths[1] <= 360
+    told = driver.execute_script("return JSON.parse(document.getElementById('data').textContent).figures")
+    assert told == json.loads(json.dumps(found.to_dict()))
+    if found.planned is not None:
+        named = {row.name for row in picture_of(found.planned).tensors}
+        assert {cells[0] for cells in rows(driver)} <= named and len(rows(driver)) == min(100, len(named))
+    else:
+        assert rows(driver) == []

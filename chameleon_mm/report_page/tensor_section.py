@@ -22,7 +22,7 @@ STATIC_ROWS = 100
 _COLUMNS = (
     ("name", "tensor"), ("does", "plan"), ("bytes", "size"), ("moved_bytes", "crosses"), ("saved_us", "made"),
     ("away_us", "away"), ("back_us", "back"), ("used_us", "used"), ("stall_us", "stall"),
-    ("measured_stall_us", "stall, measured"),
+    ("measured_stall_us", "waited"),
 )  # fmt: skip
 """Columns of the table of tensors, and what stands above them."""
 

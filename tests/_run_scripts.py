@@ -144,17 +144,40 @@ if __name__ == "__main__":
 """A script that looks at what it is run as, loads data in forked and spawned workers, trains, and writes files."""
 
 ENDINGS = {
-    "status": "import sys\nprint('out')\nsys.exit(300)",
-    "no status": "import sys\nsys.exit()",
-    "text": "import sys\nsys.exit('words')",
-    "error": "def f():\n    raise ValueError\ntry:\n    f()\nexcept ValueError as error:\n    raise KeyError('shallow') from error",
+    "status": "import sys; print('out'); sys.exit(300)",
+    "no status": "import sys; sys.exit()",
+    "text": "import sys; sys.exit('words')",
+    "error": """
+def f():
+    raise ValueError("deep")
+
+try:
+    f()
+except ValueError as error:
+    raise KeyError("shallow") from error
+""",
     "syntax": "x = = 1",
-    "interrupt": "import atexit\natexit.register(print, 'at exit')\nf = open('left.txt', 'w')\nf.write('x')\nraise KeyboardInterrupt",
-    "at once": "import os\nos._exit(5)",
-    "signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "interrupt": """
+import atexit
+atexit.register(print, "at exit")
+file = open("left.txt", "w")
+file.write("x")
+raise KeyboardInterrupt
+""",
+    "at once": "import os; os._exit(5)",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "own hook": "import sys\nsys.excepthook = lambda *told: print('hooked', told[0].__name__)\n1 / 0",
-    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('main')",
-    "child": "import os, sys\nif not os.fork():\n    sys.exit(4)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "thread": """
+import threading, time
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("main")
+""",
+    "child": """
+import os, sys
+if not os.fork():
+    sys.exit(4)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
 }
 """Scripts without torch, by how they end."""
 

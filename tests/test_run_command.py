@@ -1,4 +1,4 @@
-"""`chameleon-mm run`: a script as it is has the output, the files and the exit code that Python alone gives it, and was swapped."""
+"""`chameleon-mm run`: a script as it is has the output, files, exit code and bits that it has by Python alone, and is swapped."""
 
 from __future__ import annotations
 
@@ -56,10 +56,8 @@ def test_each_ending_is_pythons(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("", encoding="utf-8")
-    (package / "__main__.py").write_text(
-        "import sys\nfrom . import part\nprint(part.__name__, __name__, __package__, __spec__.name, sys.argv, sys.path[0])\n1 / 0",
-        encoding="utf-8",
-    )
+    shown = "part.__name__, __name__, __package__, __spec__.name, sys.argv, sys.path[0]"
+    (package / "__main__.py").write_text(f"import sys\nfrom . import part\nprint({shown})\n1 / 0", encoding="utf-8")
     (package / "part.py").write_text("import sys\nprint(sys.argv[0])", encoding="utf-8")
     cases |= {"package": ["-m", "package", "-m", "x"], "module": ["-m", "package.part"], "no module": ["-m", "package.sing"]}
     ended = runs(cases, tmp_path, tmp_path / "notes")
@@ -167,7 +165,7 @@ def test_an_error_inside_of_training_is_reported_too(trained: tuple[Path, dict[s
 def test_a_budget_that_is_too_small_stops_the_script_before_its_first_step(
     trained: tuple[Path, dict[str, Ended], dict[str, Any]],
 ) -> None:
-    folder, ended, reports = trained
+    _, ended, reports = trained
     assert ended["too_small"].code == 1
     assert ended["too_small"].out == ""
     assert "stopped before its first step: " in ended["too_small"].err

@@ -62,8 +62,8 @@ sys.exit(chameleon_mm.cli.main(["run", *case["arguments"]]))
 
 
 def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[str, Ended]:
-    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own: forks of one that has loaded
-    the library, so that loading it is paid once."""
+    """Run `chameleon-mm run arguments` for each of `cases` in `folder`, each in a process of its own: a fork of one that has
+    loaded the library."""
     told = json.dumps([{"arguments": list(arguments), "folder": str(folder)} for arguments in cases.values()])
     notes.mkdir()
     subprocess.run(
@@ -77,7 +77,7 @@ def runs(cases: Mapping[str, Sequence[str]], folder: Path, notes: Path) -> dict[
     return ended
 
 
-EVERYTHING = '''
+EVERYTHING = """
 import argparse, atexit, copy, pickle, sys, warnings
 from dataclasses import dataclass
 
@@ -140,25 +140,48 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 """A script that looks at what it is run as, loads data in forked and spawned workers, trains, and writes files."""
 
 ENDINGS = {
-    "status": "import sys\nprint('out')\nsys.exit(300)",
-    "no status": "import sys\nsys.exit()",
-    "text": "import sys\nsys.exit('words')",
-    "error": "def f():\n    raise ValueError('deep')\ntry:\n    f()\nexcept ValueError as error:\n    raise KeyError('shallow') from error",
+    "status": "import sys; print('out'); sys.exit(300)",
+    "no status": "import sys; sys.exit()",
+    "text": "import sys; sys.exit('words')",
+    "error": """
+def f():
+    raise ValueError("deep")
+
+try:
+    f()
+except ValueError as error:
+    raise KeyError("shallow") from error
+""",
     "syntax": "x = = 1",
-    "interrupt": "import atexit\natexit.register(print, 'at exit')\nfile = open('left.txt', 'w')\nfile.write('x')\nraise KeyboardInterrupt",
-    "at once": "import os\nos._exit(5)",
-    "signal": "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)",
+    "interrupt": """
+import atexit
+atexit.register(print, "at exit")
+file = open("left.txt", "w")
+file.write("x")
+raise KeyboardInterrupt
+""",
+    "at once": "import os; os._exit(5)",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     "own hook": "import sys\nsys.excepthook = lambda *told: print('hooked', told[0].__name__)\n1 / 0",
-    "thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\nprint('main')",
-    "child": "import os, sys\nif not os.fork():\n    sys.exit(4)\nprint(os.waitstatus_to_exitcode(os.wait()[1]))",
+    "thread": """
+import threading, time
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("main")
+""",
+    "child": """
+import os, sys
+if not os.fork():
+    sys.exit(4)
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+""",
 }
 """Scripts without torch, by how they end."""
 
-VARIANTS = '''
+VARIANTS = """
 import os, signal, sys, threading
 import torch
 import torch.nn.functional as F
@@ -306,6 +329,35 @@ def interrupted():
     raise AssertionError("the interrupt did not come")
 
 
+def transforms():
+    model = net()
+    train(model, steps=2)
+    given = dict(model.named_parameters())
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, x).square().mean()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(3):
+        found = torch.func.grad(loss)({name: p.detach() for name, p in given.items()}, torch.randn(1024, 128))
+        model(torch.randn(1024, 128)).square().mean().backward()
+        for name, p in given.items():
+            p.grad += found[name]
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(given.values())
+
+
+def own_session_later():
+    import chameleon_mm as cm
+    model = net()
+    train(model, steps=2)
+    model(torch.randn(1024, 128)).square().mean().backward()
+    with cm.SwapSession("6MiB", model=model, min_bytes="64KiB") as session:
+        for step in range(3):
+            with session.step():
+                train(model, steps=1)
+    return list(model.parameters())
+
+
 def failing():
     model = net()
     train(model)
@@ -325,10 +377,10 @@ if __name__ == "__main__":
         values = globals()[name]()
         torch.save([v.detach() for v in values], f"{sys.argv[1]}_{name}.pt")
         print(name, [v.detach().double().sum().item() for v in values])
-'''
+"""
 """Ways to train, each a function of a script that is given the beginning of its files' names and which of them to run."""
 
-TRAINER = '''
+TRAINER = """
 import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
@@ -342,10 +394,11 @@ arguments = TrainingArguments(output_dir="out", use_cpu=True, max_steps=6, per_d
                               logging_strategy="no")
 trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, eval_dataset=rows[:8])
 print(trainer.train().training_loss)
+print(trainer.evaluate()["eval_loss"])
 torch.save(trainer.model.state_dict(), sys.argv[1] + ".pt")
-'''
+"""
 
-RANKS = '''
+RANKS = """
 import os, sys
 import torch
 from torch import nn
@@ -370,4 +423,4 @@ for step in range(4):
 torch.save([p.detach() for p in model.parameters()], f"{sys.argv[1]}{rank}.pt")
 os.write(1, f"{rank} {loss.item()}\\n".encode())
 dist.destroy_process_group()
-'''
+"""

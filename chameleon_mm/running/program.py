@@ -149,7 +149,7 @@ def _exit_code(done: SystemExit) -> int:
 
 
 def _tell(error: BaseException) -> None:
-    """Show `error` as Python would at the end of the program: without frames of ours, by the program's own hook, if it has one."""
+    """Show `error` as Python would at the end of the program, by `sys.excepthook`, without frames of ours."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

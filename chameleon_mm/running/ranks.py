@@ -5,8 +5,8 @@ gathering = Gathering(ranks); gathering.begin()
 gathering.leave(figures)                    # as this rank ends
 told = gathering.told_by_last()             # the ranks of this host, for the last that ends; None for all others
 
-Note [Gathering]: ranks leave their figures in a folder of the host and wait for nobody. The last is the one that finds that each of
-the others has left its own, or is no process any more: such a rank is missing. Whoever is sure makes the mark, once.
+Note [Gathering]: ranks leave their figures in a folder of the host and wait for nobody. The last is the one that finds that
+each of the others has left its own, or is no process any more: such a rank is missing. Where two find so, one makes the mark.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Gathering:
                 whole.rename(file)  # at once: another rank reads it whole, or not at all
 
     def told_by_last(self) -> Told | None:
-        """What all ranks of this host left, for the one that is the last, once; None for the others. The folder is gone then."""
+        """What all ranks of this host left, for the last one, once; None for the others. The folder is gone then."""
         if not self._usable:
             return None
         missing = []

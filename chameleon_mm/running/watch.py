@@ -6,9 +6,11 @@ watch.begin()                                # a global forward pre-hook, and to
 report = watch.finish(error)
 
 Note [Watch]: hooks of single modules would be in what `torch.save(model)` and `copy.deepcopy(model)` write. So there is one
-global pre-hook, which every module calls, and it is away from the outermost module's call to its return: inner modules run, and are compiled, as if there were none. A step
-begins with the first module that is called with gradients on and has parameters that need some. Where no module is called
-outside of compiled code, steps follow each other without a gap.
+global pre-hook, which every module calls, and it is away from the outermost module's call to its return: inner modules run, and
+are compiled, as if there were none. A step begins with the first module that is called with gradients on and has parameters
+that need some. Where no module is called outside of compiled code, steps follow each other without a gap, the last one to the
+end of the program. Hooks and modes of autograd's and torch's are stacks: the session is entered, and steps begin, only where
+nobody else's are on, as whoever put them on would take ours off in their place.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.report import SwapReport
+from chameleon_mm.running.torch_func import TransformsBesideHooks
 from chameleon_mm.session import SwapSession
 from chameleon_mm.step_bounds import StepBounds
 from chameleon_mm.uncompiled import uncompiled
@@ -67,6 +70,7 @@ class TrainingWatch:
         self._own_hook: object = None
         """What autograd calls for saved tensors in the session."""
         self._own_modes = 0
+        self._transforms = TransformsBesideHooks(lambda hook: hook is not None and hook is self._own_hook)
         self._optimizers_step = False
         """Whether an optimizer of torch's has stepped."""
         self._forwards = 0
@@ -83,6 +87,7 @@ class TrainingWatch:
 
     def begin(self) -> None:
         """Look for training from now on."""
+        self._transforms.begin()
         self._module_hook = register_module_forward_pre_hook(self._called)
         self._optimizer_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
 
@@ -106,6 +111,7 @@ class TrainingWatch:
         Raises what the session raises as it ends.
         """
         self._module_returned()
+        self._transforms.end()
         for handle in (self._module_hook, self._optimizer_hook):
             if handle is not None:
                 handle.remove()
@@ -135,7 +141,11 @@ class TrainingWatch:
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._elsewhere() or self.stood_aside is not None:
+        if self._elsewhere():
+            return
+        if self.stood_aside is not None:
+            if self._bounds is not None:
+                self._bounds.end()
             return
         self._module_returned()  # if an interrupt that somebody caught took the module's return away
         bounds, session, self._optimizers_step = self._bounds, self._session, True

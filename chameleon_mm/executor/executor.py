@@ -157,9 +157,7 @@ class Executor:
                 return t
             assert handle.moved is not None  # memory was short
             return self._use_view(handle.moved, is_hook=False)
-        return handle.rebuild(
-            {k: self._use(part, is_hook=is_hook and part is handle.moving) for k, part in handle.parts.items()}
-        )
+        return handle.rebuild(lambda part, at_hook: self._use(part, is_hook=is_hook and at_hook))
 
     def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
         saved = handle.claim.saved

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,7 +121,9 @@ class WrapperHandle:
         self.parts = parts
         moving = [part for part in parts.values() if not isinstance(part, KeptTensor)]
         only = moving[0] if len(moving) == 1 else None
-        self.moving = None if isinstance(only, WrapperHandle) and only.moving is None else only
+        self.moving: SwappedView | WrapperHandle | None = (
+            None if isinstance(only, WrapperHandle) and only.moving is None else only
+        )
         """Handle of the only part that moves, which may be of another wrapper; None: several do."""
         self.saved_at = _NOWHERE
         self._rest = rest
@@ -153,9 +156,9 @@ class WrapperHandle:
         if self.moving is not None:
             self.moving.saved_at = at
 
-    def rebuild(self, inner: dict[str, Tensor]) -> Tensor:
-        """The wrapper around `inner`, as it was saved."""
-        whole = {**inner, **self._rest}
+    def rebuild(self, use: Callable[[Handle, bool], Tensor]) -> Tensor:
+        """The wrapper as it was saved. `use(handle, at_hook)`: tensor of a part, for which the wrapper's hook is or is not."""
+        whole = {**{name: use(part, part is self.moving) for name, part in self.parts.items()}, **self._rest}
         wrapped: Tensor = self._type.__tensor_unflatten__(whole, self._context, self._shape, self._stride)
         return wrapped
 

@@ -146,6 +146,7 @@ def main(folder: Path) -> None:
         for engine in ENGINES
         for way in WAYS
         for place in ("forward", "backward")
+        if engine is ddp or way is is_killed
         for with_session in (False, True)
     ]
     for number, case in enumerate(cases):

@@ -12,13 +12,12 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import chameleon_mm as cm
-import chameleon_mm.pinned.host_memory
-import chameleon_mm.ranks
 from chameleon_mm.units import GIB, MIB
 from tests._rank_programs import ddp
 
@@ -54,8 +53,8 @@ def trained(hbm_budget: int) -> cm.SwapReport:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    chameleon_mm.pinned.host_memory.available_host_bytes = lambda: AVAILABLE_BYTES  # type: ignore[assignment]  # for a machine
-    chameleon_mm.ranks.available_host_bytes = lambda: AVAILABLE_BYTES  # type: ignore[assignment]  # of a known size
+    for module in ("pinned.host_memory", "ranks"):
+        patch(f"chameleon_mm.{module}.available_host_bytes", return_value=AVAILABLE_BYTES).start()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
     seen: dict[str, Any] = {

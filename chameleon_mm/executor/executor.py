@@ -35,7 +35,7 @@ from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
-from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, used_in_capture, used_in_child
+from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
@@ -125,7 +125,8 @@ class Executor:
         claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
         finished, hook = self._outs.finished() if self._outs.fresh else (), NO_HOOK
         if is_hook:
-            hook = self.director.on_save(t, None if claim is None else claim.saved, finished)
+            at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
+            hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         watch = self.recording.watch
         if watch is not None:
             self.recomputing.audit(finished, self._ins.restore)
@@ -150,7 +151,7 @@ class Executor:
         handle.check_version()
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
-        if is_hook:
+        if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
             self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
             t = handle.tensor
@@ -158,7 +159,7 @@ class Executor:
                 return t
             assert handle.moved is not None  # memory was short
             return self._use_view(handle.moved, is_hook=False)
-        return handle.rebuild({name: self._use(part, is_hook=False) for name, part in handle.parts.items()})
+        return handle.rebuild(lambda part, at_hook: self._use(part, is_hook=is_hook and at_hook))
 
     def _use_view(self, handle: SwappedView, *, is_hook: bool) -> Tensor:
         saved = handle.claim.saved

@@ -25,6 +25,9 @@ from chameleon_mm.saved.handles import Handle, KeptTensor, WrapperHandle
 
 _log = logging.getLogger(__name__)
 
+_MOST_VIEWS = 8
+"""Operators between a parameter and a view of what it wraps, at most."""
+
 
 class ProtectedStorages:
     """Storages that stay on the device whatever we do: a model's parameters and buffers, and what outlived its saves."""
@@ -72,12 +75,31 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     holder = t if base is None else base
     if holder.requires_grad and holder.is_leaf:
         return SaveFacts(nbytes=0, kind="leaf")
+    if t.requires_grad and not holder.requires_grad and is_part_of_parameter(t):
+        return SaveFacts(nbytes=0, kind="parameter")
     storage = t.untyped_storage()
     if id(storage) in protected.refs and storage in protected:
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
+
+
+def is_part_of_parameter(t: Tensor) -> bool:
+    """Whether `t`, a view that a custom function made, lies in what a parameter of a wrapper class wraps, as `to_local()` of a
+    `DTensor` does: FSDP2 frees that memory and fills it again."""
+    node, storage = t.grad_fn, t.untyped_storage()
+    for _ in range(_MOST_VIEWS):
+        before = () if node is None else node.next_functions
+        if len(before) != 1:
+            return False
+        node = before[0][0]
+        leaf = getattr(node, "variable", None)  # of the node that accumulates a leaf's gradient
+        if leaf is not None:
+            parts = unwrapped(leaf) if isinstance(leaf, Parameter) else None
+            inner = () if parts is None else parts[0].values()
+            return any(isinstance(part, Tensor) and part.untyped_storage()._cdata == storage._cdata for part in inner)
+    return False
 
 
 def covered_bytes(t: Tensor) -> int:

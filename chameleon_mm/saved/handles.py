@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,14 +109,23 @@ class WrapperHandle:
     """A saved wrapper subclass (DTensor, NF4, Float8, jagged ...): handles of the tensors it wraps, and how to wrap them again.
 
     PyTorch's own protocol for such classes: `__tensor_flatten__` and `__tensor_unflatten__`. Writes reach the inner tensors,
-    whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper.
+    whose handles check their versions; the wrapper's own counter is checked too while anybody holds the wrapper. Where a single
+    one of them moves, as of a DTensor, steps and plans take the wrapper's hooks for hooks of that one.
     """
 
-    __slots__ = ("_context", "_expected", "_origin", "_ref", "_rest", "_shape", "_stride", "_type", "parts", "saved_at")
+    __slots__ = (
+        "_context", "_expected", "_origin", "_ref", "_rest", "_saved_at", "_shape", "_stride", "_type", "moving", "parts"
+    )  # fmt: skip
 
     def __init__(self, t: Tensor, parts: dict[str, Handle], rest: dict[str, Any], context: Any) -> None:
-        self.saved_at = _NOWHERE
         self.parts = parts
+        moving = [part for part in parts.values() if not isinstance(part, KeptTensor)]
+        only = moving[0] if len(moving) == 1 else None
+        self.moving: SwappedView | WrapperHandle | None = (
+            None if isinstance(only, WrapperHandle) and only.moving is None else only
+        )
+        """Handle of the only part that moves, which may be of another wrapper; None: several do."""
+        self.saved_at = _NOWHERE
         self._rest = rest
         self._context = context
         self._type: Any = type(t)
@@ -130,9 +140,25 @@ class WrapperHandle:
         if t is not None and t._version != self._expected:
             raise RuntimeError(inplace_message((t.type(), t.shape), self._origin, t._version, self._expected))
 
-    def rebuild(self, inner: dict[str, Tensor]) -> Tensor:
-        """The wrapper around `inner`, as it was saved."""
-        whole = {**inner, **self._rest}
+    @property
+    def claim(self) -> Claim | None:
+        """Claim on the only storage in it that moves; None: several do."""
+        return None if self.moving is None else self.moving.claim
+
+    @property
+    def saved_at(self) -> tuple[int, int]:
+        """The step, and the number of the hook in it; of the only part that moves, too."""
+        return self._saved_at
+
+    @saved_at.setter
+    def saved_at(self, at: tuple[int, int]) -> None:
+        self._saved_at = at
+        if self.moving is not None:
+            self.moving.saved_at = at
+
+    def rebuild(self, use: Callable[[Handle, bool], Tensor]) -> Tensor:
+        """The wrapper as it was saved. `use(handle, at_hook)`: tensor of a part, for which the wrapper's hook is or is not."""
+        whole = {**{name: use(part, part is self.moving) for name, part in self.parts.items()}, **self._rest}
         wrapped: Tensor = self._type.__tensor_unflatten__(whole, self._context, self._shape, self._stride)
         return wrapped
 

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
+from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.optimizer_state import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.parameters import DeviceBesideWindow, ParameterSwap, beside_window, check_parameters
 from chameleon_mm.rerun import Repair
+from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.snapshots import Snapshots
 
 BUCKET_SHARE = 1 / 16
@@ -111,6 +113,17 @@ class ModelSwap:
     def window_bytes(self, hbm_budget_bytes: int) -> int:
         """Bytes to set aside for parameters and gradients within a budget. Raises `InfeasibleBudget`."""
         return 0 if self._parameters is None else self._parameters.window_bytes(hbm_budget_bytes)
+
+    def check_budget(self, device: Device, hbm_budget_bytes: int, checksums: Checksums | None) -> None:
+        """Raise `InfeasibleBudget` for a budget that what never moves takes already, `checksums` among it."""
+        check_budget(
+            device,
+            hbm_budget_bytes,
+            tensors=() if self.swaps_parameters else tensors_of(self._of_snapshots),
+            movable_bytes=self.movable_bytes,
+            window_bytes=self.window_bytes(hbm_budget_bytes),
+            checksum_bytes=0 if checksums is None else checksums.nbytes,
+        )
 
     def attach(self, stack: ExitStack) -> None:
         """Swap until `stack` is left: everything is back on the device then."""

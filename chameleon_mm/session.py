@@ -28,7 +28,6 @@ from chameleon_mm.arguments import check_type, describe
 from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
-from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import NEXT, Phase
@@ -395,12 +394,4 @@ class SwapSession:
         )
 
     def _check_budget(self, hbm_budget_bytes: int) -> None:
-        checksums = self._executor.checksums
-        check_budget(
-            self.device,
-            hbm_budget_bytes,
-            tensors=() if self._model_swap.swaps_parameters else tensors_of(self._model),
-            movable_bytes=self._model_swap.movable_bytes,
-            window_bytes=self._model_swap.window_bytes(hbm_budget_bytes),
-            checksum_bytes=0 if checksums is None else checksums.nbytes,
-        )
+        self._model_swap.check_budget(self.device, hbm_budget_bytes, self._executor.checksums)

@@ -44,7 +44,7 @@ class ModelSwap:
         self._model = model if check_parameters(parameters, model) else None
         self._beside: DeviceBesideWindow | None = None
         self._state: OptimizerSwap | None = None
-        self._of_snapshots = model
+        self._given_model = model
         self._snapshots: Snapshots | None = None
         self._parameters: ParameterSwap | None = None
 
@@ -119,7 +119,7 @@ class ModelSwap:
         check_budget(
             device,
             hbm_budget_bytes,
-            tensors=() if self.swaps_parameters else tensors_of(self._of_snapshots),
+            tensors=() if self.swaps_parameters else tensors_of(self._given_model),
             movable_bytes=self.movable_bytes,
             window_bytes=self.window_bytes(hbm_budget_bytes),
             checksum_bytes=0 if checksums is None else checksums.nbytes,
@@ -136,11 +136,11 @@ class ModelSwap:
 
     def snapshots(self, what: str, executor: Executor) -> Snapshots:
         """Snapshots of the model and its optimizer, for the session's method `what`. Raises `ValueError` without a model."""
-        if self._of_snapshots is None:
+        if self._given_model is None:
             raise ValueError(f"session.{what}(): expected a session that knows its model; make it SwapSession(model=model)")
         if self._snapshots is None:
             leave = None if self._state is None else self._state.leave
-            self._snapshots = Snapshots(executor, self._of_snapshots, self._optimizer, parameters=self._parameters, leave=leave)
+            self._snapshots = Snapshots(executor, self._given_model, self._optimizer, parameters=self._parameters, leave=leave)
         return self._snapshots
 
     def _drop_snapshots(self) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 # lost, and NumPy left half imported, for some later line to fail on.
 import numpy as np  # noqa: F401 - for when it is imported, not for its names
 
+from chameleon_mm import integrations
 from chameleon_mm.attach import Attachment, attach
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
@@ -44,8 +45,8 @@ from chameleon_mm.snapshots import Snapshot, SnapshotWrite
 __version__ = "0.1.0"
 
 __all__ = [
-    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice", "DeviceUnavailable",
-    "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError", "SessionClosedError",
-    "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession",
-    "TransferFailed", "attach", "resolve_device", "save_on_cpu",
+    "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
+    "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError",
+    "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite", "SwapMismatch",
+    "SwapReport", "SwapSession", "TransferFailed", "attach", "integrations", "resolve_device", "save_on_cpu",
 ]  # fmt: skip

@@ -98,8 +98,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     where it is. `optimizer` and `session_args` are those of `SwapSession`: an optimizer that is given has its state in host
     memory between its steps; steps of others are found as well. `device` is the model's unless given.
 
-    Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what `SwapSession`
-    raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device.
+    Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what
+    `SwapSession` raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
     for name, module in model.named_modules():

@@ -70,7 +70,7 @@ class StepBounds:
         self._end_step()
 
     def _is_over(self) -> bool:
-        """Whether the step that runs is over, as the next forward begins: an optimizer stepped in it, or its gradients are gone."""
+        """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""
         if self._optimizer_steps:
             return True
         return self.session.backward_has_run and all(p.grad is None for p in self._parameters())

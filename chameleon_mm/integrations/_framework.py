@@ -1,4 +1,4 @@
-"""Checks which version of a framework is installed, and what a callback is given, before anything is trained.
+"""Loads a framework, and checks which version of it is installed before anything is trained.
 
 FRAMEWORK = Framework("transformers", first=(5, 0), last=(5, 23))
 transformers = FRAMEWORK.load()      # an ImportError that names the extra where it is missing
@@ -8,14 +8,10 @@ FRAMEWORK.check_version()            # a warning where the version is none that 
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
 import re
 from dataclasses import dataclass
 from typing import Any
-
-from chameleon_mm.session import SwapSession
-from chameleon_mm.units import parse_size
 
 _log = logging.getLogger(__name__)
 
@@ -55,17 +51,3 @@ class Framework:
                 "a run without swapping first",
                 self.name, first, last, version,
             )  # fmt: skip
-
-
-def check_session_args(what: str, session_args: dict[str, Any], *, without: tuple[str, ...]) -> None:
-    """Raise `TypeError` or `ValueError` for what `SwapSession` will not take, long before that is made.
-
-    `without`: its arguments that `what` finds out by itself.
-    """
-    known = inspect.signature(SwapSession).parameters
-    for name, value in session_args.items():
-        if name not in known or name in without:
-            others = ", ".join(other for other in known if other not in without)
-            raise TypeError(f"{what}: expected arguments of SwapSession ({others}), got {name}=; leave it out")
-        if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
-            parse_size(value, what=name)

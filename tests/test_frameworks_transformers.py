@@ -51,7 +51,7 @@ def trained(build: Any, folder: Path, swap: Any = None, **args: Any) -> Outcome:
     model = build()
     made = trainer(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
     made.train()
-    check_nothing_left(model, 0)
+    check_nothing_left(model)
     return seen.finish(model, made.optimizer)
 
 

@@ -59,12 +59,12 @@ class Trainings:
         """Attach to `model` for the training that `key` stands for."""
         if self._key is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
             raise RuntimeError(
-                f"{self._what}: expected one training at a time, got a second one while one runs on {self._thread.name}; make a "
-                f"callback for each trainer"
+                f"{self._what}: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
+                f"a callback for each trainer"
             )
         if self._optimizer_state and len(optimizers) != 1:
             raise ValueError(
-                f"{self._what}: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave optimizer_state out"
+                f"{self._what}: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
             )
         self.detach()
         self._attachment = attach(model, optimizers[0] if self._optimizer_state else None, **self._session_args)

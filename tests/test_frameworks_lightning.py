@@ -14,7 +14,7 @@ from lightning import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import chameleon_mm as cm
 from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
@@ -88,9 +88,18 @@ class Adversaries(LightningModule):  # type: ignore[misc]  # mypy does not follo
         return [torch.optim.Adam(self.critic.parameters(), lr=1e-3), torch.optim.Adam(self.maker.parameters(), lr=1e-3)]
 
 
-def batches(rows: int) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    return [(torch.randn(3, 32, 32, generator=generator), torch.randint(5, (), generator=generator)) for _ in range(rows)]
+class Examples(Dataset[tuple[Tensor, Tensor]]):
+    """Made as they are asked for: a simulated GPU takes tensors that stay for its own."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(3, 32, 32, generator=generator), torch.randint(5, (), generator=generator)
 
 
 def trainer(folder: Path, callbacks: list[Any], **args: Any) -> Any:
@@ -105,7 +114,7 @@ def trained(build: Callable[[Seen], Any], folder: Path, swap: Any = None, **args
     seen = Seen()
     module = build(seen)
     made = trainer(folder, [] if swap is None else [swap], **args)
-    made.fit(module, DataLoader(batches(24), batch_size=4, shuffle=True), DataLoader(batches(4), batch_size=4))
+    made.fit(module, DataLoader(Examples(24), batch_size=4, shuffle=True), DataLoader(Examples(4), batch_size=4))
     check_nothing_left(module)
     return seen.finish(module, *made.optimizers)
 
@@ -133,9 +142,9 @@ def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: P
 @pytest.mark.parametrize(
     ("checkpointing", "options", "budget_kib"),
     [
-        (False, ("evaluation",), 400),
-        (False, ("accumulation", "clipping", "bf16"), 400),
-        (True, ("clipping", "accumulation"), 400),
+        (False, ("evaluation",), 500),
+        (False, ("accumulation", "clipping", "bf16"), 450),
+        (True, ("clipping", "accumulation"), 500),
     ],
 )
 def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, ...], budget_kib: int, tmp_path: Path) -> None:
@@ -143,7 +152,7 @@ def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, 
 
 
 def test_manual_optimization_gives_the_same_bits(tmp_path: Path) -> None:
-    check_bits(Adversaries, ("two steps a batch",), tmp_path, 200)
+    check_bits(Adversaries, ("two steps a batch",), tmp_path, 250)
 
 
 @pytest.mark.thorough
@@ -168,7 +177,7 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         net = RESNET()
         model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
         swap = None if budget is None else cm.attach(model, optimizer, **swapping(budget))
-        for number, (pictures, labels) in enumerate(itertools.islice(itertools.cycle(DataLoader(batches(24), 4)), 2 * STEPS)):
+        for number, (pictures, labels) in enumerate(DataLoader(Examples(8 * STEPS), 4)):
             accumulating = number % 2 == 0
             with fabric.no_backward_sync(model, enabled=accumulating):
                 loss = model(pixel_values=pictures, labels=labels).loss
@@ -188,4 +197,4 @@ def test_fabric_gives_the_same_bits(precision: str) -> None:
         assert swap.report().state_bytes_swapped_out == 0  # none is as large as 64 KiB
         return outcome, swap.report()
 
-    check_same(train(None)[0], swapped, 400)
+    check_same(train(None)[0], swapped, 480)

@@ -53,7 +53,6 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
         "gradient_accumulation_steps": 2,
         f"{CHECKPOINTING}_checkpointing": checkpointing,
         "bf16": checkpointing,
-        "loss_type": loss,
     }
 
     def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:

@@ -36,6 +36,7 @@ from chameleon_mm.errors import (
     SwapMismatch,
     TransferFailed,
 )
+from chameleon_mm.install import install, uninstall
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
 from chameleon_mm.save_on_cpu import save_on_cpu
@@ -48,5 +49,6 @@ __all__ = [
     "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "PinnedBlock", "PinnedPool", "PoolStateError",
     "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite", "SwapMismatch",
-    "SwapReport", "SwapSession", "TransferFailed", "attach", "integrations", "resolve_device", "save_on_cpu",
+    "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations", "resolve_device",
+    "save_on_cpu", "uninstall",
 ]  # fmt: skip

@@ -29,9 +29,10 @@ class Pictures(LightningModule):  # type: ignore[misc]  # mypy does not follow l
 
     def __init__(self, seen: Seen, *, checkpointing: bool = False) -> None:
         super().__init__()
-        self.net = RESNET()
+        net: Any = RESNET()
+        self.net = net
         if checkpointing:
-            for stage in self.net.resnet.encoder.stages:
+            for stage in net.resnet.encoder.stages:
                 inner = stage.forward
                 stage.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
         self.seen = seen

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import chameleon_mm as cm
 from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
@@ -47,7 +47,9 @@ def test_accelerate_gives_the_same_bits(precision: str, checkpointing: bool, bud
             net.enable_gradient_checkpointing()
         made = torch.optim.AdamW(net.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(made, 5)
-        model, optimizer, loader, schedule = accelerator.prepare(net, made, DataLoader(range(2 * STEPS)), schedule)
+        model, optimizer, loader, schedule = accelerator.prepare(
+            net, made, DataLoader(TensorDataset(torch.arange(2 * STEPS))), schedule
+        )
         swap = None if budget is None else cm.integrations.accelerate.attach(accelerator, model, **swapping(budget))
         for _ in loader:
             with accelerator.accumulate(model):

@@ -18,6 +18,7 @@ from __future__ import annotations
 # lost, and NumPy left half imported, for some later line to fail on.
 import numpy as np  # noqa: F401 - for when it is imported, not for its names
 
+from chameleon_mm import integrations
 from chameleon_mm.attach import Attachment, attach
 from chameleon_mm.device import CudaDevice, SimDevice, resolve_device
 from chameleon_mm.errors import (
@@ -35,6 +36,7 @@ from chameleon_mm.errors import (
     SwapMismatch,
     TransferFailed,
 )
+from chameleon_mm.install import install, uninstall
 from chameleon_mm.merged_report import MergedReport, merge_reports
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.report import SwapReport
@@ -48,5 +50,6 @@ __all__ = [
     "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
     "PoolStateError", "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite",
-    "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "merge_reports", "resolve_device", "save_on_cpu",
+    "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations", "merge_reports",
+    "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

@@ -56,6 +56,15 @@ class Attachment:
         """Report of what the session has done so far; see `SwapSession.report`."""
         return self.session.report()
 
+    def begin_step(self) -> None:
+        """Begin a step where the engine knows that one begins; does nothing where one runs. Forwards and optimizers bound no
+        step until `end_step`."""
+        self._bounds.begin()
+
+    def end_step(self) -> None:
+        """End the step that runs, as one that was completed."""
+        self._bounds.end(completed=True)
+
     def detach(self) -> None:
         """End the session, on the thread that attached it: no hook is left, and no memory but what graphs that are still alive
         need. Does nothing the second time."""
@@ -98,8 +107,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     where it is. `optimizer` and `session_args` are those of `SwapSession`: an optimizer that is given has its state in host
     memory between its steps; steps of others are found as well. `device` is the model's unless given.
 
-    Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what `SwapSession`
-    raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device.
+    Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what
+    `SwapSession` raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
     for name, module in model.named_modules():
@@ -111,6 +120,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
             )
     if "model" in session_args:
         raise TypeError(f"attach: expected the model once, got model={describe(session_args['model'])} as well; leave it out")
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner  # an engine's wrapper around it
     session_args.setdefault("device", _device_of(model))
     attachment = Attachment(SwapSession(model=model, optimizer=optimizer, **session_args), model)
     attachment._enter()

@@ -1,0 +1,25 @@
+"""Modules that attach swapping to a training framework, one for each; a framework is imported with its module.
+
+    import chameleon_mm as cm
+
+    trainer = Trainer(..., callbacks=[cm.integrations.transformers.SwapCallback(hbm_budget="20GiB")])
+
+Importing this package imports no framework. Without its framework, a module raises an `ImportError` that names the extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+_MODULES = ("accelerate", "lightning", "transformers", "trl")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

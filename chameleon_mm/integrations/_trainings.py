@@ -1,0 +1,104 @@
+"""The trainings that one callback is attached to, one after the other.
+
+trainings = Trainings("SwapCallback", session_args)
+trainings.begin(key, model, optimizer)     # attached; `key` is an object of this training's alone
+trainings.expect(key)                      # at each step: a RuntimeError where another one is attached, or none
+trainings.end(key)                         # detached
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from chameleon_mm.arguments import check_type
+from chameleon_mm.attach import Attachment, attach
+from chameleon_mm.report import SwapReport
+from chameleon_mm.session import SwapSession
+from chameleon_mm.units import parse_size
+
+
+class Trainings:
+    """Attaches one training at a time, and detaches what the one before has left.
+
+    A training that raised may tell nobody. What it left attached goes as the next one begins, or as this object does.
+    """
+
+    def __init__(self, what: str, session_args: dict[str, Any], *, optimizer_state: bool) -> None:
+        """`what`: the name of the callback, for errors. Raises `TypeError` and `ValueError` for arguments that `SwapSession`
+        will not take."""
+        check_type("optimizer_state", optimizer_state, bool, "True or False", "pass one of the two")
+        _check_session_args(what, session_args)
+        self._what = what
+        self._session_args = session_args
+        self._optimizer_state = optimizer_state
+        self._attachment: Attachment | None = None
+        self._key: object = None
+        self._thread = threading.current_thread()
+        self._finalizer: weakref.finalize[..., Any] | None = None
+
+    @property
+    def attachment(self) -> Attachment:
+        """That of the latest training. Raises `RuntimeError` before the first."""
+        if self._attachment is None:
+            raise RuntimeError(
+                f"{self._what}: expected a training that has begun, got none; ask once training runs, or after it"
+            )
+        return self._attachment
+
+    def report(self) -> SwapReport:
+        """Report of the latest training."""
+        return self.attachment.report()
+
+    def begin(self, key: object, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Attach to `model` for the training that `key` stands for."""
+        if self._key is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
+            raise RuntimeError(
+                f"{self._what}: expected one training at a time, got a second one while one runs on {self._thread.name}; make "
+                f"a callback for each trainer"
+            )
+        if self._optimizer_state and len(optimizers) != 1:
+            raise ValueError(
+                f"{self._what}: expected one optimizer with optimizer_state=True, got {len(optimizers)}; leave it out"
+            )
+        self.detach()
+        self._attachment = attach(model, optimizers[0] if self._optimizer_state else None, **self._session_args)
+        self._thread = threading.current_thread()
+        self._key = key
+        self._finalizer = weakref.finalize(self, self._attachment.detach)
+        self._finalizer.atexit = False
+
+    def expect(self, key: object) -> None:
+        """Raise `RuntimeError` unless `key`'s training is the one that is attached."""
+        if self._key is not key:
+            raise RuntimeError(
+                f"{self._what}: expected to be one of the trainer's callbacks before training begins, and in one training at a "
+                f"time, got a step of a training that it is not attached to; pass a new one to each Trainer(callbacks=[...])"
+            )
+
+    def end(self, key: object) -> None:
+        """Detach, if `key`'s training is the one that is attached."""
+        if self._key is key:
+            self.detach()
+
+    def detach(self) -> None:
+        """Detach whatever is attached, on the thread that trained."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._key = None
+        if self._attachment is not None:
+            self._attachment.detach()
+
+
+def _check_session_args(what: str, session_args: dict[str, Any]) -> None:
+    known = [name for name in inspect.signature(SwapSession).parameters if name not in ("model", "optimizer")]
+    for name, value in session_args.items():
+        if name not in known:
+            raise TypeError(f"{what}: expected arguments of SwapSession ({', '.join(known)}), got {name}=; leave it out")
+        if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
+            parse_size(value, what=name)

@@ -1,0 +1,42 @@
+"""Swaps in a training loop of Hugging Face's `accelerate`.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+swap = attach(accelerator, model, hbm_budget="20GiB")
+...                                # train, with accelerator.accumulate(model) or without
+print(swap.report())
+swap.detach()
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from chameleon_mm.arguments import check_type
+from chameleon_mm.attach import Attachment
+from chameleon_mm.attach import attach as attach_model
+from chameleon_mm.integrations._framework import Framework
+
+FRAMEWORK = Framework("accelerate", first=(1, 0), last=(1, 15))
+accelerate = FRAMEWORK.load()
+
+
+def attach(
+    accelerator: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any
+) -> Attachment:
+    """Swap what training of `model` keeps for backward: `chameleon_mm.attach`, with what `accelerator.prepare` returned.
+
+    `optimizer` and `session_args` are those of `SwapSession`; a prepared optimizer is unwrapped. Raises `TypeError` for what is
+    no `Accelerator`, `ValueError` for a model that it has not prepared, and what `chameleon_mm.attach` raises.
+    """
+    check_type("accelerator", accelerator, accelerate.Accelerator, "an accelerate.Accelerator", "pass the loop's own")
+    check_type("model", model, nn.Module, "a torch.nn.Module", "pass what accelerator.prepare returned")
+    if not any(prepared is model for prepared in accelerator._models):
+        raise ValueError(
+            f"attach: expected a model that this accelerator has prepared, got a {type(model).__name__} that it has not; call "
+            f"accelerator.prepare first, and pass what it returns"
+        )
+    FRAMEWORK.check_version()
+    return attach_model(model, optimizer, **session_args)

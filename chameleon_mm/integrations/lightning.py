@@ -1,0 +1,71 @@
+"""Swaps in Lightning's `Trainer`. Fabric's loops take `chameleon_mm.attach(fabric.setup(model, ...))`.
+
+    swap = SwapCallback(hbm_budget="20GiB")
+    Trainer(callbacks=[swap]).fit(module, data)    # attached as training begins, detached as it ends
+    print(swap.report())
+
+A step is all that happens from the start of a batch to the end of the first one in which an optimizer stepped, automatic or
+manual: Lightning calls `training_step` past the module's forward, and inside of the optimizer's step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations._trainings import Trainings
+from chameleon_mm.report import SwapReport
+
+FRAMEWORK = Framework("lightning", first=(2, 5), last=(2, 6))
+
+
+def _callback_class() -> Any:
+    """The class that callbacks of Lightning's `Trainer` are of."""
+    FRAMEWORK.load()
+    from lightning.pytorch.callbacks import Callback
+
+    return Callback
+
+
+class SwapCallback(_callback_class()):  # type: ignore[misc]  # mypy does not follow lightning
+    """Swaps what a `LightningModule` keeps for backward, while `Trainer.fit` runs.
+
+    `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the module's one optimizer is in host memory
+    between its steps. One callback is for one training at a time, any number of them after each other.
+
+    Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `fit` raises `InfeasibleBudget` before its
+    first step where the budget is below what lies on the device.
+    """
+
+    def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
+        self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
+        self._steps_before = 0
+        """Optimizer steps before the batch that runs."""
+
+    def report(self) -> SwapReport:
+        """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
+        return self._trainings.report()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Attach to the module, which is on its device by now."""
+        FRAMEWORK.check_version()
+        self._trainings.begin(trainer, pl_module, trainer.optimizers)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step, unless the batches of one are still being accumulated."""
+        self._trainings.expect(trainer)
+        self._steps_before = trainer.global_step
+        self._trainings.attachment.begin_step()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End the step if this batch was its last."""
+        if trainer.global_step != self._steps_before:
+            self._trainings.attachment.end_step()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Detach, if this training is the one that is attached."""
+        self._trainings.end(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Detach after a training that raised, or was interrupted."""
+        self._trainings.end(trainer)

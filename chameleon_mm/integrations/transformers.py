@@ -1,0 +1,62 @@
+"""Swaps in Hugging Face's `Trainer`, and in the trainers that are made of it.
+
+swap = SwapCallback(hbm_budget="20GiB")
+trainer = Trainer(model, args, train_dataset=data, callbacks=[swap])
+trainer.train()                    # attached as it begins, detached as it ends
+print(swap.report())
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chameleon_mm.integrations._framework import Framework
+from chameleon_mm.integrations._trainings import Trainings
+from chameleon_mm.report import SwapReport
+
+FRAMEWORK = Framework("transformers", first=(5, 0), last=(5, 23))
+
+
+class SwapCallback(FRAMEWORK.load().TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+    """Swaps what the model of a `Trainer` keeps for backward, while `train` runs.
+
+    `session_args` are those of `SwapSession`. With `optimizer_state`, the state of the trainer's optimizer is in host memory
+    between its steps. One callback is for one training at a time, any number of them after each other.
+
+    A training that raises tells no callback: what it left attached goes as the callback's next training begins, as the
+    callback does, or with `detach`. Raises `TypeError` and `ValueError` for arguments that `SwapSession` refuses; `train`
+    raises `InfeasibleBudget` before its first step where the budget is below what lies on the device.
+    """
+
+    frameworks: tuple[Framework, ...] = (FRAMEWORK,)
+    """Those whose versions are checked before the first step."""
+
+    def __init__(self, *, optimizer_state: bool = False, **session_args: Any) -> None:
+        self._trainings = Trainings("SwapCallback", session_args, optimizer_state=optimizer_state)
+
+    def report(self) -> SwapReport:
+        """Report of the latest training; see `SwapSession.report`. Raises `RuntimeError` before the first."""
+        return self._trainings.report()
+
+    def detach(self) -> None:
+        """End swapping after a training that raised, on the thread that trained. Does nothing where nothing is attached."""
+        self._trainings.detach()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach to the model, which is on its device by now, as is a checkpoint that training resumes from."""
+        if getattr(args, "activation_offloading", False):
+            raise ValueError(
+                "SwapCallback: expected activation_offloading=False, got True, which moves the same tensors; leave it out"
+            )
+        for framework in self.frameworks:
+            framework.check_version()
+        optimizer = kwargs["optimizer"]
+        self._trainings.begin(state, kwargs["model"], [] if optimizer is None else [optimizer])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that this training is the one that is attached."""
+        self._trainings.expect(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Detach, if this training is the one that is attached."""
+        self._trainings.end(state)

@@ -1,0 +1,79 @@
+"""Trainings by people's frameworks, as plain PyTorch runs them and with one line of ours, and what is compared of the two.
+
+seen = Seen()                            # losses, gradient norms, weights, optimizer state, random state
+plain = train(...)                       # the framework's own script on CPU tensors: nothing of ours
+swapped = train(..., SwapCallback(...))  # the same script and one line more
+assert differences(plain, swapped) == []
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import chameleon_mm as cm
+from tests._plain_training import Outcome, differences, image
+
+STEPS = 20
+
+
+def swapping(hbm_budget: str, **more: Any) -> dict[str, Any]:
+    """Arguments of a session in which nearly everything that a tiny model saves may move."""
+    return {"hbm_budget": hbm_budget, "host_budget": "64MiB", "device": cm.SimDevice(), "min_bytes": 256, **more}
+
+
+class Seen:
+    """What a training computed, each with its dtype, shape, strides and bytes."""
+
+    def __init__(self) -> None:
+        self.outcome: Outcome = {}
+        torch.manual_seed(11)
+        random.seed(11)
+        np.random.seed(11)
+
+    def note(self, what: str, value: Tensor | float) -> None:
+        self.outcome[f"{len(self.outcome)}: {what}"] = image(torch.as_tensor(value))
+
+    def finish(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Outcome:
+        """With the random states, weights, buffers and the optimizers' states."""
+        self.note("random state", torch.get_rng_state())
+        self.note("random state of Python", hash(random.getstate()))
+        for name, value in model.state_dict(keep_vars=True).items():
+            self.note(name, value)
+        for optimizer in optimizers:
+            for number, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    self.note(f"{name} of parameter {number}", value)
+        return self.outcome
+
+
+def check_same(plain: Outcome, swapped: Callable[[str], tuple[Outcome, cm.SwapReport]], budget_kib: int) -> cm.SwapReport:
+    """Trains within ever larger budgets, until steps have a plan to follow (where operators take more inside of themselves than
+    on most machines, the first is too small): in each, the bits are the same, and each step was found."""
+    for share in (1, 1.15, 1.3, 1.5, 2, 2.5, 3):
+        outcome, report = swapped(f"{int(budget_kib * share)}KiB")
+        assert differences(plain, outcome) == []
+        assert report.steps == STEPS, report
+        assert report.bytes_swapped_out > 0, report
+        assert report.problems == (), report
+        if report.plan_cache_hits:
+            return report
+    raise AssertionError(f"expected a budget within which a step follows a plan, got none; of the last: {report}")
+
+
+def check_nothing_left(model: nn.Module) -> None:
+    """No hook of ours is left: not of modules, of optimizers, of autograd, nor a dispatch mode."""
+    ours = [hook for hook in _global_optimizer_post_hooks.values() if "chameleon_mm" in getattr(hook, "__module__", "")]
+    ours += [
+        hook for part in model.modules() for hook in part._forward_pre_hooks.values() if "chameleon_mm" in type(hook).__module__
+    ]
+    assert ours == []
+    assert _get_current_dispatch_mode_stack() == []
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -1,0 +1,201 @@
+"""Lightning's `Trainer` and Fabric with one line of ours give the bits that they give without."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import chameleon_mm as cm
+from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._plain_models import RESNET
+from tests._plain_training import Outcome
+
+SwapCallback = cm.integrations.lightning.SwapCallback
+
+
+class Pictures(LightningModule):  # type: ignore[misc]  # mypy does not follow lightning
+    """A ResNet that learns five classes, with one optimizer that Lightning steps."""
+
+    def __init__(self, seen: Seen, *, checkpointing: bool = False) -> None:
+        super().__init__()
+        net: Any = RESNET()
+        self.net = net
+        if checkpointing:
+            for stage in net.resnet.encoder.stages:
+                inner = stage.forward
+                stage.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        self.seen = seen
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        pictures, labels = batch
+        loss: Tensor = self.net(pixel_values=pictures, labels=labels).loss
+        return loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        loss = self.loss(batch)
+        self.seen.note("loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+        self.seen.note("validation loss", self.loss(batch))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in self.net.parameters():
+            if parameter.grad is not None:
+                self.seen.note("gradient", parameter.grad)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-3)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5)}
+
+
+class Adversaries(LightningModule):  # type: ignore[misc]  # mypy does not follow lightning
+    """A generator and a critic with an optimizer each, which the module itself steps."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.maker = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.GELU(), nn.Linear(64, 48))
+        self.critic = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 1))
+        self.seen = seen
+
+    def training_step(self, batch: tuple[Tensor, Tensor], number: int) -> None:
+        for_critic, for_maker = self.optimizers()
+        real = batch[0].flatten(1)[:, :48]
+        noise = torch.randn(len(real), 8)
+        loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(self.maker(noise).detach())).mean()
+        for_critic.zero_grad()
+        self.manual_backward(loss)
+        for_critic.step()
+        other = F.softplus(-self.critic(self.maker(noise))).mean()
+        for_maker.zero_grad()
+        self.manual_backward(other)
+        for_maker.step()
+        self.seen.note("critic", loss)
+        self.seen.note("maker", other)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.critic.parameters(), lr=1e-3), torch.optim.Adam(self.maker.parameters(), lr=1e-3)]
+
+
+class Examples(Dataset[tuple[Tensor, Tensor]]):
+    """Made as they are asked for: a simulated GPU takes tensors that stay for its own."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(3, 32, 32, generator=generator), torch.randint(5, (), generator=generator)
+
+
+def trainer(folder: Path, callbacks: list[Any], **args: Any) -> Any:
+    defaults = {
+        "accelerator": "cpu", "devices": 1, "max_steps": STEPS, "logger": False, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    }  # fmt: skip
+    return Trainer(default_root_dir=folder, callbacks=callbacks, **{**defaults, **args})
+
+
+def trained(build: Callable[[Seen], Any], folder: Path, swap: Any = None, **args: Any) -> Outcome:
+    seen = Seen()
+    module = build(seen)
+    made = trainer(folder, [] if swap is None else [swap], **args)
+    made.fit(module, DataLoader(Examples(24), batch_size=4, shuffle=True), DataLoader(Examples(4), batch_size=4))
+    check_nothing_left(module)
+    return seen.finish(module, *made.optimizers)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulation": {"accumulate_grad_batches": 2},
+    "clipping": {"gradient_clip_val": 0.5},
+    "bf16": {"precision": "bf16-mixed"},
+    "two steps a batch": {"max_steps": 2 * STEPS},
+    "evaluation": {"limit_val_batches": 1, "num_sanity_val_steps": 1, "val_check_interval": 2},
+}
+
+
+def check_bits(build: Callable[[Seen], Any], options: tuple[str, ...], folder: Path, budget_kib: int) -> None:
+    args = {key: value for option in options for key, value in OPTIONS[option].items()}
+    plain = trained(build, folder, **args)
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = SwapCallback(**swapping(budget))
+        return trained(build, folder, swap, **args), swap.report()
+
+    check_same(plain, swapped, budget_kib)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "options", "budget_kib"),
+    [
+        (False, ("evaluation",), 500),
+        (False, ("accumulation", "clipping", "bf16"), 450),
+        (True, ("clipping", "accumulation"), 500),
+    ],
+)
+def test_a_trainer_gives_the_same_bits(checkpointing: bool, options: tuple[str, ...], budget_kib: int, tmp_path: Path) -> None:
+    check_bits(lambda seen: Pictures(seen, checkpointing=checkpointing), options, tmp_path, budget_kib)
+
+
+def test_manual_optimization_gives_the_same_bits(tmp_path: Path) -> None:
+    check_bits(Adversaries, ("two steps a batch",), tmp_path, 250)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [p for n in range(5) for p in itertools.combinations(("accumulation", "clipping", "bf16", "evaluation"), n)],
+    ids="-".join,
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_trainer_gives_the_same_bits_with_all_its_options(
+    checkpointing: bool, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    check_bits(lambda seen: Pictures(seen, checkpointing=checkpointing), options, tmp_path, 200)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_gives_the_same_bits(precision: str) -> None:
+    def train(budget: str | None) -> tuple[Outcome, Any]:
+        seen = Seen()
+        fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+        net = RESNET()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+        swap = None if budget is None else cm.attach(model, optimizer, **swapping(budget))
+        for number, (pictures, labels) in enumerate(DataLoader(Examples(8 * STEPS), 4)):
+            accumulating = number % 2 == 0
+            with fabric.no_backward_sync(model, enabled=accumulating):
+                loss = model(pixel_values=pictures, labels=labels).loss
+                seen.note("loss", loss)
+                fabric.backward(loss)
+            if not accumulating:
+                seen.note("norm", fabric.clip_gradients(model, optimizer, max_norm=0.5))
+                optimizer.step()
+                optimizer.zero_grad()
+        if swap is not None:
+            swap.detach()
+        check_nothing_left(net)
+        return seen.finish(net, optimizer), swap
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        outcome, swap = train(budget)
+        assert swap.report().state_bytes_swapped_out == 0  # none is as large as 64 KiB
+        return outcome, swap.report()
+
+    check_same(train(None)[0], swapped, 480)

@@ -1,0 +1,100 @@
+"""Hugging Face's `Trainer` with one line of ours gives the bits that it gives without, on models that people train."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import chameleon_mm as cm
+from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._plain_models import BERT, MIXTRAL, VOCABULARY, llama
+from tests._plain_training import Outcome
+
+SwapCallback = cm.integrations.transformers.SwapCallback
+
+
+class Notes(TrainerCallback):  # type: ignore[misc]  # transformers is not followed by mypy
+    """Notes what `Trainer` logs of each step."""
+
+    def __init__(self, seen: Seen) -> None:
+        self._seen = seen
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        for name in ("loss", "grad_norm", "eval_loss"):
+            if name in logs:
+                self._seen.note(name, torch.tensor(logs[name], dtype=torch.float64))
+
+
+def examples(rows: int, columns: int = 24) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(VOCABULARY, (columns,), generator=generator) for _ in range(rows)]
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def trainer(model: nn.Module, folder: Path, callbacks: list[TrainerCallback], **args: Any) -> Any:
+    defaults = {
+        "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
+        "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5,
+    }  # fmt: skip
+    arguments = TrainingArguments(output_dir=str(folder), **{**defaults, **args})
+    return Trainer(model, arguments, train_dataset=examples(24), eval_dataset=examples(4), callbacks=callbacks)
+
+
+def trained(build: Any, folder: Path, swap: Any = None, **args: Any) -> Outcome:
+    seen = Seen()
+    model = build()
+    made = trainer(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
+    made.train()
+    check_nothing_left(model)
+    return seen.finish(model, made.optimizer)
+
+
+MODELS = {"llama": llama(2), "bert": BERT, "mixtral": MIXTRAL}
+CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"  # the older name
+OPTIONS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "clipping": {"max_grad_norm": 0.5},
+    "checkpointing": {f"{CHECKPOINTING}_checkpointing": True},
+    "bf16": {"bf16": True},
+}
+
+
+def check_bits(name: str, options: tuple[str, ...], folder: Path, budget_kib: int) -> None:
+    args = {key: value for option in options for key, value in OPTIONS[option].items()}
+    plain = trained(MODELS[name], folder, **args)
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = SwapCallback(**swapping(budget))
+        return trained(MODELS[name], folder, swap, **args), swap.report()
+
+    check_same(plain, swapped, budget_kib)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "budget_kib"),
+    [
+        ("llama", (), 600),
+        ("llama", ("accumulation", "clipping", "bf16"), 600),
+        ("llama", ("checkpointing",), 550),
+        ("bert", ("accumulation",), 600),
+        ("bert", ("clipping", "checkpointing", "bf16"), 575),
+        ("mixtral", ("clipping",), 950),
+        ("mixtral", ("accumulation", "checkpointing", "bf16"), 1110),
+    ],
+)
+def test_a_trainer_gives_the_same_bits(name: str, options: tuple[str, ...], budget_kib: int, tmp_path: Path) -> None:
+    check_bits(name, options, tmp_path, budget_kib)
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [p for n in range(5) for p in itertools.combinations(OPTIONS, n)], ids="-".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trainer_gives_the_same_bits_with_all_its_options(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    check_bits(name, options, tmp_path, 400)

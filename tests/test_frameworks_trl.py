@@ -1,0 +1,70 @@
+"""TRL's trainers with one line of ours give the bits that they give without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+import chameleon_mm as cm
+from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._plain_models import VOCABULARY, llama
+from tests._plain_training import Outcome
+from tests.test_frameworks_transformers import CHECKPOINTING, Notes, examples
+
+SwapCallback = cm.integrations.trl.SwapCallback
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One word for each token, made here: none is downloaded."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w1", eos_token="w2")
+
+
+def trainer(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
+    config = SFTConfig(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-3, seed=5, max_grad_norm=0.5, **args,
+    )  # fmt: skip
+    data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in examples(24)])
+    return SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
+
+
+def trained(folder: Path, swap: Any = None, **args: Any) -> Outcome:
+    seen = Seen()
+    model = llama(2)()
+    made = trainer(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
+    made.train()
+    check_nothing_left(model)
+    return seen.finish(model, made.optimizer)
+
+
+@pytest.mark.parametrize(("checkpointing", "budget_kib"), [(False, 6500), (True, 3490)])
+def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, tmp_path: Path) -> None:
+    args = {
+        "gradient_accumulation_steps": 2,
+        f"{CHECKPOINTING}_checkpointing": checkpointing,
+        "bf16": checkpointing,
+    }
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = SwapCallback(**swapping(budget))
+        return trained(tmp_path, swap, **args), swap.report()
+
+    check_same(trained(tmp_path, **args), swapped, budget_kib)
+
+
+def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:
+    made = trainer(llama(2)(), tmp_path, [SwapCallback(**swapping("1MiB"))])
+    made.args.activation_offloading = True  # past the constructor, which asks for an accelerator by then
+    with pytest.raises(ValueError, match="activation_offloading=False, got True"):
+        made.train()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

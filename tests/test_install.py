@@ -1,0 +1,166 @@
+"""`cm.install()` puts ours in the place of torch's `save_on_cpu`, which others offer as an option, and takes it away again."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.install import InstalledSaveOnCpu
+from tests._plain_models import language, llama
+from tests._plain_training import Outcome, differences, image
+
+TORCHS_OWN = (torch.autograd.graph.save_on_cpu,)
+"""In a tuple, where nobody replaces it."""
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own_is_back() -> Iterator[None]:
+    yield
+    cm.uninstall()
+    assert torch.autograd.graph.save_on_cpu is TORCHS_OWN[0]
+
+
+def ours() -> type[InstalledSaveOnCpu]:
+    there: Any = torch.autograd.graph.save_on_cpu
+    assert issubclass(there, InstalledSaveOnCpu)
+    found: type[InstalledSaveOnCpu] = there
+    return found
+
+
+def wrapped(torch_device: torch.device) -> nn.Module:
+    torch.manual_seed(2)
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(3))
+    return nn.Sequential(*(offload_wrapper(layer) for layer in layers)).to(torch_device)
+
+
+def trained(model: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Outcome:
+    torch.manual_seed(4)
+    seen: Outcome = {}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number in range(3):
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen[f"loss {number}"] = image(loss)
+    return {**seen, **{name: image(value) for name, value in model.state_dict().items()}}
+
+
+def test_torchs_offload_wrapper_uses_ours(device: Device) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        loss: Tensor = model(torch.randn(32, 64, device=device.torch_device)).square().mean()
+        return loss
+
+    plain = trained(wrapped(device.torch_device), loss_of)
+    cm.install(device=device, min_bytes=256)
+    with device.compute():
+        assert differences(plain, trained(wrapped(device.torch_device), loss_of)) == []
+    gc.collect()
+    stats = ours().pool().stats()
+    assert stats.peak_live_bytes > 0
+    assert stats.num_live == 0
+
+
+def test_hugging_faces_offload_of_checkpoints_uses_ours(sim: cm.SimDevice) -> None:
+    def build(*, offload: bool) -> nn.Module:
+        model: Any = llama(3)()
+        if not hasattr(model, "activation_checkpointing_enable"):
+            pytest.skip("this transformers has no offload of checkpoints")
+        model.activation_checkpointing_enable(offload=offload)
+        model.config.use_cache = False
+        checked: nn.Module = model
+        return checked
+
+    torch.manual_seed(1)
+    plain = trained(build(offload=False), language())  # torch's own does not run without an accelerator
+    cm.install(device=sim, min_bytes=256)
+    with sim.compute():
+        torch.manual_seed(1)
+        assert differences(plain, trained(build(offload=True), language())) == []
+    stats = ours().pool().stats()
+    assert stats.peak_live_bytes > 0
+    assert stats.num_live == 0
+
+
+def test_modules_that_imported_the_name_see_ours_and_then_torchs_again() -> None:
+    early: Any = types.ModuleType("early")
+    early.save_on_cpu = early.another_name = TORCHS_OWN[0]
+    sys.modules["early"] = early
+    try:
+        cm.install()
+        wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is ours()
+        late: Any = types.ModuleType("late")
+        late.save_on_cpu = torch.autograd.graph.save_on_cpu
+        sys.modules["late"] = late
+        cm.uninstall()
+        assert wrapper.save_on_cpu is early.save_on_cpu is early.another_name is late.save_on_cpu is TORCHS_OWN[0]
+    finally:
+        sys.modules.pop("early")
+        sys.modules.pop("late", None)
+
+
+def test_it_may_be_installed_twice_alike_and_not_otherwise() -> None:
+    cm.install(min_bytes="1KiB")
+    there = ours()
+    cm.install(min_bytes="1KiB")
+    assert ours() is there
+    with pytest.raises(RuntimeError, match=r"expected torch's own save_on_cpu, got ours with other arguments; call uninstall"):
+        cm.install()
+    cm.uninstall()
+    cm.uninstall()
+    cm.install()
+    assert ours() is not there
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"hbm_budget": "1GiB"}, TypeError, "expected arguments of save_on_cpu .device, .*, got hbm_budget=; leave it out"),
+        ({"min_bytes": "much"}, ValueError, "min_bytes"),
+        ({"pool": 3}, TypeError, "pool: expected a PinnedPool"),
+    ],
+)
+def test_wrong_arguments_are_said_at_once(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        cm.install(**arguments)
+    assert torch.autograd.graph.save_on_cpu is TORCHS_OWN[0]
+
+
+def test_classes_made_of_it_and_managers_made_before_go_on(sim: cm.SimDevice) -> None:
+    before = TORCHS_OWN[0](pin_memory=False)
+    cm.install(device=sim, min_bytes=256)
+
+    class Mine(torch.autograd.graph.save_on_cpu):
+        def __init__(self) -> None:
+            super().__init__(pin_memory=True)
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with sim.compute(), Mine() as entered:
+        assert entered is None  # as torch's
+        y = x.exp().sin().cos()
+    assert isinstance(Mine(), saved_tensors_hooks) and isinstance(Mine(), torch.autograd.graph.save_on_cpu)
+    assert ours().pool().stats().num_live > 0
+    pool = ours().pool()
+    cm.uninstall()
+    with before:
+        z = y * 2
+    with sim.compute():
+        z.sum().backward()  # saved by ours, used after it is gone
+    same = x.detach().clone().requires_grad_()
+    (same.exp().sin().cos() * 2).sum().backward()
+    assert x.grad is not None and same.grad is not None and torch.equal(x.grad, same.grad)
+    del y, z
+    assert pool.stats().num_live == 0

@@ -240,7 +240,7 @@ class PinnedPool:
         return self._growth.free_unused(wait=False)
 
     def units_reader(self) -> Callable[[], Units]:
-        """Function that tells what live blocks hold as of the latest call of the pool, as `units_bytes` reads it. It takes no lock."""
+        """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
         return self._ledger.units_reader()
 
     def stats(self) -> PoolStats:

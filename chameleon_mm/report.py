@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -318,7 +319,10 @@ class SwapReport(Counters):
 
         What is predicted and what was measured are told apart. docs/step_page.md says how to read it.
         """
-        picture = None if self.planned is None else picture_of(self.planned)
+        picture = None
+        if self.planned is not None:
+            with suppress(ValueError):  # what nobody can carry out is not foreseen either, as in `PlannedStep`
+                picture = picture_of(self.planned)
         page = page_html(
             PageData(
                 device=self.device,

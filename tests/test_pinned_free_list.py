@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from chameleon_mm.pinned import FreeList
+from chameleon_mm.pinned.free_list import units_bytes
 
 UNIT = 64  # small, so that a few hundred steps fill, split and join regions
 
@@ -203,3 +204,15 @@ def test_one_of_many_of_one_size_is_joined_wherever_it_is_among_them() -> None:
         assert units.allocate(2 * 4096) == offsets[joined - 1]
         assert {units.allocate(4096), units.allocate(4096)} == {offsets[at] for at in (1, 5, 9) if at != joined}
         assert (units.live_bytes, units.largest_free) == (units.capacity, 0)
+
+
+def test_a_reader_tells_what_is_live_now() -> None:
+    units = FreeList(1 << 16, 1 << 8)
+    read = units.units_reader()
+    assert units_bytes(read()) == units.live_bytes == 0
+    offset = units.allocate(1000)
+    assert offset is not None and units_bytes(read()) == units.live_bytes == 1024
+    units.add_region(1 << 12)
+    assert units_bytes(read()) == units.live_bytes == 1024
+    units.free(offset)
+    assert units_bytes(read()) == units.live_bytes == 0

@@ -99,6 +99,7 @@ def test_curves_and_budget_are_the_plans(page: Any, picture: StepPicture) -> Non
         assert xs * end_us / 1000 == pytest.approx(memory.at_us, abs=2e-3 * end_us / 1000 + 1e-6)
         assert (100 - ys) * scale == pytest.approx(memory.nbytes, rel=2e-3)
         assert numbers[-1] * end_us / 1000 == pytest.approx(memory.end_us, rel=1e-5)
+    assert page.find_element("css selector", "#step .lane.memory b").text == format_size(100 * scale), "the axis' upper end"
     highest = float(min(shape(page, "#step path.line.planned")[1::2]))
     assert highest >= budget_y, "the plan's curve is never above the line"
 

@@ -213,7 +213,7 @@ def test_no_name_becomes_markup(report: cm.SwapReport, tmp_path: Path) -> None:
 def test_a_session_without_plans_has_no_prediction_and_the_rest(tmp_path: Path) -> None:
     page = page_of(gpt_report(plans=False, steps=2), tmp_path)
     assert page.sections() == ["step", "measured", "steps", "figures"]
-    assert any("No plan was made" in text for text in page.text)
+    assert any("There is no plan" in text for text in page.text)
     assert "step" not in page.data and "tensors" not in page.data
 
 
@@ -238,6 +238,13 @@ def test_a_made_up_report_without_times_has_a_page(tmp_path: Path) -> None:
     page = page_of(made_up(timed=TimedSpans(), hidden_fraction=None, stall_us=None, copy_us=None, simulated=False), tmp_path)
     assert any("Times are of the device's clock" in text for text in page.text)
     assert page.text.count("not measured") >= 2
+
+
+def test_a_plan_that_nobody_can_carry_out_has_no_picture(report: cm.SwapReport, tmp_path: Path) -> None:
+    assert report.planned is not None
+    plan = dataclasses.replace(report.planned.plan, fingerprint=report.planned.plan.fingerprint + 1)
+    page = page_of(dataclasses.replace(report, planned=dataclasses.replace(report.planned, plan=plan)), tmp_path)
+    assert page.sections() == ["step", "measured", "steps", "figures"]
 
 
 def test_the_latest_step_with_copies_is_shown_from_its_own_beginning(tmp_path: Path) -> None:

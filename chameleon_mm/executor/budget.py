@@ -117,13 +117,13 @@ class Budget:
             self.reclaim.reclaim_until(lambda: self.reclaim.pending_bytes <= allowed)
         if self.memory_limit is not None:
             self.memory_limit.check_memory()
-        budget = self._limits.hbm_budget_bytes
-        if budget is None:
+        if (budget := self._limits.hbm_budget_bytes) is None:
             if self.lending is not None:
                 self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
             return 0
         growth = self._note_growth()
-        self._metrics.note_memory(self._allocated)
+        if (metrics := self._metrics).timed:
+            metrics.memory.append((self._device.host_us, self._allocated, metrics.pinned_units()))
         self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
         # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook

@@ -63,7 +63,7 @@ def assemble(
     streams.current()
     transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
     checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
-    metrics = Metrics(host_us=lambda: device.host_us, host_bytes=lambda: pool.live_bytes)
+    metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()
     context = SwapContext(pool, transfer, metrics, streams, checksums)
     small = None if limits.free_share is None else SmallTensors(context, registry, claims, claim_of)

@@ -16,7 +16,9 @@ updating the sorted sizes is therefore cheap where a list sorted by block would 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from operator import index
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter, index
 
 DEFAULT_ALIGNMENT = 4096
 """Alignment in bytes: a page, so that two blocks never share one, and a multiple of every element size and of every DMA
@@ -38,6 +40,16 @@ class _Span:
     newer: _Span | None
     """The next free span of its size that was freed after it; of a live one nothing."""
     older: _Span | None
+
+
+Units = tuple[int, int, int]
+"""Units of a free list, all and the free ones, and the power of two bytes that each is."""
+
+
+def units_bytes(units: Units) -> int:
+    """Bytes of live blocks, each rounded up to the alignment."""
+    capacity, free, shift = units
+    return (capacity - free) << shift
 
 
 class FreeList:
@@ -78,6 +90,10 @@ class FreeList:
     def live_bytes(self) -> int:
         """Bytes of live blocks, each rounded up to the alignment."""
         return (self._capacity_units - self._free_units) << self._shift
+
+    def units_reader(self) -> Callable[[], Units]:
+        """Function that tells what is live now, as `units_bytes` reads it: no Python runs in it, for whoever asks often."""
+        return partial(attrgetter("_capacity_units", "_free_units", "_shift"), self)
 
     @property
     def peak_live_bytes(self) -> int:

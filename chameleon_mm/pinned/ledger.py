@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -20,6 +21,7 @@ from chameleon_mm.device.protocols import Device, Event
 from chameleon_mm.errors import PoolStateError
 from chameleon_mm.pinned.block import Owner, PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
+from chameleon_mm.pinned.free_list import Units
 from chameleon_mm.pinned.pageable import PageableLedger
 
 
@@ -83,10 +85,9 @@ class Ledger:
         """Live blocks, those included that were released since the last `drain`."""
         return len(self._live) + self.pageable.num_live
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of live blocks, each rounded up to the alignment; those included that were released since the last `drain`."""
-        return self._free_list.live_bytes
+    def units_reader(self) -> Callable[[], Units]:
+        """Function that tells what is live, blocks included that were released since the last `drain`; it takes no lock."""
+        return self._free_list.units_reader()
 
     def live_sizes(self) -> list[int]:
         """Bytes of each live block, as asked for."""

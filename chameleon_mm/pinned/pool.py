@@ -19,7 +19,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import nlargest
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, get_args
@@ -35,6 +35,7 @@ from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned.allocator import block_nbytes
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.chunks import Chunks
+from chameleon_mm.pinned.free_list import Units
 from chameleon_mm.pinned.growth import Growth, Progress, Reservation
 from chameleon_mm.pinned.host_memory import MemoryLimit
 from chameleon_mm.pinned.ledger import Ledger, PoolStats
@@ -238,10 +239,9 @@ class PinnedPool:
             self._ledger.pageable.drop_complete()
         return self._growth.free_unused(wait=False)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of live blocks as `stats` has them, releases since the pool's latest call still counted. Takes no lock."""
-        return self._ledger.live_bytes
+    def units_reader(self) -> Callable[[], Units]:
+        """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
+        return self._ledger.units_reader()
 
     def stats(self) -> PoolStats:
         """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's

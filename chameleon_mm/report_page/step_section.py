@@ -17,8 +17,9 @@ def step_section(picture: StepPicture | None) -> str:
     """HTML of the section; None: there is no plan."""
     if picture is None:
         return (
-            '<section id="step"><h2>The step, by its plan</h2><p>No plan was made: nothing is predicted. A plan is made of the '
-            "first step that is recorded to its end, unless the session was made with plans=False.</p></section>"
+            '<section id="step"><h2>The step, by its plan</h2><p>There is no plan, so nothing is predicted. One is made of the '
+            "first step that is recorded to its end, unless the session was made with plans=False or no plan is within the "
+            "budget.</p></section>"
         )
     end_us, most = _frame(picture)
     measured = "" if picture.measured_step_us is None else f", {format_us(picture.measured_step_us)} measured"

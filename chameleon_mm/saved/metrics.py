@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.pinned.free_list import Units, units_bytes
 from chameleon_mm.saved.step_sums import StepSums
 from chameleon_mm.saved.timed_spans import CopySpan, MemoryReading, StepKind, StepSpan, TimedSpans, WaitSpan
 from chameleon_mm.transfer import Move, Piece
@@ -187,11 +188,15 @@ class Totals(Counters):
 class Metrics:
     """Counts and times what the executor does; resolves pairs of timed events into `Totals` once they are complete."""
 
-    def __init__(self, *, host_us: Callable[[], float] = lambda: 0.0, host_bytes: Callable[[], int] = lambda: 0) -> None:
-        """`host_us`: the device's clock of that name. `host_bytes`: pinned memory that live blocks hold."""
+    def __init__(
+        self, *, host_us: Callable[[], float] = lambda: 0.0, pinned_units: Callable[[], Units] = lambda: (0, 0, 0)
+    ) -> None:
+        """`host_us`: the device's clock of that name. `pinned_units`: what live blocks of pinned memory hold."""
         self.totals = Totals()
         self.timed = False
-        self._host_us, self._host_bytes = host_us, host_bytes
+        self._host_us, self.pinned_units = host_us, pinned_units
+        self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
+        """Readings of memory in timed steps, which checks of memory append: `host_us`, bytes allocated, `pinned_units`."""
         self.timing: StepTiming | None = None
         """Times of the running step, where a plan is on trial."""
         self.step: StepSums | None = None
@@ -211,7 +216,6 @@ class Metrics:
         """Timed steps that ended on the host, and not yet on the device."""
         self._wait_spans: deque[WaitSpan] = deque(maxlen=MAX_SPANS)
         self._step_spans: deque[StepSpan] = deque(maxlen=MAX_STEPS)
-        self._memory: deque[MemoryReading] = deque(maxlen=MAX_SPANS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
@@ -323,12 +327,10 @@ class Metrics:
     def timed_spans(self) -> TimedSpans:
         """The latest of what was timed, as far as it was resolved."""
         with self._resolving:
-            return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=tuple(self._memory))
-
-    def note_memory(self, hbm_bytes: int) -> None:
-        """Note what a hook found allocated on the device, where the step is timed."""
-        if self.timed:
-            self._memory.append(MemoryReading(self._host_us(), hbm_bytes, self._host_bytes()))
+            memory = tuple(
+                MemoryReading(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
+            )
+            return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=memory)
 
     def _add_span(self, kind: str, before: Event, after: Event) -> float:
         """Keep what was between two events of compute. Returns how long it took."""

@@ -25,7 +25,7 @@ class Autoencoder(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-swapping = cm.integrations.lightning.SwapCallback(hbm_budget="64MiB")
+swapping = cm.integrations.lightning.SwapCallback(hbm_budget="88MiB")
 trainer = lightning.Trainer(
     max_steps=8,
     accelerator="gpu" if torch.cuda.is_available() else "cpu",

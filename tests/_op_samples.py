@@ -101,7 +101,7 @@ def run(
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
     *,
     twice: bool = False,
-    before_backward: Callable[[], None] = lambda: None,
+    before_backward: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Forward and backward of one sample within a context; `twice`: gradients of the gradients, too. Draws the same numbers."""
     _seed()

@@ -25,7 +25,11 @@ from chameleon_mm.uncompiled import uncompiled
 
 
 class _ForwardHook:
-    """A model's forward pre-hook that begins steps. Its type tells that a model is attached."""
+    """A model's forward pre-hook that begins steps. Its type tells that a model is attached.
+
+    A copy of the model, or a file of it, is not attached: what stands in for the hook there does nothing, and is Python's own, so
+    that the file can be read where this library is not installed.
+    """
 
     def __init__(self, bounds: StepBounds) -> None:
         self._bounds = bounds
@@ -33,6 +37,9 @@ class _ForwardHook:
     @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._bounds.forward_begins()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ({}, "get")  # called as {}.get(module, args), it returns the arguments as they are
 
 
 class Attachment:

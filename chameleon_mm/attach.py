@@ -27,8 +27,8 @@ from chameleon_mm.uncompiled import uncompiled
 class _ForwardHook:
     """A model's forward pre-hook that begins steps. Its type tells that a model is attached.
 
-    A copy of the model, or a file of it, is not attached: what stands in for the hook there does nothing, and is Python's own, so
-    that the file can be read where this library is not installed.
+    A copy of the model, or a file of it, is not attached: what stands in for the hook there does nothing, and is Python's own,
+    so that the file can be read where this library is not installed.
     """
 
     def __init__(self, bounds: StepBounds) -> None:

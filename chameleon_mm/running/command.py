@@ -70,8 +70,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     program = _program(args.program)
     program.check()
     files = {"--report": args.report, "--html": args.html, "--trace": args.trace}
-    check_outputs(files)
     ranks = Ranks.started_by_launcher()
+    check_outputs({option: path if path is None else ranks.own(path) for option, path in files.items()})
     watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
     end = End(watch, files, Console(stderr=True), ranks, quiet=args.quiet)
     end.begin()

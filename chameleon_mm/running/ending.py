@@ -11,17 +11,16 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from chameleon_mm.errors import ChameleonError
+from chameleon_mm.merged_report import merge_reports
 from chameleon_mm.outputs import print_line, tell_written
 from chameleon_mm.report import SwapReport
 from chameleon_mm.running.program import Ending
 from chameleon_mm.running.ranks import Gathering, Ranks, Told
 from chameleon_mm.running.watch import TrainingWatch
-from chameleon_mm.units import format_size, format_us
 
 _SHOWN = frozenset(
     {
@@ -126,7 +125,9 @@ class End:
         if self._gathering is None:
             return
         figures = {} if report is None else report.to_dict()
-        self._gathering.leave({**figures, "why_nothing": why, "exit_code": self.ending.exit_code})
+        # A session knows its rank only where the program has a process group.
+        told_of = {"rank": self._ranks.rank, "world_size": self._ranks.count, "why_nothing": why}
+        self._gathering.leave({**figures, **told_of, "exit_code": self.ending.exit_code})
         told = self._gathering.told_by_last()
         if told is not None and not self._quiet:
             self._say(f"report of {len(told.figures)} ranks")
@@ -140,19 +141,13 @@ class End:
 
 
 def merged_lines(told: Told) -> list[str]:
-    """Lines that tell of several ranks: a line for each, with what differs between ranks."""
-    lines = [f"rank {rank}: {_line(figures)}" for rank, figures in told.figures.items()]
+    """Lines that tell of several ranks: their merged report, and what is to be said of single ones."""
+    reports = [figures for figures in told.figures.values() if "steps" in figures]
+    lines = str(merge_reports(reports)).splitlines() if reports else []
+    for rank, figures in told.figures.items():
+        if "steps" not in figures:
+            lines.append(f"rank {rank}: {figures['why_nothing']}")
+        if figures["exit_code"]:
+            lines.append(f"rank {rank}: exit code {figures['exit_code']}")
     lines.extend(f"rank {number} of this host: ended without a report" for number in told.missing)
     return lines
-
-
-def _line(figures: Mapping[str, Any]) -> str:
-    code = figures["exit_code"]
-    ending = f", exit code {code}" if code else ""
-    if "steps" not in figures:
-        return f"{figures['why_nothing']}{ending}"
-    clock = " (simulated)" if figures["simulated"] else ""
-    stall = "" if figures["stall_us"] is None else f", stall {format_us(figures['stall_us'])}{clock}"
-    peak, budget = format_size(figures["peak_hbm_bytes"]), format_size(figures["hbm_budget_bytes"])
-    out, back = format_size(figures["bytes_swapped_out"]), format_size(figures["bytes_swapped_in"])
-    return f"{figures['steps']} steps, peak {peak} of {budget}, swapped out {out}, in {back}{stall}{ending}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from chameleon_mm import native
+from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.dispatch_state import remove
@@ -39,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--torch-threads"))
     settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
     settings.load_profile("chameleon_mm")
+    # What is said once per process must not be said in the middle of whichever test comes first.
+    logger = logging.getLogger("chameleon_mm.device")
+    logger.disabled = True
+    if not torch.cuda.is_available():
+        resolve_device(None)
+    logger.disabled = False
     # What this machine's user has built is none of the tests'.
     if config.getoption("--native"):
         native.building.CACHE = BUILDS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -83,3 +86,37 @@ def test_both_kinds_keep_the_protocols(device: Device) -> None:
     assert isinstance(device.current_stream(), Stream)
     assert isinstance(stream.record(), Event)
     assert stream.name == "d2h"
+
+
+# --- that it simulates
+
+SAID = """
+import sys
+import chameleon_mm as cm
+
+def say(what):
+    print(what, file=sys.stderr)
+
+cm.SwapSession(device="sim"), cm.PinnedPool(device="sim"), cm.save_on_cpu(device="sim"), cm.SimDevice()
+say("asked for")
+cm.SwapSession(), cm.PinnedPool(), cm.save_on_cpu(), cm.resolve_device(None)
+say("found")
+import torch
+with cm.SwapSession(device="sim", hbm_budget="64MiB", min_bytes=0):
+    x = torch.randn(64, 64, requires_grad=True)
+    for _ in range(16):
+        x.exp().exp().sum().backward()
+    say("trained")
+"""
+
+
+@without_cuda
+def test_a_script_is_told_once_that_a_gpu_is_simulated_and_that_its_steps_are_not_seen() -> None:
+    """By a script that sets up no logging and makes errors of warnings."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", SAID], capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert [lines[0], lines[2], lines[4]] == ["asked for", "found", "trained"], done.stderr
+    assert len(lines) == 5
+    assert lines[1].startswith("chameleon_mm: no CUDA found: simulating a GPU on the CPU")
+    assert 'pass device="sim"' in lines[1]
+    assert lines[3].startswith("chameleon_mm: session.step() was never called")

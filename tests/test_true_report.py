@@ -14,6 +14,7 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.executor.hook_counts import UNNAMED_STEPS
 from chameleon_mm.units import MIB
 from tests._programs import deep, on_a_thread
 
@@ -210,6 +211,40 @@ def test_the_report_says_what_is_wrong(how: str, device: Device, caplog: pytest.
     assert ("PROBLEM", problem) in session.report().rows()
     assert session.report().to_dict()["problems"] == [problem]
     assert [record.getMessage() for record in caplog.records] == [f"chameleon_mm: {problem}"]
+
+
+def backward_passes(device: Device, count: int) -> None:
+    x = leaf(device)
+    for _ in range(count):
+        deep(x * 2).sum().backward()
+
+
+def test_a_training_without_steps_is_told_so_while_it_runs_and_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    session = opened(device, 4 * MIB)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        backward_passes(device, UNNAMED_STEPS - 1)
+        assert caplog.records == []
+        backward_passes(device, 1)
+        (record,) = caplog.records
+        backward_passes(device, UNNAMED_STEPS)
+    assert caplog.records == [record]
+    assert record.getMessage() == f"chameleon_mm: {session.report().problems[0]}"
+    assert "session.step() was never called" in record.getMessage()
+
+
+def test_backward_passes_between_steps_are_no_missing_steps(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    session = opened(device, 4 * MIB)
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), session:
+        with session.step():
+            backward_passes(device, 1)
+        backward_passes(device, 2 * UNNAMED_STEPS)
+    assert not any("session.step() was never called" in record.getMessage() for record in caplog.records)
+
+
+def test_who_has_no_steps_is_not_asked_for_them(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "chameleon_mm"), device.compute(), cm.save_on_cpu(device=device):
+        backward_passes(device, 2 * UNNAMED_STEPS)
+    assert caplog.records == []
 
 
 def test_a_step_without_a_hook_that_breaks_the_budget_is_told_why(sim: cm.SimDevice, caplog: pytest.LogCaptureFixture) -> None:

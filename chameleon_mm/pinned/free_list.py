@@ -104,6 +104,7 @@ class FreeList:
         """The most that `live_bytes` has been since the last call."""
         live = self._capacity_units - self._free_units
         recent, self._recent_units = max(self._recent_units, live), live
+        self._peak_units = max(self._peak_units, recent)  # `free` asks for the recent one alone
         return recent << self._shift
 
     @property

@@ -30,9 +30,7 @@ PATIENCE = timedelta(seconds=60)
 """Time after which gloo gives up on a rank that does not come."""
 
 ROOM = 0.3
-ROOMS = {"tp": 0.6, "tp_dtensors": 0.65, "fsdp_and_tp": 0.6, "fsdp_and_tp_locally": 0.75}
-"""Share of the memory which swapping by the default rule saves that a tight budget leaves: more where plans are not sure of
-as much."""
+"""Share of the memory which swapping by the default rule saves that a tight budget leaves."""
 
 Seen = dict[str, str]
 """Hashes of the bits of everything that is compared, by name."""
@@ -69,7 +67,7 @@ def trained(build: Callable[[], Training], make_session: Callable[[Training], cm
     return seen, session
 
 
-def run(build: Callable[[], Training], name: str) -> dict[str, Any]:
+def run(build: Callable[[], Training]) -> dict[str, Any]:
     """One program: plainly, then with room for everything, by the default rule with none, and by plans with little."""
     plain, _ = trained(build, None)
     outcome: dict[str, Any] = {}
@@ -90,7 +88,7 @@ def run(build: Callable[[], Training], name: str) -> dict[str, Any]:
 
     again("roomy", "4GiB")
     again("by rule", peaks["roomy"] // 2, plans=False)
-    little = peaks["by rule"] + int(ROOMS.get(name, ROOM) * (peaks["roomy"] - peaks["by rule"]))
+    little = peaks["by rule"] + int(ROOM * (peaks["roomy"] - peaks["by rule"]))
     again("tight", little)
     again("swapping", little, recompute=False)
     return outcome
@@ -103,7 +101,7 @@ def main(folder: str, names: list[str]) -> None:
     rank, count = dist.get_rank(), dist.get_world_size()
     programs = ON_TWO if count == 2 else ON_FOUR
     outcomes: dict[str, Any] = {"local_world_size": os.environ["LOCAL_WORLD_SIZE"]}
-    outcomes["programs"] = {name: run(programs[name], name) for name in names or programs}
+    outcomes["programs"] = {name: run(programs[name]) for name in names or programs}
     Path(folder, f"rank{rank}.json").write_text(json.dumps(outcomes))
     dist.destroy_process_group()
 

@@ -160,28 +160,52 @@ def test_an_operator_of_somebody_elses_is_known_as_that() -> None:
 # --- what wrappers of distributed tensors hold
 
 
+def gradient_through_dtensors() -> Tensor:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    local = weight * 2.0
+    out: Any = DTensor.from_local(local, mesh, [Replicate()])
+    del local
+    for _ in range(4):
+        out = (out * out.exp().tanh()).sin()
+    out.to_local().sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
 def test_what_a_dtensor_made_of_an_activation_holds_moves(alone: dist.ProcessGroup, sim: cm.SimDevice) -> None:
     """torch makes the local part a leaf that requires a gradient, which no leaf of the model's is."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-
-    def gradient() -> Tensor:
-        torch.manual_seed(0)
-        weight = torch.randn(64, 64, requires_grad=True)
-        local = weight * 2.0
-        whole = DTensor.from_local(local, mesh, [Replicate()])
-        out: Any = whole * whole.exp()
-        del local, whole
-        out.to_local().sum().backward()
-        assert weight.grad is not None
-        return weight.grad
-
-    plain = gradient()
+    plain = gradient_through_dtensors()
     session = cm.SwapSession("1GiB", "64MiB", sim, min_bytes=1024, plans=False)
     with session, session.step():
-        assert torch.equal(gradient(), plain)
+        assert torch.equal(gradient_through_dtensors(), plain)
     report = session.report()
     assert "leaf" not in report.kept_by_reason
     assert report.bytes_swapped_out >= 2 * 64 * 64 * 4  # both factors of the product
+    assert session.pool.stats().num_live == 0
+
+
+def test_what_dtensors_hold_is_swapped_by_plan(alone: dist.ProcessGroup, sim: cm.SimDevice) -> None:
+    plain = gradient_through_dtensors()
+    session = cm.SwapSession("1GiB", "64MiB", sim, min_bytes=1024)
+    with session:
+        for _ in range(3):
+            with session.step():
+                assert torch.equal(gradient_through_dtensors(), plain)
+    report = session.report()
+    assert report.steps_by_phase == {"recorded": 1, "planned": 2}
+    assert sum(report.planned_bytes.values()) >= 3 * 64 * 64 * 4  # all that autograd saves is known to the plan
+
+
+def test_what_dtensors_hold_may_be_dropped_and_made_again(alone: dist.ProcessGroup) -> None:
+    plain = gradient_through_dtensors()
+    session = mixed(all_dropped(ALL))
+    with session:
+        for _ in range(3):
+            with session.step():
+                assert torch.equal(gradient_through_dtensors(), plain)
+    assert totals_of(session).rebuilds > 0
     assert session.pool.stats().num_live == 0
 
 

@@ -106,7 +106,7 @@ class Executor:
         return t
 
     def _save(self, t: Tensor, *, is_hook: bool) -> Handle:
-        """`is_hook`: called by autograd itself; False: for a part of what a hook saves."""
+        """`is_hook`: called by autograd itself; False: for a part of what one saves, to which finished saves are left."""
         if ThisProcess.pid != self._pid:
             return KeptTensor(t)
         capturing = self.device.capturing()
@@ -123,7 +123,7 @@ class Executor:
         reason = self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
         claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
-        finished, hook = self._outs.finished() if self._outs.fresh else (), NO_HOOK
+        finished, hook = self._outs.finished() if is_hook and self._outs.fresh else (), NO_HOOK
         if is_hook:
             at_hook = handle.claim if isinstance(handle, WrapperHandle) else claim
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)

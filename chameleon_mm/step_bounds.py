@@ -4,6 +4,7 @@ bounds = StepBounds(session)
 bounds.forward_begins()            # at a model's forward: a step begins, unless one runs
 bounds.optimizer_stepped()         # after a step of an optimizer of the model's: the step ends
 bounds.end()                       # nothing runs any more
+bounds.begin(); bounds.end()       # an engine that knows its steps: nothing else begins or ends one between the two
 
 Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step, so that all
 micro-batches are in it, and neither evaluation nor generation. Where several optimizers share a model's parameters, a step ends
@@ -37,6 +38,8 @@ class StepBounds:
         """Optimizer steps since the last forward that began a step."""
         self._expected = 1
         """Optimizer steps that a step has."""
+        self._held = False
+        """Whether the step that runs ends by `end` alone."""
 
     @property
     def in_step(self) -> bool:
@@ -47,35 +50,52 @@ class StepBounds:
         """Begin a step, where a forward of training begins and none runs."""
         if not torch.is_grad_enabled() or threading.current_thread() is not self._thread:
             return
+        if self._held:
+            return
         if self._step is not None:
             if not self._is_over():
                 return
             self._end_step()
         self._expected = max(1, self._optimizer_steps)
-        self._optimizer_steps = 0
-        step = self.session.step()
-        step.__enter__()
-        self._step = step
+        self._begin_step()
 
     def optimizer_stepped(self) -> None:
         """Note that an optimizer has stepped, and end the step where it was the last."""
         if threading.current_thread() is not self._thread:
             return
         self._optimizer_steps += 1
-        if self._optimizer_steps >= self._expected:
+        if self._optimizer_steps >= self._expected and not self._held:
             self._end_step()
 
-    def end(self) -> None:
-        """End the step that runs, as what follows is no training."""
-        self._end_step()
+    def begin(self) -> None:
+        """Begin a step, which `end` alone ends; where one runs, it is that from now on."""
+        if self._step is None:
+            self._begin_step()
+        self._held = True
+
+    def end(self, *, completed: bool | None = None) -> None:
+        """End the step that runs, as what follows is no training. `completed`: whether the step counts; None: if an optimizer
+        stepped in it."""
+        self._held = False
+        self._end_step(completed=self._is_over() if completed is None else completed)
 
     def _is_over(self) -> bool:
-        """Whether the step that runs is over, as the next forward begins: an optimizer stepped in it, or its gradients are gone."""
+        """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""
         if self._optimizer_steps:
             return True
         return self.session.backward_has_run and all(p.grad is None for p in self._parameters())
 
-    def _end_step(self) -> None:
+    def _begin_step(self) -> None:
+        self._optimizer_steps = 0
+        step = self.session.step()
+        step.__enter__()
+        self._step = step
+
+    def _end_step(self, *, completed: bool = True) -> None:
         step, self._step = self._step, None
-        if step is not None:
+        if step is None:
+            return
+        if completed:
             step.__exit__(None, None, None)
+        else:
+            step.__exit__(RuntimeError, RuntimeError("no optimizer stepped"), None)  # it goes no further than the session

@@ -1,4 +1,4 @@
-"""`chameleon-mm run`: a script as it is has the output, files, exit code and bits that it has by Python alone, and is swapped."""
+"""`chameleon-mm run`: a script as it is has the output, files and exit code that it has by Python alone, and is swapped."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ SWAPPED = ("plain", "gan", "scaler", "thread", "frozen", "functional", "checkpoi
 
 def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_output(tmp_path: Path) -> None:
     ended = {}
-    for name, command in (
-        ("alone", []),
-        (
-            "swapped",
-            ["-m", "chameleon_mm", "run", "--hbm-budget", "5MiB", "--min-bytes", "64KiB", "--report", "../report.json"],
-        ),
-    ):
+    run = ["-m", "chameleon_mm", "run", "--hbm-budget", "5MiB", "--min-bytes", "64KiB"]
+    files = ["--report", "../report.json", "--html", "../page.html", "--trace", "../trace.json"]
+    for name, command in (("alone", []), ("swapped", run + files)):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "script.py").write_text(scripts.EVERYTHING, encoding="utf-8")
@@ -47,6 +43,9 @@ def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_outpu
     assert report["steps"] == 8
     assert report["bytes_swapped_out"] > 0
     assert "steps " in swapped.err
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert swapped.err.count("written: ") == 3
 
 
 def test_each_ending_is_pythons(tmp_path: Path) -> None:
@@ -99,6 +98,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, E
         for name in (*SWAPPED, *others)
     }
     cases["too_small"] = ["--hbm-budget", "400KiB", "--report", "too_small.json", "ways.py", "swapped", "plain"]
+    by_rule = ("--no-plans", "--no-recompute", "--verify", "--quiet", "--report=by_rule.json")
+    cases["by_rule"] = [*BUDGET, *by_rule, "ways.py", "by_rule", "plain"]
     ended = runs(cases, folder, folder / "notes")
     reports = {name: json.loads((folder / f"{name}.json").read_text()) for name in cases if (folder / f"{name}.json").exists()}
     return folder, ended, reports
@@ -151,6 +152,18 @@ def test_an_interrupt_inside_of_a_step_ends_the_script_as_python_would_and_is_re
     assert reports["interrupted"]["steps"] == 3
     assert reports["interrupted"]["steps_by_phase"]["failed"] == 1
     assert "swapped out / in" in ended["interrupted"].err
+
+
+@pytest.mark.slow
+def test_options_reach_the_session_and_a_quiet_run_prints_nothing(
+    trained: tuple[Path, dict[str, Ended], dict[str, Any]],
+) -> None:
+    folder, ended, reports = trained
+    assert (ended["by_rule"].code, ended["by_rule"].err) == (0, "")
+    assert reports["by_rule"]["steps_by_phase"] == {"by rule": 5}
+    assert reports["by_rule"]["hbm_budget_bytes"] == 10 << 20
+    alone, ours = (torch.load(folder / f"{who}_plain.pt") for who in ("alone", "by_rule"))
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, alone, strict=True))
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from chameleon_mm.device.specs import SPECS, GpuSpec, spec_by_name
 
 __all__ = [
     "SPECS", "CudaDevice", "Device", "Event", "GpuSpec", "MemoryReading", "SimDevice", "Stream", "cuda_is_available",
-    "present_device", "resolve_device", "spec_by_name",
+    "gpu_name", "present_device", "resolve_device", "spec_by_name",
 ]  # fmt: skip
 
 
@@ -63,6 +63,11 @@ def resolve_device(device: Device | torch.device | str | None = None) -> Device:
     if isinstance(given, Device) and not isinstance(given, type):  # a class has every method, too
         return given
     raise TypeError(f"device: expected a Device, a name or None, got {describe(device)}; {_NAMES}")
+
+
+def gpu_name(tensor: torch.Tensor) -> str | None:
+    """Name of the GPU that `tensor` is on, as `resolve_device` knows it; None: it is on none."""
+    return str(tensor.device) if tensor.device.type == "cuda" else None
 
 
 _NAMES = 'pass "cuda", "cuda:0", "sim", "sim:h200" (any of chameleon_mm.device.SPECS), a SimDevice or a CudaDevice'

@@ -72,7 +72,7 @@ class Program:
         return Ending(exit_code=0, error=None)
 
     def _script(self) -> tuple[types.CodeType, types.ModuleType]:
-        path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # "./" and links stay in `__file__`, as Python has them
+        path = os.path.join(os.getcwd(), self.name)  # noqa: PTH109, PTH118  # os.path: "./" and links stay in `__file__`, as Python has them
         sys.argv = [self.name, *self.arguments]
         _first_in_path(str(Path(path).resolve().parent))
         main = _main(path, SourceFileLoader("__main__", path))

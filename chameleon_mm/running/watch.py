@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
+from chameleon_mm.device import gpu_name
 from chameleon_mm.report import SwapReport
 from chameleon_mm.running.torch_func import TransformsBesideHooks
 from chameleon_mm.session import SwapSession
@@ -171,7 +172,7 @@ class TrainingWatch:
         bounds = self._bounds
         if bounds is not None:
             if bounds.in_step and self._stepped_by_hand():
-                bounds.end()
+                bounds.optimizer_stepped()
             if not bounds.in_step:
                 self._forwards, self._versions = 0, self._count_writes()
             self._forwards += 1
@@ -189,9 +190,8 @@ class TrainingWatch:
     # --- the session
 
     def _enter(self, module: nn.Module | None, parameter: Tensor | None) -> None:
-        device = str(parameter.device) if parameter is not None and parameter.device.type == "cuda" else None
         try:
-            session = self._make_session(module, device)
+            session = self._make_session(module, None if parameter is None else gpu_name(parameter))
             session.__enter__()
         except (ValueError, TypeError, MemoryError, RuntimeError, OSError) as error:
             self.failure = str(error)

@@ -9,7 +9,7 @@ bounds.begin(); bounds.end()       # an engine that knows its steps: nothing els
 Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step, so that all
 micro-batches are in it, and neither evaluation nor generation. Where several optimizers share a model's parameters, a step ends
 with the last of as many optimizer steps as came before the last forward. Where no optimizer steps, as when a gradient
-scaler finds an infinity, it ends at the next forward that finds all gradients gone.
+scaler finds an infinity, or within backward, it ends at the next forward that finds all gradients gone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StepBounds:
 
     def forward_begins(self) -> None:
         """Begin a step, where a forward of training begins and none runs."""
-        if not torch.is_grad_enabled() or threading.current_thread() is not self._thread:
+        if not torch.is_grad_enabled() or self._is_elsewhere():
             return
         if self._held:
             return
@@ -61,7 +61,7 @@ class StepBounds:
 
     def optimizer_stepped(self) -> None:
         """Note that an optimizer has stepped, and end the step where it was the last."""
-        if threading.current_thread() is not self._thread:
+        if self._is_elsewhere():
             return
         self._optimizer_steps += 1
         if self._optimizer_steps >= self._expected and not self._held:
@@ -78,6 +78,11 @@ class StepBounds:
         stepped in it."""
         self._held = False
         self._end_step(completed=self._is_over() if completed is None else completed)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is another thread, or inside of a backward: checkpoints run forwards there, and some loops optimizers, one
+        for each parameter as its gradient is made."""
+        return threading.current_thread() is not self._thread or torch._C._current_graph_task_id() != -1
 
     def _is_over(self) -> bool:
         """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""

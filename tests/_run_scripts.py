@@ -329,6 +329,26 @@ def interrupted():
     raise AssertionError("the interrupt did not come")
 
 
+def in_backward():
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=1e-3) for p in model.parameters()}
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(5):
+        model(torch.randn(1024, 128)).square().mean().backward()
+    return list(model.parameters())
+
+
+def traced():
+    model = net()
+    torch.jit.trace(model, torch.randn(4, 128))
+    torch.export.export(model, (torch.randn(4, 128),))
+    return train(model)
+
+
 def transforms():
     model = net()
     train(model, steps=2)

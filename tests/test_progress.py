@@ -387,7 +387,9 @@ def test_a_line_says_that_a_budget_was_exceeded() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_lines_have_colour_on_a_terminal_alone_and_are_never_cut(terminal: bool) -> None:
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=20, highlight=False, color_system="standard" if terminal else "auto")
+    console = Console(
+        file=stream, force_terminal=terminal, width=20, highlight=False, color_system="standard" if terminal else "auto"
+    )
     lines = StepLines(console)
     lines(figures())
     lines(figures(kind=StepKind.FAILED, peak_hbm_bytes=17 * GIB))

@@ -129,8 +129,8 @@ class TrainingWatch:
 
     @uncompiled
     def _called(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_dynamo_compiling() or self._elsewhere() or torch._C._current_graph_task_id() != -1:
-            return  # compiled, another thread, a forked child, or forward once more inside of backward
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or self._elsewhere() or _in_backward():
+            return  # to be compiled; on another thread, or in a forked child; forward once more, for a checkpoint
         if not any(True for _ in module.parameters()):
             return
         trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
@@ -142,7 +142,7 @@ class TrainingWatch:
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._elsewhere():
+        if self._elsewhere() or _in_backward():  # one that steps parameter by parameter leaves no gradient: see StepBounds
             return
         if self.stood_aside is not None:
             if self._bounds is not None:
@@ -250,6 +250,10 @@ class TrainingWatch:
         hooks = self._module_hook.hooks_dict_ref()
         if hooks is not None and self._unseen < UNSEEN_STEPS:
             hooks[self._module_hook.id] = self._called  # the number that it had: compiled code is bound to that
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _top_hook() -> object:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.arguments import check_type, describe
+from chameleon_mm.device import gpu_name
 from chameleon_mm.report import SwapReport
 from chameleon_mm.session import SwapSession
 from chameleon_mm.step_bounds import StepBounds
@@ -137,4 +138,4 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
 
 def _device_of(model: nn.Module) -> str | None:
     """Name of the GPU that the model lies on; None where it lies on none."""
-    return next((str(p.device) for p in model.parameters() if p.device.type == "cuda"), None)
+    return next((name for name in map(gpu_name, model.parameters()) if name is not None), None)

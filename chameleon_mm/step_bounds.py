@@ -80,7 +80,7 @@ class StepBounds:
         self._end_step(completed=self._is_over() if completed is None else completed)
 
     def _is_elsewhere(self) -> bool:
-        """Whether this is another thread, or inside of a backward: checkpoints run forwards there, and some loops optimizers, one
+        """Whether this is another thread, or inside of a backward: checkpoints run forwards there, and some loops an optimizer
         for each parameter as its gradient is made."""
         return threading.current_thread() is not self._thread or torch._C._current_graph_task_id() != -1
 

@@ -31,5 +31,6 @@ with cm.attach(model, hbm_budget="96MiB") as swapping:  # a rank's own budget; i
         optimizer.step()
         optimizer.zero_grad()
 
-print(f"rank {rank}: {swapping.report().bytes_swapped_out} bytes swapped out")
+report = swapping.report()
+print(f"rank {rank}: {report.steps} steps, {report.bytes_swapped_out >> 20} MiB swapped out, budget held: {report.budget_held}")
 dist.destroy_process_group()

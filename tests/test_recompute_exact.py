@@ -909,7 +909,7 @@ def test_a_watch_does_not_stay_where_another_thread_hooks_in_the_middle_of_a_bac
         for _ in range(2):
             with session.step():
                 # The uses of what follows it come before it in backward: they leave the watch, which autograd puts back.
-                _HookOfAnotherThread.apply((x * 2).sin()).exp().tanh().sum().backward()  # type: ignore[no-untyped-call]
+                _HookOfAnotherThread.apply((x * 2).sin()).exp().tanh().sum().backward()  # type: ignore[no-untyped-call]  # torch's
     assert not [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, CallWatch)]
 
 

@@ -296,7 +296,10 @@ def log_messages() -> list[tuple[str, ast.expr]]:
         (f"{file.relative_to(PACKAGE)}:{node.lineno}", node.args[0])
         for file in files
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) == "_log"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "_log"
+        and node.func.attr != "isEnabledFor"
     ]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from chameleon_mm.arguments import check_type, describe
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import gpu_name
 from chameleon_mm.report import SwapReport
 from chameleon_mm.session import SwapSession
@@ -116,7 +116,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
     memory between its steps; steps of others are found as well. `device` is the model's unless given.
 
     Raises `TypeError` for no module, `ValueError` for a model that is attached already, in whole or in part, and what
-    `SwapSession` raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device.
+    `SwapSession` raises, with nothing attached: `InfeasibleBudget` where the budget is below what lies on the device. Where the
+    model comes to its device only later, its first forward raises that.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module", "pass the model that the training loop calls")
     for name, module in model.named_modules():
@@ -126,8 +127,6 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
                 f"attach: expected a model that is not attached, got a {type(model).__name__} {part} attached already; detach "
                 f"that first"
             )
-    if "model" in session_args:
-        raise TypeError(f"attach: expected the model once, got model={describe(session_args['model'])} as well; leave it out")
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # an engine's wrapper around it
     session_args.setdefault("device", _device_of(model))

@@ -38,6 +38,8 @@ class StepBounds:
         """Optimizer steps since the last forward that began a step."""
         self._expected = 1
         """Optimizer steps that a step has."""
+        self._is_checked = False
+        """Whether the budget was checked against what is on the device as the first step begins."""
         self._held = False
         """Whether the step that runs ends by `end` alone."""
 
@@ -75,7 +77,9 @@ class StepBounds:
 
     def end(self, *, completed: bool | None = None) -> None:
         """End the step that runs, as what follows is no training. `completed`: whether the step counts; None: if an optimizer
-        stepped in it."""
+        stepped in it. Does nothing on another thread."""
+        if threading.current_thread() is not self._thread:
+            return
         self._held = False
         self._end_step(completed=self._is_over() if completed is None else completed)
 
@@ -91,6 +95,11 @@ class StepBounds:
         return self.session.backward_has_run and all(p.grad is None for p in self._parameters())
 
     def _begin_step(self) -> None:
+        if (
+            not self._is_checked
+        ):  # the model, or the state of its optimizer, may have come to the device since the session began
+            self.session.hbm_budget = self.session.hbm_budget
+            self._is_checked = True
         self._optimizer_steps = 0
         step = self.session.step()
         step.__enter__()

@@ -1,0 +1,362 @@
+"""`attach`: steps of any loop are found, the bits are those of plain PyTorch, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import chameleon_mm as cm
+from chameleon_mm.attach import Attachment
+from chameleon_mm.device import Device
+from chameleon_mm.units import KIB, MIB
+
+BUDGET = 10 * MIB
+STEPS = 6
+
+
+def layers(device: torch.device | str = "cpu", *, width: int = 128, drop: float = 0.1) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(drop), nn.Linear(4 * width, width)) for _ in range(3)
+    )
+    return nn.Sequential(*blocks).to(device)
+
+
+def batch_on(model: nn.Module, rows: int = 512) -> Tensor:
+    return torch.randn(rows, 128).to(next(model.parameters()).device)  # the same numbers on every device
+
+
+Attach = Callable[..., Attachment | None]
+Loop = Callable[[torch.device, Attach], list[Tensor]]
+
+
+def state_of(*things: nn.Module | torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors of models and optimizers, on the host."""
+    found: list[Tensor] = []
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            found += [t.detach().cpu().clone() for t in thing.state_dict().values()]
+        else:
+            found += [v.cpu().clone() for state in thing.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return found
+
+
+def micro_batches(where: torch.device, attach: Attach) -> list[Tensor]:
+    """Accumulation, clipping, evaluation with gradients off and on, and a scheduler."""
+    model = layers(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    attach(model)
+    seen = []
+    for i in range(STEPS):
+        for _ in range(2):
+            loss = model(batch_on(model)).square().mean() / 2
+            loss.backward()
+            seen.append(loss.detach().cpu())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if i % 2:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(batch_on(model, 8)).sum().cpu())
+            model.train()
+    return seen + state_of(model, optimizer)
+
+
+def skipped_steps(where: torch.device, attach: Attach) -> list[Tensor]:
+    """No optimizer steps in one iteration of three, as where a gradient scaler has found an infinity."""
+    model = layers(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    attach(model)
+    for i in range(STEPS):
+        model(batch_on(model)).square().mean().backward()
+        if i % 3 != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+def two_optimizers(where: torch.device, attach: Attach) -> list[Tensor]:
+    """One optimizer for weights, another for all else: a step ends with the second, from the second step on."""
+    model = layers(where)
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(weights, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+    attach(model)
+    for _ in range(STEPS):
+        model(batch_on(model)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(model, *optimizers)
+
+
+def closures(where: torch.device, attach: Attach) -> list[Tensor]:
+    """Forward and backward run inside of the optimizer's step, several times: each time is a step of the session."""
+    model = layers(where, drop=0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-2, max_iter=3)
+    attach(model)
+    for _ in range(STEPS):
+        batch = batch_on(model)
+
+        def closure(batch: Tensor = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch's own
+    return state_of(model)
+
+
+def adversaries(where: torch.device, attach: Attach) -> list[Tensor]:
+    """A second model, with an optimizer of its own that ends no step, reads what the first one made."""
+    maker, judge = layers(where), layers(where, drop=0.0)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in (maker, judge)]
+    attach(maker)
+    for _ in range(STEPS):
+        made = maker(batch_on(maker))
+        judge(made.detach()).square().mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        judge(made).mean().backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    return state_of(maker, judge)
+
+
+def failures(where: torch.device, attach: Attach) -> list[Tensor]:
+    """Some forwards and backwards raise, and the loop goes on."""
+    model = layers(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    attach(model)
+    for i in range(STEPS):
+        try:
+            out = model(batch_on(model))
+            if i == 1:
+                raise RuntimeError("in forward")
+            if i == 3:
+                out.register_hook(fail)
+            out.square().mean().backward()
+            optimizer.step()
+        except RuntimeError:
+            pass
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+def fail(grad: Tensor) -> None:
+    raise RuntimeError("in backward")
+
+
+LOOPS: dict[Loop, int] = {micro_batches: 6, skipped_steps: 6, two_optimizers: 6, closures: 18, adversaries: 6, failures: 5}
+"""Steps that each has, as its session counts them."""
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_loop_has_the_bits_of_plain_pytorch(loop: Loop, device: Device) -> None:
+    torch.manual_seed(1)
+    plain = loop(device.torch_device, lambda model: None)
+    handles: list[Attachment] = []
+
+    def attach(model: nn.Module) -> Attachment:
+        handles.append(cm.attach(model, hbm_budget=held_by(device) + BUDGET, device=device, min_bytes=64 * KIB))
+        return handles[0]
+
+    torch.manual_seed(1)
+    swapped = loop(device.torch_device, attach)
+    (handle,) = handles
+    report = handle.report()
+    assert len(plain) == len(swapped) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
+    assert report.bytes_swapped_out > 0
+    assert report.steps == LOOPS[loop]
+    assert report.problems == ()
+    handle.detach()
+    check_nothing_left(handle)
+
+
+def held_by(device: Device) -> int:
+    """Bytes that earlier tests hold on a GPU, which a process has only one of."""
+    return device.allocated_bytes()
+
+
+def check_nothing_left(handle: Attachment) -> None:
+    model = handle._model
+    assert not [module for module in model.modules() if module._forward_pre_hooks]
+    assert not _global_optimizer_post_hooks
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert _get_current_dispatch_mode_stack() == []
+    assert handle.session.pool.stats().num_live == 0
+    handle.detach()  # does nothing
+
+
+def test_steps_after_the_first_follow_a_plan(sim: cm.SimDevice) -> None:
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with cm.attach(model, hbm_budget=BUDGET + 4 * MIB, device=sim, min_bytes=64 * KIB) as handle:
+        for _ in range(STEPS):
+            model(batch_on(model)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert handle.report().steps_by_phase == {"recorded": 1, "planned": STEPS - 1}
+    check_nothing_left(handle)
+
+
+def test_the_state_of_an_optimizer_that_is_given_moves(sim: cm.SimDevice) -> None:
+    found = []
+    for swap in (False, True):
+        model = layers(drop=0.0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(1)
+        handle = cm.attach(model, optimizer, hbm_budget="64MiB", device=sim) if swap else None
+        for _ in range(3):
+            model(batch_on(model)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            assert handle.report().state_bytes_swapped_out > 0
+            assert handle.report().steps == 3
+            handle.detach()
+        found.append(state_of(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_copy_of_an_attached_model_and_a_file_of_it_are_not_attached(sim: cm.SimDevice) -> None:
+    model = layers()
+    with cm.attach(model, device=sim):
+        average, file = copy.deepcopy(model), io.BytesIO()
+        torch.save(model, file)
+        assert b"chameleon" not in file.getvalue()
+        file.seek(0)
+        read = torch.load(file, weights_only=False)
+    x = batch_on(model)
+    assert torch.equal(average.eval()(x), read.eval()(x))
+    with cm.attach(average, device=sim), cm.attach(read, device=sim):
+        pass
+
+
+def test_graphs_outlive_an_attachment(sim: cm.SimDevice) -> None:
+    model = layers(drop=0.0)
+    x = batch_on(model)
+    model(x).square().mean().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with cm.attach(model, hbm_budget=BUDGET, device=sim, min_bytes=64 * KIB, plans=False) as handle:
+        loss = model(x).square().mean()
+    loss.backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+    del loss
+    assert handle.session.pool.stats().num_live == 0
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_a_compiled_model_has_its_own_bits(way: str, sim: cm.SimDevice) -> None:
+    def trained(*, swap: bool) -> list[Tensor]:
+        model = layers(drop=0.0)
+        called: Any = torch.compile(model, backend="aot_eager") if way == "wrapped" else model
+        if way == "in place":
+            model.compile(backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        handle = cm.attach(called, hbm_budget=BUDGET, device=sim, min_bytes=64 * KIB) if swap else None
+        torch.manual_seed(1)
+        for _ in range(3):
+            called(batch_on(model)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            assert handle.report().steps == 3
+            assert handle.report().bytes_swapped_out > 0
+            handle.detach()
+        return state_of(model)
+
+    try:
+        plain, swapped = trained(swap=False), trained(swap=True)
+    finally:
+        torch._dynamo.reset()
+    assert all(torch.equal(a, b) for a, b in zip(plain, swapped, strict=True))
+
+
+# --- wrong use
+
+
+def test_a_model_is_attached_once(sim: cm.SimDevice) -> None:
+    model = layers()
+    with cm.attach(model, device=sim):
+        with pytest.raises(ValueError, match=r"got a Sequential that is attached already; detach that first"):
+            cm.attach(model, device=sim)
+        with pytest.raises(ValueError, match=r"got a ModuleList whose part '0' is attached already"):
+            cm.attach(nn.ModuleList([model]), device=sim)
+    cm.attach(model, device=sim).detach()
+
+
+def test_what_is_no_model_and_what_no_session_takes_is_refused_with_nothing_attached(sim: cm.SimDevice) -> None:
+    model = layers()
+    with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module.*pass the model that the training loop calls"):
+        cm.attach(model.forward, device=sim)  # type: ignore[arg-type]  # the mistake
+    with pytest.raises(ValueError, match="hbm_budget"):
+        cm.attach(model, hbm_budget="much", device=sim)
+    with pytest.raises(TypeError, match="budget"):
+        cm.attach(model, budget="1GiB", device=sim)
+    with sim.compute():
+        inside = layers()
+        held = torch.ones(MIB)
+        with pytest.raises(cm.InfeasibleBudget, match="raise the budget or make the model smaller"):
+            cm.attach(inside, hbm_budget=MIB, device=sim)
+        del held
+    assert not model._forward_pre_hooks
+    assert not _global_optimizer_post_hooks
+
+
+def test_a_model_that_comes_to_its_device_later_has_its_budget_checked_before_the_first_step(sim: cm.SimDevice) -> None:
+    model = layers(width=8)
+    with cm.attach(model, hbm_budget=MIB, device=sim), sim.compute():
+        held = torch.ones(MIB)
+        with pytest.raises(cm.InfeasibleBudget, match="raise the budget"):
+            model(torch.ones(4, 8))
+        del held
+        model(torch.ones(4, 8)).sum().backward()
+
+
+def test_it_is_detached_where_it_was_attached(sim: cm.SimDevice) -> None:
+    handle = cm.attach(layers(), device=sim)
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            handle.detach()
+        except cm.SessionClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "leave it there" in str(errors[0])
+    handle.detach()
+    check_nothing_left(handle)
+
+
+def test_training_on_another_thread_is_told(sim: cm.SimDevice) -> None:
+    model = layers()
+    handle = cm.attach(model, device=sim)
+
+    def train() -> None:
+        model(batch_on(model)).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    handle.detach()
+    assert "on the thread that entered the session" in handle.report().problems[0]

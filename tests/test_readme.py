@@ -25,7 +25,7 @@ class Snippet(NamedTuple):
     @property
     def first_call(self) -> str:
         """What tells it from the others of its page."""
-        found = re.search(r"cm\.(attach|SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
+        found = re.search(r"cm\.(attach|install|SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
         assert found is not None
         return found[1]
 

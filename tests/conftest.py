@@ -30,6 +30,10 @@ from chameleon_mm.profiler.recorder import Recorder
 from tests._native import BUILDS
 from tests.cuda_stand_in import control
 
+if control.is_loaded():
+    collect_ignore_glob = ["test_frameworks_*.py"]
+    """Tests of frameworks, which that environment does not have: see `cuda_stand_in/versions.py`. None of them needs a GPU."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     # One: the operators tested are small, and more threads only wait for each other. They may round otherwise, though.

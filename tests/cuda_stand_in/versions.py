@@ -18,5 +18,9 @@ CUDA_PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0", "cupy-cuda13
 CUDA_HEADERS = ("nvidia-cuda-crt==13.0.88", "nvidia-cuda-runtime==13.0.96")
 """Unpacked for their headers alone: nothing of them is loaded."""
 
-NOT_NEEDED = ("build", "hatchling", "import-linter", "mypy", "ruff", "types-psutil")
-"""Of the extra `dev`: lint and packaging do not run here."""
+NOT_NEEDED = (
+    "accelerate", "build", "hatchling", "import-linter", "kernels", "lightning", "mypy", "ruff", "selenium", "trl",
+    "types-psutil",
+)  # fmt: skip
+"""Of the extra `dev`: lint, packaging and the browser do not run here, nor do training frameworks, for which pip would get the
+NVIDIA packages, as they ask for torch."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from chameleon_mm.arguments import check_type, describe
+from chameleon_mm.arguments import check_type
 from chameleon_mm.report import SwapReport
 from chameleon_mm.session import SwapSession
 from chameleon_mm.step_bounds import StepBounds
@@ -118,8 +118,6 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **s
                 f"attach: expected a model that is not attached, got a {type(model).__name__} {part} attached already; detach "
                 f"that first"
             )
-    if "model" in session_args:
-        raise TypeError(f"attach: expected the model once, got model={describe(session_args['model'])} as well; leave it out")
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # an engine's wrapper around it
     session_args.setdefault("device", _device_of(model))

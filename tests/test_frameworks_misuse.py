@@ -30,7 +30,7 @@ CALLBACKS = [hf.SwapCallback, lightning.SwapCallback]
 class Fails(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
     """Does something at the end of the second step: raises, unless told otherwise."""
 
-    def __init__(self, act: Callable[[], None] | None = None) -> None:
+    def __init__(self, act: Callable[[], object] | None = None) -> None:
         self._act = act
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_callback_that_comes_after_training_began_says_so(tmp_path: Path) -> N
 def test_one_callback_in_two_trainings_at_once_says_so(tmp_path: Path) -> None:
     swap = hf.SwapCallback(**swapping("1MiB"))
     inner, model = hf.trainer(llama(2)(), tmp_path, [swap], max_steps=1), llama(2)()
-    trainer = hf.trainer(model, tmp_path, [swap, Fails(lambda: inner.train())])
+    trainer = hf.trainer(model, tmp_path, [swap, Fails(inner.train)])
     with pytest.raises(RuntimeError, match="in one training at a time, got a step of a training that it is not attached to"):
         trainer.train()
     check_nothing_left(model)

@@ -92,7 +92,7 @@ class Loops:
             return loss
 
         for _ in range(STEPS):
-            optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch annotates it not
+            optimizer.step(closure)
 
     def evaluation(self) -> None:
         for number in range(STEPS):

@@ -157,7 +157,8 @@ def test_lightning_tells_of_a_training_that_raised(tmp_path: Path) -> None:
 
 def test_the_state_of_the_optimizer_leaves_where_that_is_asked_for(tmp_path: Path) -> None:
     def train(swap: Any) -> Any:
-        seen, model = Seen(), llama(1)()
+        seen = Seen()
+        model: Any = llama(1)()
         model.resize_token_embeddings(1024)  # 128 KiB of state
         made = hf.trainer(model, tmp_path, [hf.Notes(seen), *([swap] if swap else [])], max_steps=4)
         made.train()

@@ -24,7 +24,7 @@ class Snippet(NamedTuple):
     @property
     def first_call(self) -> str:
         """What tells it from the others of its page."""
-        found = re.search(r"cm\.(SwapSession|save_on_cpu|PinnedPool|SimDevice)", self.text)
+        found = re.search(r"cm\.(SwapSession|save_on_cpu|PinnedPool|SimDevice|attach|install|integrations\.\w+)", self.text)
         assert found is not None
         return found[1]
 
@@ -52,6 +52,9 @@ def test_every_way_into_the_library_is_among_them() -> None:
         "README.md": ["SwapSession", "PinnedPool"],
         "using.md": ["SimDevice", "SimDevice", "SimDevice", "save_on_cpu", "SimDevice"],
     }
+    of_frameworks = [snippet.first_call for snippet in SNIPPETS if snippet.page == "integrations.md"]
+    names = ("transformers", "accelerate", "lightning")
+    assert of_frameworks == ["attach", *(f"integrations.{name}" for name in names), "install"]
     assert ("pinned_pool.md", "PinnedPool") in [(snippet.page, snippet.first_call) for snippet in SNIPPETS]
 
 

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import chameleon_mm as cm
 from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
 from tests._plain_models import BERT, MIXTRAL, VOCABULARY, llama
-from tests._plain_training import Outcome
+from tests._plain_training import Outcome, differences
 
 SwapCallback = cm.integrations.transformers.SwapCallback
 
@@ -98,3 +98,54 @@ def test_a_trainer_gives_the_same_bits(name: str, options: tuple[str, ...], budg
 @pytest.mark.parametrize("name", MODELS)
 def test_a_trainer_gives_the_same_bits_with_all_its_options(name: str, options: tuple[str, ...], tmp_path: Path) -> None:
     check_bits(name, options, tmp_path, 400)
+
+
+def test_evaluation_and_prediction_in_between_do_no_harm(tmp_path: Path) -> None:
+    class Predicts(TrainerCallback):  # type: ignore[misc]  # mypy does not follow transformers
+        trainer: Any
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % 7 == 0:
+                self.trainer.predict(examples(3))
+
+    def train(swap: Any) -> Outcome:
+        seen, model, predicts = Seen(), MODELS["llama"](), Predicts()
+        callbacks = [Notes(seen), predicts, *([swap] if swap is not None else [])]
+        made = trainer(model, tmp_path, callbacks, eval_strategy="steps", eval_steps=3, eval_on_start=True)
+        predicts.trainer = made
+        made.train()
+        made.evaluate()
+        check_nothing_left(model)
+        return seen.finish(model, made.optimizer)
+
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = SwapCallback(**swapping(budget))
+        return train(swap), swap.report()
+
+    check_same(train(None), swapped, 600)
+
+
+def test_a_checkpoint_is_written_and_resumed_from(tmp_path: Path) -> None:
+    def train(folder: Path, *, attached: bool) -> Outcome:
+        for steps, resumed in ((4, False), (8, True)):
+            seen, model = Seen(), MODELS["llama"]()
+            swap = [SwapCallback(optimizer_state=True, **swapping("2MiB"))] if attached else []
+            made = trainer(model, folder, [Notes(seen), *swap], max_steps=steps, save_strategy="steps", save_steps=4)
+            made.train(resume_from_checkpoint=resumed or None)
+        return seen.finish(model, made.optimizer)
+
+    assert differences(train(tmp_path / "plain", attached=False), train(tmp_path / "swapped", attached=True)) == []
+
+
+def test_a_compiled_model_gives_the_same_bits(tmp_path: Path) -> None:
+    args = {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 4}
+
+    def train(swap: Any) -> Outcome:
+        torch._dynamo.reset()
+        return trained(MODELS["llama"], tmp_path, swap, **args)
+
+    plain = train(None)
+    swap = SwapCallback(**swapping("2MiB"))
+    assert differences(plain, train(swap)) == []
+    assert swap.report().steps == 4
+    assert swap.report().bytes_swapped_out > 0

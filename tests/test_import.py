@@ -21,7 +21,7 @@ _PUBLIC = {"CudaDevice", "PinnedPool", "SimDevice", "SwapReport", "SwapSession",
 _REPORT = """
 import json, sys
 import torch
-heavy = sorted({"cuda", "cupy", "triton"} & set(sys.modules))
+heavy = sorted({"accelerate", "cuda", "cupy", "lightning", "transformers", "triton", "trl"} & set(sys.modules))
 print(json.dumps({"heavy": heavy, "cuda_started": torch.cuda.is_initialized()}))
 """
 
@@ -44,9 +44,10 @@ def test_the_report_sees_what_it_is_asked_about() -> None:
         "import chameleon_mm",
         f"import chameleon_mm as cm; [getattr(cm, name) for name in {sorted(_PUBLIC)}]",
         "import chameleon_mm.cli",
+        "import chameleon_mm as cm; cm.integrations, dir(cm.integrations)",
         "import chameleon_mm.device.cuda, chameleon_mm.doctor, chameleon_mm.bench, chameleon_mm.kernels",
     ],
-    ids=["package", "public names", "command line", "device, doctor, bench, kernels"],
+    ids=["package", "public names", "command line", "integrations", "device, doctor, bench, kernels"],
 )
 def test_importing_starts_nothing(code: str) -> None:
     assert _in_a_fresh_interpreter(code) == {"heavy": [], "cuda_started": False}
@@ -56,6 +57,27 @@ def test_the_public_names_are_there_and_listed() -> None:
     assert set(cm.__all__) >= _PUBLIC
     assert all(getattr(cm, name).__module__.startswith("chameleon_mm") for name in _PUBLIC)
     assert set(dir(cm)) >= set(cm.__all__)
+
+
+def test_an_integration_loads_its_framework_and_none_beside() -> None:
+    loaded = _in_a_fresh_interpreter("import chameleon_mm as cm; cm.integrations.transformers.SwapCallback")["heavy"]
+    assert isinstance(loaded, list)
+    assert "transformers" in loaded and not {"lightning", "trl"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "transformers", "trl"])
+def test_a_missing_framework_is_one_sentence_that_names_the_extra(name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None; import chameleon_mm as cm; cm.integrations.{name}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: chameleon_mm.integrations.{name}: expected {name} to be installed, found none; "
+        f"pip install 'chameleon-mm[{name}]'"
+    )
+
+
+def test_other_names_of_the_integrations_are_missing_as_ever() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'keras'"):
+        _ = cm.integrations.keras
 
 
 @pytest.mark.parametrize("module", ["numpy.exceptions", "numpy.dtypes", "torch._tensor"])

@@ -1,0 +1,97 @@
+"""Hugging Face's `kernels` works beside us: two packages of one name's ending, and its layers are swapped as any other."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import chameleon_mm as cm
+from tests._frameworks import swapping
+from tests._plain_training import Outcome, differences, image
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def hugging_faces() -> Any:
+    """The package `kernels` that is installed. In a checkout's own folder, that name is the folder's beside it."""
+    path = sys.path
+    sys.path = [entry for entry in path if Path(entry).resolve() != ROOT]
+    sys.modules.pop("kernels", None)
+    try:
+        return importlib.import_module("kernels")
+    finally:
+        sys.path = path
+
+
+kernels: Any = hugging_faces()
+
+
+CALLS: list[int] = []
+"""Rows of each call: a kernel's layer may have no state of its own."""
+
+
+class Fast(nn.Module):
+    """What a kernel repository offers in place of a layer."""
+
+    has_backward = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(len(x))
+        return F.silu(x) * x
+
+
+class Local:
+    """A repository that holds one layer and needs no network."""
+
+    layer_name = "Fast"
+
+    def load(self) -> type[nn.Module]:
+        return Fast
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x) * x
+
+
+def trained(*, attached: bool) -> Outcome:
+    torch.manual_seed(0)
+    layer = kernels.use_kernel_forward_from_hub("Gate")(type("Gate", (Slow,), {}))
+    model = nn.Sequential(nn.Linear(16, 64), layer(), nn.Linear(64, 64), layer(), nn.Linear(64, 1))
+    with kernels.use_kernel_mapping({"Gate": {"cpu": Local()}}):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = cm.attach(model, **swapping("64MiB")) if attached else None
+    seen: Outcome = {}
+    for number in range(5):
+        loss = model(torch.randn(8, 16)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen[f"loss {number}"] = image(loss)
+    if handle is not None:
+        handle.detach()
+        assert handle.report().bytes_swapped_out > 0
+        assert handle.report().steps == 5
+    return {**seen, **{name: image(value) for name, value in model.state_dict().items()}}
+
+
+def test_kernels_are_two_packages() -> None:
+    ours = importlib.import_module("chameleon_mm.kernels")
+    assert kernels is not ours
+    assert kernels.__file__ != ours.__file__
+    assert hasattr(kernels, "kernelize") and not hasattr(ours, "kernelize")
+
+
+def test_a_kernelized_layer_is_swapped_as_any_other() -> None:
+    CALLS.clear()
+    plain = trained(attached=False)
+    assert len(CALLS) == 10
+    assert differences(plain, trained(attached=True)) == []
+    assert len(CALLS) == 20

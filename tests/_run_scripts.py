@@ -23,8 +23,9 @@ class Ended:
 
     @property
     def own_err(self) -> str:
-        """What the script itself wrote on stderr: without the lines of the report."""
-        return self.err.partition("chameleon-mm run: ")[0]
+        """What the script itself wrote on stderr: without the lines of the report, and the one that says a GPU is simulated."""
+        lines = self.err.partition("chameleon-mm run: ")[0].splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("chameleon_mm: no CUDA found: simulating"))
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -174,11 +174,12 @@ class SwapSession:
             )
         try:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
-            self._executor.leave_recorders()
-            self._history.end_peak()  # what comes back as the session ends is no part of what it promised
-            # Then at once: hooks must not outlive the block, whatever state it is left in. A thread that ended took its own.
-            if self._thread is here:
-                self._stack.__exit__(kind, error, trace)
+            if not sys.is_finalizing():  # torch's modules may be taken apart by then, and no operator runs any more
+                self._executor.leave_recorders()
+                self._history.end_peak()  # what comes back as the session ends is no part of what it promised
+                # Then at once: hooks must not outlive the block, however it is left. A thread that ended took its own.
+                if self._thread is here:
+                    self._stack.__exit__(kind, error, trace)
         finally:
             try:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step

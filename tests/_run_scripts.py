@@ -183,7 +183,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 """Scripts without torch, by how they end."""
 
 VARIANTS = """
-import os, signal, sys, threading
+import os, signal, sys, threading, warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -345,6 +345,8 @@ def in_backward():
 
 def traced():
     model = net()
+    warnings.simplefilter("ignore")  # TorchScript is deprecated
+    train(torch.jit.script(net()), steps=1)
     torch.jit.trace(model, torch.randn(4, 128))
     torch.export.export(model, (torch.randn(4, 128),))
     return train(model)

@@ -116,11 +116,14 @@ class TrainingWatch:
         for handle in (self._module_hook, self._optimizer_hook):
             if handle is not None:
                 handle.remove()
-        session, self._session = self._session, None
+        session = self._session
         if session is None or self.in_forked_child:
             return None
         if self._bounds is not None and error is None and self._thread is threading.current_thread():
+            if self._bounds.in_step and self._stepped_by_hand():
+                self._bounds.optimizer_stepped()
             self._bounds.end()
+        self._session = None
         if self.may_finish:
             session.__exit__(None if error is None else type(error), error, None)
         return session.report()
@@ -234,7 +237,7 @@ class TrainingWatch:
     # --- the global hook
 
     def _hide_hook_until_return(self, module: nn.Module) -> None:
-        if self._module_hook is not None:
+        if self._module_hook is not None and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             self._module_hook.remove()
             self._returning = module.register_forward_hook(self._returned, always_call=True)
 

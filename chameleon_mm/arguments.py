@@ -1,15 +1,30 @@
 """Checks the types of arguments; a wrong one is refused in one line: what was expected, what came, what to do.
 
 check_type("pool", pool, PinnedPool, "a PinnedPool, or None for one of its own", "pass PinnedPool('8GiB')")
+check_keywords("install", arguments, save_on_cpu)
 """
 
 from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
 
 
 def check_type(name: str, value: object, kind: type, expected: str, way_out: str) -> None:
     """Raise `TypeError` unless `value` is of `kind`. `name` is the argument's."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}, got {describe(value)}; {way_out}")
+
+
+def check_keywords(what: str, given: Iterable[str], function: Callable[..., object], *, but: Iterable[str] = ()) -> None:
+    """Raise `TypeError` for a keyword among `given` that `function` does not take, or that is one of `but`. `what` is whose
+    keywords they are."""
+    known = [name for name in inspect.signature(function).parameters if name not in but]
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{what}: expected arguments of {function.__name__} ({', '.join(known)}), got {name}=; leave it out"
+            )
 
 
 def describe(value: object) -> str:

@@ -76,18 +76,14 @@ class Attachment:
     def detach(self) -> None:
         """End the session, on the thread that attached it: no hook is left, and no memory but what graphs that are still alive
         need. Does nothing the second time."""
-        if not self._hooks:
-            return
-        self._leave(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._hooks:
-            self._leave(kind, error, trace)
-
-    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self._hooks:
+            return
         if error is None:
             self._bounds.end()
         self.session.__exit__(kind, error, trace)  # raises on another thread, with everything as it was

@@ -10,14 +10,13 @@ Modules that imported the name before see the replacement, too. What was replace
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from chameleon_mm.arguments import check_type
+from chameleon_mm.arguments import check_keywords, check_type
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.save_on_cpu import save_on_cpu
 from chameleon_mm.uncompiled import uncompiled
@@ -32,7 +31,7 @@ class InstalledSaveOnCpu(saved_tensors_hooks):
     replaced: ClassVar[type]
     """Torch's own."""
     arguments: ClassVar[dict[str, Any]]
-    """What `install` was given."""
+    """Arguments that `install` was given."""
     _manager: ClassVar[save_on_cpu | None] = None
 
     @uncompiled
@@ -67,10 +66,7 @@ def install(**save_on_cpu_args: Any) -> None:
     first use unless given. Does nothing where the same is installed already. Raises `RuntimeError` where it is with other
     arguments, `TypeError` for an unknown argument, and `ValueError` for a malformed size.
     """
-    known = [name for name in inspect.signature(save_on_cpu).parameters if name not in ("pin_memory", "device_type")]
-    for name in save_on_cpu_args:
-        if name not in known:
-            raise TypeError(f"install: expected arguments of save_on_cpu ({', '.join(known)}), got {name}=; leave it out")
+    check_keywords("install", save_on_cpu_args, save_on_cpu, but=("pin_memory", "device_type"))
     if (min_bytes := save_on_cpu_args.get("min_bytes")) is not None:
         parse_size(min_bytes, what="min_bytes")
     if (pool := save_on_cpu_args.get("pool")) is not None:

@@ -1,4 +1,4 @@
-"""One report of all ranks, from the reports of each.
+"""Report of all ranks, merged from the reports of each.
 
     merged = merge_reports(reports)               # SwapReports, or what their `to_dict()` gave, through JSON or not
     print(merged); merged.to_dict(); merged.plans_agree; merged.differences
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chameleon_mm.report import SwapReport
+from chameleon_mm.saved.timed_spans import hidden_fraction
 from chameleon_mm.units import format_size, format_us
 
 _NEEDED = ("rank", "world_size", "plan_digests", "device", "steps", "hbm_budget_bytes", "peak_hbm_bytes", "bytes_swapped_out")
@@ -154,8 +155,7 @@ def _groups(ranks: list[dict[str, Any]], key: Any) -> list[tuple[Any, list[int]]
 def _hidden(ranks: list[dict[str, Any]]) -> float | None:
     """Share of all ranks' copy time that their compute did not wait for; None: no copy was timed."""
     timed = [rank for rank in ranks if rank.get("copy_us") and rank.get("stall_us") is not None]
-    copied = sum(rank["copy_us"] for rank in timed)
-    return max(0.0, 1.0 - sum(rank["stall_us"] for rank in timed) / copied) if copied else None
+    return hidden_fraction(sum(rank["stall_us"] for rank in timed), sum(rank["copy_us"] for rank in timed))
 
 
 def _row(rank: dict[str, Any], simulated: str) -> str:

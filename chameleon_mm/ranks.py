@@ -1,4 +1,4 @@
-"""Which rank of a job this process is, and whether its budgets are those of the others: told without waiting for any of them.
+"""Rank of this process in its job, and whether its budgets are those of the others: told without waiting for any of them.
 
     ranks = Ranks(host_budget_bytes=None)
     ranks.enter(hbm_budget_bytes)       # one entry in the store of the default process group, and two questions to it

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from chameleon_mm.profiler.dispatch_state import in_backward
 from chameleon_mm.session import SwapSession
 
 
@@ -86,7 +87,7 @@ class StepBounds:
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread, or inside of a backward: checkpoints run forwards there, and some loops an optimizer
         for each parameter as its gradient is made."""
-        return threading.current_thread() is not self._thread or torch._C._current_graph_task_id() != -1
+        return threading.current_thread() is not self._thread or in_backward()
 
     def _is_over(self) -> bool:
         """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""

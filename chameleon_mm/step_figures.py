@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from chameleon_mm.saved.timed_spans import StepKind
+from chameleon_mm.saved.timed_spans import StepKind, hidden_fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class StepFigures:
     @property
     def hidden_fraction(self) -> float | None:
         """Share of the copies' time during which compute did not wait for them; None where none was timed."""
-        return None if not self.copy_us or self.stall_us is None else max(0.0, 1.0 - self.stall_us / self.copy_us)
+        return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""

@@ -32,3 +32,10 @@ def gpt_report(*, steps: int = 4, plans: bool = True, hbm_mib: float = 7.0, link
                 optimizer.step()
                 optimizer.zero_grad()
     return session.report()
+
+
+def busy_report() -> cm.SwapReport:
+    """Report of a GPT's steps whose plan recomputes, and stalls all the same."""
+    found = gpt_report()
+    assert found.planned is not None and found.planned.plan.recompute_us and found.planned.plan.stall_us
+    return found

@@ -21,7 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.chrome_trace import COMPUTE, D2H, H2D, PID, STEPS, TraceData, readings, write_trace
 from chameleon_mm.device import Device
 from chameleon_mm.saved import CopySpan
-from chameleon_mm.saved.timed_spans import MemoryReading, StepSpan, TimedSpans
+from chameleon_mm.saved.timed_spans import MemorySample, StepSpan, TimedSpans
 from chameleon_mm.units import MIB
 from tests._report_sessions import gpt_report
 from tests.test_report import made_up
@@ -131,7 +131,7 @@ def test_counters_stay_within_the_reports_peaks(report: cm.SwapReport, tmp_path:
 def test_readings_are_as_long_after_their_steps_begin_as_the_host_was() -> None:
     steps = (StepSpan(0, "recorded", 0.0, 90.0, 1000.0, 0), StepSpan(1, "planned", 100.0, 190.0, 1050.0, 0))
     memory = (
-        MemoryReading(990.0, 1, 1), MemoryReading(1000.0, 2, 0), MemoryReading(1020.0, 3, 0), MemoryReading(1060.0, 4, 0),
+        MemorySample(990.0, 1, 1), MemorySample(1000.0, 2, 0), MemorySample(1020.0, 3, 0), MemorySample(1060.0, 4, 0),
     )  # fmt: skip
     assert readings(TimedSpans(steps=steps, memory=memory)) == [(0.0, 2, 0), (20.0, 3, 0), (110.0, 4, 0)]
 

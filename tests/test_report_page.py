@@ -22,16 +22,14 @@ from chameleon_mm.report_page.step_picture import Bar, Memory
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.saved.timed_spans import StepKind, StepSpan, TimedSpans, WaitSpan
 from chameleon_mm.units import MIB
-from tests._report_sessions import gpt_report, small_gpt
+from tests._report_sessions import busy_report, gpt_report, small_gpt
 from tests._traces import H200_LINK, chain, random_plan, random_step
 from tests.test_report import made_up
 
 
 @pytest.fixture(scope="module")
 def report() -> cm.SwapReport:
-    found = gpt_report()
-    assert found.planned is not None and found.planned.plan.recompute_us and found.planned.plan.stall_us
-    return found
+    return busy_report()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from chameleon_mm.cli import main
-from chameleon_mm.running.ranks import Gathering, Ranks
+from chameleon_mm.running.ranks import Gathering, LaunchedRank
 from tests import _run_scripts as scripts
 from tests._run_scripts import Ended, python, runs
 
@@ -265,7 +265,7 @@ def test_ranks_that_torchrun_starts_are_each_swapped_and_told_together(tmp_path:
 def test_the_last_of_several_ranks_tells_of_all_and_of_those_that_are_missing(tmp_path: Path) -> None:
     gatherings = []
     for rank in range(3):
-        ranks = Ranks(rank=rank + 8, count=16, local_rank=rank, local_count=3, launch="x")
+        ranks = LaunchedRank(rank=rank + 8, count=16, local_rank=rank, local_count=3, launch="x")
         gatherings.append(Gathering(ranks, tmp_path))
     first, second, third = gatherings
     first.begin()
@@ -288,10 +288,10 @@ def test_the_last_of_several_ranks_tells_of_all_and_of_those_that_are_missing(tm
 
 def test_ranks_are_what_torchruns_variables_say() -> None:
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29500"}
-    ranks = Ranks.started_by_launcher(environ)
+    ranks = LaunchedRank.started_by_launcher(environ)
     assert (ranks.rank, ranks.count, ranks.local_rank, ranks.local_count) == (5, 8, 1, 4)
     assert "29500" in ranks.launch
     assert ranks.own(Path("a/report.json")) == Path("a/report.rank5.json")
     for odd in ({}, {"RANK": "1"}, {**environ, "RANK": "first"}):
-        assert Ranks.started_by_launcher(odd) == Ranks()
-    assert Ranks().own(Path("report.json")) == Path("report.json")
+        assert LaunchedRank.started_by_launcher(odd) == LaunchedRank()
+    assert LaunchedRank().own(Path("report.json")) == Path("report.json")

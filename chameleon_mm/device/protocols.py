@@ -123,7 +123,7 @@ class MemoryReading(NamedTuple):
     cumulative_bytes: int
     """Bytes ever allocated, never decreasing: their growth between two readings bounds the peak between them."""
     peak_bytes: int
-    """As `Device.peak_allocated_bytes` tells."""
+    """Peak as `Device.peak_allocated_bytes` tells it."""
 
 
 @runtime_checkable

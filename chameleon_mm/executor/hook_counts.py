@@ -8,9 +8,10 @@ misuse(counts, thread="MainThread")              # -> "session.step() was never 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
+
+from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class HookCounts:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
         self.count_between_steps()
         self._any_begun = True
-        top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = saved_tensor_hooks_on_top()
         on_top = pack_hook is None or top is None or top[0] is pack_hook
         self._in_step = torch.is_grad_enabled() and not torch.is_inference_mode_enabled(), on_top
 

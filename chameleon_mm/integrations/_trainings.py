@@ -8,7 +8,6 @@ trainings.end(key)                         # detached
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chameleon_mm.arguments import check_type
+from chameleon_mm.arguments import check_keywords, check_type
 from chameleon_mm.attach import Attachment, attach
 from chameleon_mm.report import SwapReport
 from chameleon_mm.session import SwapSession
@@ -44,7 +43,7 @@ class Trainings:
 
     @property
     def attachment(self) -> Attachment:
-        """That of the latest training. Raises `RuntimeError` before the first."""
+        """Attachment of the latest training. Raises `RuntimeError` before the first."""
         if self._attachment is None:
             raise RuntimeError(
                 f"{self._what}: expected a training that has begun, got none; ask once training runs, or after it"
@@ -96,9 +95,7 @@ class Trainings:
 
 
 def _check_session_args(what: str, session_args: dict[str, Any]) -> None:
-    known = [name for name in inspect.signature(SwapSession).parameters if name not in ("model", "optimizer")]
+    check_keywords(what, session_args, SwapSession, but=("model", "optimizer"))
     for name, value in session_args.items():
-        if name not in known:
-            raise TypeError(f"{what}: expected arguments of SwapSession ({', '.join(known)}), got {name}=; leave it out")
         if name in ("hbm_budget", "host_budget", "min_bytes") and value is not None:
             parse_size(value, what=name)

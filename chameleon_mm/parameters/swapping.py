@@ -30,7 +30,7 @@ from chameleon_mm.parameters import window_size
 from chameleon_mm.parameters.memory import DeviceBesideWindow
 from chameleon_mm.parameters.watch import ParameterWatch
 from chameleon_mm.parameters.window import Window
-from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH
+from chameleon_mm.profiler.dispatch_state import PLAIN_DISPATCH, saved_tensor_hooks_on_top
 from chameleon_mm.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class ParameterSwap:
         return sum(entry.charged_bytes for entry in entries) <= self.window.limit_bytes // 2
 
     def sees_saves(self) -> bool:
-        hooks: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensor_hooks_on_top()
         return hooks is not None and hooks[0] is self._save
 
     def use_at(self, nodes: Iterable[Node], entries: Sequence[HostedStorage]) -> None:

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,9 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
 
 _Key = torch._C._TorchDispatchModeKey
+
+SavedTensorHooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""Function that autograd calls for what it saves, and the one that it calls for a use of that."""
 
 PLAIN_DISPATCH = Tensor.__torch_dispatch__
 """`__torch_dispatch__` of classes that leave operators as they are."""
@@ -92,6 +96,12 @@ def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
 def in_backward() -> bool:
     """Whether a backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensor_hooks_on_top() -> SavedTensorHooks | None:
+    """The innermost saved-tensor hooks of this thread, which are those that autograd calls; None: there are none."""
+    hooks: SavedTensorHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def is_on(mode: TorchDispatchMode) -> bool:

@@ -1,6 +1,6 @@
 """Shapes of the page's charts as SVG text. Each chart is 1000 wide for its whole stretch of time, and 100 high.
 
-    lane("out", bars, end_us)                  bars of one engine: a path for each kind, whatever the number of bars
+    lanes(rows, end_us)                        bars of engines: a path for each kind, whatever the number of bars
     memory_shapes(planned, unswapped, ...)     two curves under the budget line
     strip(values, most)                        a bar for each step
 
@@ -66,6 +66,13 @@ def lane(name: str, bars: Iterable[Bar], end_us: float, label: str) -> str:
     return (
         f'<svg data-row="{name}" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{label}">'
         f'{paths}<path class="pick" d=""/></svg>'
+    )
+
+
+def lanes(rows: Iterable[tuple[str, str, Iterable[Bar]]], end_us: float) -> str:
+    """HTML of engines below each other, (name, label, bars) each."""
+    return "".join(
+        f'<div class="lane"><span>{label}</span>{lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
     )
 
 

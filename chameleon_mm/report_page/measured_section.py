@@ -19,9 +19,6 @@ def measured_section(found: MeasuredStep | None, *, simulated: bool) -> str:
     badge = "simulated" if simulated else "measured"
     end_us = found.end_us
     rows = (("compute", "waits", found.compute), ("out", "to the host", found.out), ("back", "back", found.back))
-    lanes = "".join(
-        f'<div class="lane"><span>{label}</span>{drawing.lane(name, bars, end_us, label)}</div>' for name, label, bars in rows
-    )
     waits = sum(bar.end_us - bar.start_us for bar in found.compute if bar.kind == "stall")
     copies = sum(bar.end_us - bar.start_us for bar in (*found.out, *found.back))
     return (
@@ -30,7 +27,8 @@ def measured_section(found: MeasuredStep | None, *, simulated: bool) -> str:
         f"{format_us(waits)}; its {len(found.out) + len(found.back)} copies took {format_us(copies)}.</p>"
         '<ul class="legend"><li><i style="--c:var(--stall)"></i>compute waits</li><li><i style="--c:var(--recompute)"></i>made '
         'again</li><li><i style="--c:var(--swapped)"></i>copy</li></ul>'
-        f'<div class="chart" tabindex="0" aria-label="The copies over time; arrow keys move, + and - zoom">{lanes}'
+        f'<div class="chart" tabindex="0" aria-label="The copies over time; arrow keys move, + and - zoom">'
+        f"{drawing.lanes(rows, end_us)}"
         f'<div class="cursor"></div></div>{drawing.below_chart(end_us)}</section>'
     )
 

@@ -24,7 +24,7 @@ class MeasuredStep:
     end_us: float
     """End of the last of it all."""
     compute: tuple[Bar, ...]
-    """Where compute waited, and where it made something again."""
+    """Bars of the times in which compute waited, or made something again."""
     out: tuple[Bar, ...]
     back: tuple[Bar, ...]
 

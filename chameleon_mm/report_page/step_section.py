@@ -26,13 +26,8 @@ def step_section(picture: StepPicture | None) -> str:
     unlike = (
         " Nobody recorded a step of these sizes: its trace follows from those of others." if picture.sizes_predicted else ""
     )
-    rows = (
-        ("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back),
-    )  # fmt: skip
-    lanes = "".join(
-        f'<div class="lane"><span>{label}</span>{drawing.lane(name, drawing.thinned_bars(bars, end_us), end_us, label)}</div>'
-        for name, label, bars in rows
-    )
+    rows = (("compute", "compute", picture.compute), ("out", "to the host", picture.out), ("back", "back", picture.back))
+    lanes = drawing.lanes(((name, label, drawing.thinned_bars(bars, end_us)) for name, label, bars in rows), end_us)
     memory = drawing.memory_shapes(
         drawing.thinned_memory(picture.planned),
         drawing.thinned_memory(picture.unswapped),

@@ -22,7 +22,7 @@ from chameleon_mm.errors import ProgramInterrupted
 from chameleon_mm.outputs import check_outputs
 from chameleon_mm.running.ending import End
 from chameleon_mm.running.program import Program
-from chameleon_mm.running.ranks import Ranks
+from chameleon_mm.running.ranks import LaunchedRank
 from chameleon_mm.running.watch import TrainingWatch
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import parse_size
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     program = _program(args.program)
     program.check()
     files = {"--report": args.report, "--html": args.html, "--trace": args.trace}
-    ranks = Ranks.started_by_launcher()
+    ranks = LaunchedRank.started_by_launcher()
     check_outputs({option: path if path is None else ranks.own(path) for option, path in files.items()})
     watch = TrainingWatch(_session_maker(args, told=ranks.rank == 0))
     end = End(watch, files, Console(stderr=True), ranks, quiet=args.quiet)

@@ -19,7 +19,7 @@ from chameleon_mm.merged_report import merge_reports
 from chameleon_mm.outputs import print_line, tell_written
 from chameleon_mm.report import SwapReport
 from chameleon_mm.running.program import Ending
-from chameleon_mm.running.ranks import Gathering, Ranks, Told
+from chameleon_mm.running.ranks import Gathering, LaunchedRank, Told
 from chameleon_mm.running.watch import TrainingWatch
 
 _SHOWN = frozenset(
@@ -35,7 +35,7 @@ class End:
     """Leaves the session of a run, and tells what it did."""
 
     def __init__(
-        self, watch: TrainingWatch, files: Mapping[str, Path | None], console: Console, ranks: Ranks, *, quiet: bool
+        self, watch: TrainingWatch, files: Mapping[str, Path | None], console: Console, ranks: LaunchedRank, *, quiet: bool
     ) -> None:
         self._watch = watch
         self._files = {option: ranks.own(path) for option, path in files.items() if path is not None}

@@ -1,6 +1,6 @@
 """Ranks that a launcher started beside each other: what their files are called, and who tells of all of them.
 
-ranks = Ranks.started_by_launcher()
+ranks = LaunchedRank.started_by_launcher()
 gathering = Gathering(ranks); gathering.begin()
 gathering.leave(figures)                    # as this rank ends
 told = gathering.told_by_last()             # the ranks of this host, for the last that ends; None for all others
@@ -25,7 +25,7 @@ import psutil
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class LaunchedRank:
     """This process among those that its launcher started."""
 
     rank: int = 0
@@ -40,8 +40,8 @@ class Ranks:
     def started_by_launcher(
         cls,
         environ: Mapping[str, str] = os.environ,  # noqa: TID251  # launchers tell ranks what they are in variables alone
-    ) -> Ranks:
-        """Ranks as torchrun's variables tell, which other launchers set, too; one rank alone where they do not, or oddly."""
+    ) -> LaunchedRank:
+        """This process as torchrun's variables tell, which other launchers set, too; the only one where they do not."""
         numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         try:
             rank, count, local_rank, local_count = (int(environ[name]) for name in numbers)
@@ -71,7 +71,7 @@ class Gathering:
     """The figures of the ranks on one host, in a folder that lasts until they are told. Where there can be no such folder, each
     rank is by itself."""
 
-    def __init__(self, ranks: Ranks, parent: Path | None = None) -> None:
+    def __init__(self, ranks: LaunchedRank, parent: Path | None = None) -> None:
         self._ranks = ranks
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         self._folder = parent / f"chameleon-mm-run-{os.getuid()}-{ranks.launch}"

@@ -8,11 +8,13 @@ Within `grad`, `vjp` and the others of `torch.func` that save, the session's hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 
 
 class TransformsBesideHooks:
@@ -32,7 +34,7 @@ class TransformsBesideHooks:
 
     @contextmanager
     def _disable(self, message: str) -> Iterator[None]:
-        hooks: Sequence[Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensor_hooks_on_top()
         if hooks is None or not self._is_own(hooks[0]):
             with self._torchs(message):
                 yield

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
 from chameleon_mm.device import gpu_name
+from chameleon_mm.profiler.dispatch_state import in_backward, saved_tensor_hooks_on_top
 from chameleon_mm.report import SwapReport
 from chameleon_mm.running.torch_func import TransformsBesideHooks
 from chameleon_mm.session import SwapSession
@@ -132,7 +133,7 @@ class TrainingWatch:
 
     @uncompiled
     def _called(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or self._elsewhere() or _in_backward():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or self._elsewhere() or in_backward():
             return  # to be compiled; on another thread, or in a forked child; forward once more, for a checkpoint
         if not any(True for _ in module.parameters()):
             return
@@ -145,7 +146,7 @@ class TrainingWatch:
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._elsewhere() or _in_backward():  # one that steps parameter by parameter leaves no gradient: see StepBounds
+        if self._elsewhere() or in_backward():  # one that steps parameter by parameter leaves no gradient: see StepBounds
             return
         if self.stood_aside is not None:
             if self._bounds is not None:
@@ -255,10 +256,7 @@ class TrainingWatch:
             hooks[self._module_hook.id] = self._called  # the number that it had: compiled code is bound to that
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 def _top_hook() -> object:
-    top: Sequence[object] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if top is None else top[0]
+    """Function that autograd calls on this thread for what it saves; None: there is none."""
+    hooks = saved_tensor_hooks_on_top()
+    return None if hooks is None else hooks[0]

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.pinned.free_list import Units, units_bytes
 from chameleon_mm.saved.step_sums import StepSums
-from chameleon_mm.saved.timed_spans import CopySpan, MemoryReading, StepKind, StepSpan, TimedSpans, WaitSpan
+from chameleon_mm.saved.timed_spans import CopySpan, MemorySample, StepKind, StepSpan, TimedSpans, WaitSpan, hidden_fraction
 from chameleon_mm.transfer import Move, Piece
 
 Direction = Literal["out", "in"]
@@ -182,7 +182,7 @@ class Totals(Counters):
     @property
     def hidden_fraction(self) -> float | None:
         """Share of the copies' time during which compute did not wait for them; None when nothing was timed."""
-        return None if self.copy_us == 0 else max(0.0, 1.0 - self.stall_us / self.copy_us)
+        return hidden_fraction(self.stall_us, self.copy_us)
 
 
 class Metrics:
@@ -328,7 +328,7 @@ class Metrics:
         """The latest of what was timed, as far as it was resolved."""
         with self._resolving:
             memory = tuple(
-                MemoryReading(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
+                MemorySample(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
             )
             return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=memory)
 

@@ -3,7 +3,7 @@
 copies       CopySpan          each engine's, in order
 compute      WaitSpan          where it waited for a copy, or made something again
 steps        StepSpan          timed ones; the host's clock at the beginning of each
-memory       MemoryReading     as hooks found it, on the host's clock
+memory       MemorySample      as hooks found it, on the host's clock
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class StepKind(enum.Enum):
     """Followed no plan: the default rule moved its tensors."""
     FAILED = "failed"
     """Ended by an exception."""
+
+
+def hidden_fraction(stall_us: float, copy_us: float) -> float | None:
+    """Share of the copies' time during which compute did not wait for them; None where nothing was copied."""
+    return None if not copy_us else max(0.0, 1.0 - stall_us / copy_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class StepSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReading:
+class MemorySample:
     """Memory as a hook of a timed step found it, on the host's clock `host_us`."""
 
     host_us: float
@@ -78,4 +83,4 @@ class TimedSpans:
 
     waits: tuple[WaitSpan, ...] = ()
     steps: tuple[StepSpan, ...] = ()
-    memory: tuple[MemoryReading, ...] = ()
+    memory: tuple[MemorySample, ...] = ()

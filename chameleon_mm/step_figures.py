@@ -50,6 +50,17 @@ class StepFigures:
         """Share of the copies' time during which compute did not wait for them; None where none was timed."""
         return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
+    def to_tuple(self) -> tuple[Any, ...]:
+        """Plain tuple of every field, for `from_tuple`: kept for long, it is nothing that the collector looks at."""
+        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return (*{**figures, "kind": self.kind.value}.values(),)
+
+    @classmethod
+    def from_tuple(cls, fields: tuple[Any, ...]) -> StepFigures:
+        """Figures of what `to_tuple` gave."""
+        named = dict(zip((field.name for field in dataclasses.fields(cls)), fields, strict=True))
+        return cls(**{**named, "kind": StepKind(named["kind"])})
+
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
         figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

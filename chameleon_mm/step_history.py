@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from chameleon_mm.device import Device
 from chameleon_mm.device.peak_watch import Peak, PeakWatch, peak_between
@@ -76,7 +77,8 @@ class StepHistory:
         """The most that was allocated at any check of memory before the step that runs."""
         self._running: _Running | None = None
         self._pending: deque[_Ended] = deque()
-        self._figures: deque[StepFigures] = deque(maxlen=MAX_FIGURES)
+        self._figures: deque[tuple[Any, ...]] = deque(maxlen=MAX_FIGURES)
+        """Figures of the latest steps that were told, by `StepFigures.to_tuple`."""
 
     # --- the session's peak
 
@@ -157,14 +159,15 @@ class StepHistory:
 
     def figures(self) -> tuple[StepFigures, ...]:
         """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
-        return (*self._figures, *[self._figures_of(ended) for ended in list(self._pending)])
+        told = [StepFigures.from_tuple(fields) for fields in list(self._figures)]
+        return (*told, *[self._figures_of(ended) for ended in list(self._pending)])
 
     def _settle(self, *, all_of_them: bool = False) -> None:
         """Tell the figures of the oldest steps, as far as they are complete."""
         pending = self._pending
         while pending and (all_of_them or len(pending) > MAX_PENDING or self._is_complete(pending[0])):
             figures = self._figures_of(pending.popleft())
-            self._figures.append(figures)
+            self._figures.append(figures.to_tuple())
             self._progress.tell(figures)
 
     def _is_complete(self, ended: _Ended) -> bool:

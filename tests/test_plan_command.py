@@ -727,8 +727,9 @@ def test_without_transformers_the_others_are_named(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("budget", ["32MiB", "1GiB", "1MiB"], ids=["planned", "fits", "infeasible"])
-def test_a_picture_is_written(models: str, budget: str, tmp_path: Path) -> None:
+def test_a_picture_is_written(models: str, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # which others may have loaded in this process
     path = tmp_path / "plan.png"
     command = ["plan", f"{models}:tiny", "--batch", "64", "--hbm-budget", budget, "--png", str(path)]
     assert main(command) == (1 if budget == "1MiB" else 0)

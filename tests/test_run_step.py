@@ -326,6 +326,7 @@ def test_an_optimizer_of_something_else_is_no_obstacle(model: nn.Module) -> None
 
 def test_among_other_ranks_no_step_is_run_again(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     step = Fails(1)
     with session_for(model) as session:

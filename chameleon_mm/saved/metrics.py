@@ -80,7 +80,10 @@ def _beyond_gaps(stalls_us: Mapping[int, float]) -> dict[int, float]:
 
 
 MAX_SPANS = 20_000
-"""Number of latest copies that are kept for `save_trace`, and of latest waits, rebuilds and readings of memory."""
+"""Number of latest copies that are kept for `save_trace`, and of latest readings of memory."""
+
+MAX_WAITS = 10_000
+"""Number of latest waits and rebuilds that are kept: a storage goes out and comes back, and is waited for once."""
 
 MAX_STEPS = 1_000
 """Number of latest timed steps whose bounds are kept."""
@@ -214,8 +217,9 @@ class Metrics:
         """The running step, where it is timed."""
         self._ended: deque[tuple[_BegunStep, Event, StepKind]] = deque()
         """Timed steps that ended on the host, and not yet on the device."""
-        self._wait_spans: deque[WaitSpan] = deque(maxlen=MAX_SPANS)
-        self._step_spans: deque[StepSpan] = deque(maxlen=MAX_STEPS)
+        # Fields of a `WaitSpan` or `StepSpan` each, as plain tuples, which the collector need not look at in a long training.
+        self._wait_spans: deque[tuple[str, float, float]] = deque(maxlen=MAX_WAITS)
+        self._step_spans: deque[tuple[int, str, float, float, float, int]] = deque(maxlen=MAX_STEPS)
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
@@ -330,20 +334,21 @@ class Metrics:
             memory = tuple(
                 MemorySample(host_us, hbm_bytes, units_bytes(units)) for host_us, hbm_bytes, units in list(self.memory)
             )
-            return TimedSpans(waits=tuple(self._wait_spans), steps=tuple(self._step_spans), memory=memory)
+            waits = tuple(WaitSpan(*fields) for fields in self._wait_spans)
+            return TimedSpans(waits=waits, steps=tuple(StepSpan(*fields) for fields in self._step_spans), memory=memory)
 
     def _add_span(self, kind: str, before: Event, after: Event) -> float:
         """Keep what was between two events of compute. Returns how long it took."""
         assert self._origin is not None
         took_us, start_us = after.elapsed_us(before), self._origin_us + before.elapsed_us(self._origin)
-        self._wait_spans.append(WaitSpan(kind, start_us, start_us + took_us))
+        self._wait_spans.append((kind, start_us, start_us + took_us))
         return took_us
 
     def _add_step(self, begun: _BegunStep, end: Event, kind: StepKind) -> None:
         assert self._origin is not None
         start_us = self._origin_us + begun.begin.elapsed_us(self._origin)
         end_us = start_us + end.elapsed_us(begun.begin)
-        self._step_spans.append(StepSpan(begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
+        self._step_spans.append((begun.number, kind.value, start_us, end_us, begun.host_us, begun.unix_ns))
 
     def _add_wait(self, stall_us: float, sums: StepSums | None, *, prefetched: bool) -> None:
         self.totals.stall_us += stall_us

@@ -26,7 +26,6 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.profiler.dispatch_state import remove
-from chameleon_mm.profiler.recorder import Recorder
 from tests._native import BUILDS
 from tests.cuda_stand_in import control
 
@@ -75,13 +74,15 @@ def _seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_recorder_stays() -> Iterator[None]:
-    """A recorder that outlives its test would see the later ones, and what they take for plain PyTorch would run under it."""
+def _no_mode_stays() -> Iterator[None]:
+    """A dispatch mode of ours that outlives its test would see the later ones, and what they take for plain PyTorch would run
+    under it: a recorder, or the simulated device of a session that nobody closed."""
     yield
-    stay = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder)]
+    stay = [mode for mode in _get_current_dispatch_mode_stack() if type(mode).__module__.startswith("chameleon_mm.")]
     for mode in stay:
         remove(mode)
-    assert not stay, f"{len(stay)} recorders are still on this thread's stack of dispatch modes"
+    names = [type(mode).__name__ for mode in stay]
+    assert not names, f"expected no dispatch mode of ours on this thread's stack when the test ends, got {names}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -41,11 +42,12 @@ def test_its_page_shows_it_as_it_is(example: Path) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_it_prints_what_its_page_says(example: Path, tmp_path: Path) -> None:
     under_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if example.stem == "ddp" else []
-    ended = subprocess.run(
-        [sys.executable, *under_torchrun, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    environment = os.environ | {"PYTHONUNBUFFERED": ""}  # unbuffered, two ranks' lines and line ends may mix
+    command = [sys.executable, *under_torchrun, str(example)]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     said = ended.stdout.splitlines()
-    assert [line for line in block(page_of(example), "text").splitlines() if line != "..." and line not in said] == []
+    missing = [line for line in block(page_of(example), "text").splitlines() if line != "..." and line not in said]
+    assert not missing, f"expected {missing} in:\n{ended.stdout}"
     for name in re.findall(r"writes `(\w+\.html)`", page_of(example)):
         assert (tmp_path / name).stat().st_size > 0

@@ -90,6 +90,8 @@ def test_a_program_has_plain_pytorchs_bits(name: str, how: str, device: Device) 
         assert equal(seen, expected)
         assert equal(left(loop), left(plain))
     assert report.parameter_bytes_swapped_in > 0
+    told = [figures.peak_hbm_bytes for figures in report.step_figures]
+    assert len(told) == len(loop.peaks) and all(bytes_ <= peak for bytes_, peak in zip(told, loop.peaks, strict=True))
     if name not in HOLDING and how != "parameters alone":
         assert max(loop.peaks) <= loop.session.hbm_budget
     assert loop.session.pool.stats().live_bytes == 0

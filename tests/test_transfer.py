@@ -233,11 +233,11 @@ def test_what_is_small_is_said_by_the_thresholds(batch_below_bytes: int, calls: 
 def test_a_call_for_many_counts_as_one_piece_and_is_timed_as_one() -> None:
     lane = held()
     lane.submit(2 * PIECE)
-    moves = [lane.submit(10, timed=True)[0] for _ in range(5)]
+    moves = [lane.submit(10, timed=timed)[0] for timed in (False, True, True, False, True)]
     lane.out.ended = 1
     lane.transfer.hand_over()
-    assert [len(move.pieces) for move in moves] == [1, 0, 0, 0, 0]
-    assert moves[0].pieces[0].nbytes == 50
+    assert [len(move.pieces) for move in moves] == [0, 1, 0, 0, 0]  # with one that is timed: nobody adds up the others' pieces
+    assert moves[1].pieces[0].nbytes == 50
     lane.submit(7)
     assert len(lane.out.log_of("copy")) == 3  # two outstanding again
 

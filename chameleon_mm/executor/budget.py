@@ -91,8 +91,7 @@ class Budget:
         self._cumulative: int | None = None
         """Cumulative bytes at the last check of this step."""
         self._cumulative_at_begin: int | None = None
-        self._allocated = 0
-        self._taken = 0
+        self._allocated = self._unused = self._taken = 0
 
     @property
     def hbm_budget_bytes(self) -> int:
@@ -122,9 +121,10 @@ class Budget:
                 self.lending.set_limits(_NO_BOUND, None, allocated_bytes=_NO_BOUND)  # not read: taken to be short
             return 0
         growth = self._note_growth()
+        seen_bytes = self._allocated - self._unused
         if (metrics := self._metrics).timed:
-            metrics.memory.append((self._device.host_us, self._allocated, metrics.pinned_units()))
-        self.peak_seen_bytes = max(self.peak_seen_bytes, self._allocated)
+            metrics.memory.append((self._device.host_us, seen_bytes, metrics.pinned_units()))
+        self.peak_seen_bytes = max(self.peak_seen_bytes, seen_bytes)
         # Never more than the budget as planned; what hooks do not see, as an input that is kept, may take what plans count on.
         forecast = self.forecast  # a plan counts on what it reclaims and prefetches at that hook
         ahead = forecast.growth_bytes if isinstance(forecast, PlanForecast) else forecast.growth()
@@ -332,7 +332,7 @@ class Budget:
         growth = 0 if since is None else max(0, now.cumulative_bytes - since - self._taken)
         if self._cumulative is not None:
             self.headroom.record(growth)
-        self._cumulative, self._allocated, self._taken = now.cumulative_bytes, now.allocated_bytes, 0
+        (self._allocated, self._cumulative, _, self._unused), self._taken = now, 0
         return growth
 
     def reclaim_pending(self) -> None:

@@ -199,21 +199,21 @@ class CopyQueue:
 
     def _hand_over_together(self, moves: Sequence[Move]) -> None:
         """Enqueue whole moves in one call. If it is refused, all of them have failed."""
-        timed = any(move.timed for move in moves)
+        timed = next((move for move in moves if move.timed), None)
         try:
             for event in dict.fromkeys(event for move in moves for event in move.after):
                 self.stream.wait(event)  # orders the copies after their sources were written and their destinations' last use
-            start = self.stream.record(timed=True) if timed else None
+            start = None if timed is None else self.stream.record(timed=True)
             pairs = [(move.dst, move.src) for move in moves if move.dst is not None and move.src is not None]
             self.stream.copy_batch(pairs, speculative=self._speculative)
-            event = self.stream.record(timed=timed)  # orders the reuse of all buffers after these copies
+            event = self.stream.record(timed=timed is not None)  # orders the reuse of all buffers after these copies
         except BaseException:
             for move in moves:
                 self._fail(move)
             raise
         self._running.append(event)
-        if start is not None:
-            moves[0].pieces.append(Piece(start, event, sum(move.nbytes for move in moves)))
+        if timed is not None and start is not None:
+            timed.pieces.append(Piece(start, event, sum(move.nbytes for move in moves)))
         for move in moves:
             move.next_byte, move.done = move.nbytes, event
             self._dequeue(move)

@@ -260,6 +260,7 @@ def test_ranks_that_torchrun_starts_are_each_swapped_and_told_together(tmp_path:
         assert report["bytes_swapped_out"] > 0
         assert len(re.findall(rf"rank {rank} +4 steps", swapped.err)) == 1
     assert swapped.err.count("report of 2 ranks") == 1
+    assert re.findall(r"written: (\S+)", swapped.err) == ["report.rank0.json", "report.rank1.json"]
 
 
 def test_the_last_of_several_ranks_tells_of_all_and_of_those_that_are_missing(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_sizes_are_rounded_up_as_the_caching_allocator_does(sim: SimDevice) -> N
 def test_a_forward_and_backward_term_by_term(sim: SimDevice) -> None:
     with sim.compute():
         x, w = square().requires_grad_(), square().requires_grad_()
-        assert sim.read_memory() == (2 * KB, 2 * KB, 2 * KB)
+        assert sim.read_memory()[:3] == (2 * KB, 2 * KB, 2 * KB)
         y = x @ w  # saves x and w
         z = y.exp()  # saves its result
         loss = z.sum()  # 512 bytes for one number
@@ -87,7 +87,7 @@ def test_the_odometer_never_turns_back(sim: SimDevice) -> None:
     with sim.compute():
         for count in range(1, 5):
             square()
-            assert sim.read_memory() == (0, count * KB, KB)
+            assert sim.read_memory()[:3] == (0, count * KB, KB)
 
 
 def test_every_live_storage_is_counted_and_no_dead_one(sim: SimDevice, request: pytest.FixtureRequest) -> None:

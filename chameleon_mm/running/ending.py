@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -39,6 +39,8 @@ class End:
     ) -> None:
         self._watch = watch
         self._files = {option: ranks.own(path) for option, path in files.items() if path is not None}
+        self._written: list[str] = []
+        """Files that the report was written to."""
         self._console = console
         self._quiet = quiet
         self._ranks = ranks
@@ -104,6 +106,7 @@ class End:
         for option, path in self._files.items():
             try:
                 writers[option](path)
+                self._written.append(str(path))
             except OSError as error:
                 self.exit_code = 1
                 self._say(f"{option}: {path} was not written: {error.strerror}")
@@ -114,26 +117,25 @@ class End:
         self._say("report" if self._ranks.count == 1 else f"report of rank {self._ranks.rank}")
         for label, text in rows:
             print_line(self._console, f"  {label:<{width}}  {text}")
-        self._name_files()
+        self._name_files(self._written)
 
-    def _name_files(self) -> None:
-        for path in self._files.values():
-            if path.exists():
-                tell_written(self._console, path)
+    def _name_files(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            tell_written(self._console, Path(path))
 
     def _gather(self, report: SwapReport | None, why: str | None) -> None:
         if self._gathering is None:
             return
         figures = {} if report is None else report.to_dict()
         # A session knows its rank only where the program has a process group.
-        told_of = {"rank": self._ranks.rank, "world_size": self._ranks.count, "why_nothing": why}
+        told_of = {"rank": self._ranks.rank, "world_size": self._ranks.count, "why_nothing": why, "files": self._written}
         self._gathering.leave({**figures, **told_of, "exit_code": self.ending.exit_code})
         told = self._gathering.told_by_last()
         if told is not None and not self._quiet:
             self._say(f"report of {len(told.figures)} ranks")
             for line in merged_lines(told):
                 print_line(self._console, f"  {line}")
-            self._name_files()
+            self._name_files(path for figures in told.figures.values() for path in figures["files"])
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):

@@ -100,3 +100,31 @@ def test_a_recipe_gives_the_same_bits(checkpointing: bool, budget_kib: int) -> N
         return seen.finish(model, optimizer), swap
 
     check_loop(train, budget_kib)
+
+
+def test_generation_in_between_does_no_harm() -> None:
+    """Sampled and greedy, between steps and between the micro-batches of one, and once in training mode."""
+
+    def train(budget: str | None) -> tuple[Outcome, Any]:
+        seen = Seen()
+        model: Any = llama(2)()
+        loss_of, optimizer = language(rows=2), torch.optim.AdamW(model.parameters(), lr=1e-3)
+        swap = None if budget is None else cm.attach(model, **swapping(budget))
+        prompt = torch.arange(6).reshape(2, 3)
+        for number in range(2 * STEPS):
+            if number % 5 == 1:
+                model.train(mode=number == 11)
+                seen.note("ids", model.generate(prompt, do_sample=number % 2 == 0, max_new_tokens=6, pad_token_id=0))
+                model.train()
+            loss = loss_of(model) / 2
+            loss.backward()
+            seen.note("loss", loss)
+            if number % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        if swap is not None:
+            swap.detach()
+        check_nothing_left(model)
+        return seen.finish(model, optimizer), swap
+
+    check_loop(train, 600)

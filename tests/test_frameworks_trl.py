@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import chameleon_mm as cm
 from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
@@ -29,19 +30,60 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), pad_token="w1", eos_token="w2")
 
 
+def words(rows: int, first: int, count: int) -> list[str]:
+    """Texts of so many words each, from token number `first` of the examples on."""
+    return [" ".join(f"w{token}" for token in row["input_ids"][first : first + count].tolist()) for row in examples(rows)]
+
+
+def settings(folder: Path, **args: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5, "max_grad_norm": 0.5,
+        **args,
+    }  # fmt: skip
+
+
 def trainer(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
-    config = SFTConfig(
-        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, report_to=[],
-        save_strategy="no", disable_tqdm=True, use_cpu=True, learning_rate=1e-3, seed=5, max_grad_norm=0.5, **args,
-    )  # fmt: skip
+    config = SFTConfig(**settings(folder, **args))
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in examples(24)])
     return SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
 
 
-def trained(folder: Path, swap: Any = None, **args: Any) -> Outcome:
+def preferring(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
+    """Direct preference optimization, whose reference model runs beside the one that is trained."""
+    columns = {"prompt": words(24, 0, 6), "chosen": words(24, 6, 9), "rejected": words(24, 15, 9)}
+    config = DPOConfig(**settings(folder, **args))
+    return DPOTrainer(
+        model,
+        copy.deepcopy(model),
+        config,
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def reinforcing(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
+    """Group-relative policy optimization: the model generates, within a step of training, what it is trained on."""
+
+    def lengths(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text) % 7) for text in completions]
+
+    config = GRPOConfig(**settings(folder, num_generations=2, max_completion_length=8, **args))
+    return GRPOTrainer(
+        model,
+        lengths,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": words(24, 0, 6)}),
+        processing_class=tokenizer(),
+        callbacks=callbacks,
+    )
+
+
+def trained(folder: Path, swap: Any = None, build: Any = trainer, **args: Any) -> Outcome:
     seen = Seen()
     model = llama(2)()
-    made = trainer(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
+    made = build(model, folder, [Notes(seen), *([swap] if swap is not None else [])], **args)
     made.train()
     check_nothing_left(model)
     return seen.finish(model, made.optimizer)
@@ -60,6 +102,15 @@ def test_fine_tuning_gives_the_same_bits(checkpointing: bool, budget_kib: int, t
         return trained(tmp_path, swap, **args), swap.report()
 
     check_same(trained(tmp_path, **args), swapped, budget_kib)
+
+
+@pytest.mark.parametrize(("build", "budget_kib"), [(preferring, 3000), (reinforcing, 1500)])
+def test_learning_from_preferences_and_rewards_gives_the_same_bits(build: Any, budget_kib: int, tmp_path: Path) -> None:
+    def swapped(budget: str) -> tuple[Outcome, cm.SwapReport]:
+        swap = SwapCallback(**swapping(budget))
+        return trained(tmp_path, swap, build), swap.report()
+
+    check_same(trained(tmp_path, build=build), swapped, budget_kib)
 
 
 def test_its_own_offload_beside_ours_is_refused(tmp_path: Path) -> None:

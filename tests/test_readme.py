@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -43,7 +43,10 @@ def test_a_snippet_runs_as_it_stands(
     snippet: Snippet, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for what it writes
-    exec(compile(snippet.text, snippet.page, "exec"), {"__name__": "__main__"})
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(snippet.text, snippet.page, "exec"), namespace)
+    if "handle" in namespace:  # what is attached to a program's end would be to that of all tests
+        namespace["handle"].detach()
     said = capsys.readouterr().out
     for call, printed in re.findall(r"print\((.*)\)  # (\d+)", snippet.text):
         assert printed in said.splitlines(), call

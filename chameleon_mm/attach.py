@@ -50,7 +50,8 @@ class Attachment:
         self.session = session
         self._model = model
         self._bounds = StepBounds(session, model.parameters)
-        self._is_of_model: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._of_model: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that are known to have parameters of the model's."""
         self._hooks: list[RemovableHandle] = []
 
     def _enter(self) -> None:
@@ -93,13 +94,12 @@ class Attachment:
 
     @uncompiled
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        of_model = self._is_of_model.get(optimizer)
-        if of_model is None:
+        if optimizer not in self._of_model:  # yet: it may be given more parameters
             ours = {id(p) for p in self._model.parameters()}
-            of_model = any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
-            self._is_of_model[optimizer] = of_model
-        if of_model:
-            self._bounds.optimizer_stepped()
+            if not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+                return
+            self._of_model.add(optimizer)
+        self._bounds.optimizer_stepped()
 
 
 def attach(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **session_args: Any) -> Attachment:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
@@ -31,8 +32,8 @@ gradients of the same size."""
 
 
 def tensors_of(model: nn.Module | None) -> list[Tensor]:
-    """Parameters and buffers of a model; none of None."""
-    return [] if model is None else [*model.parameters(), *model.buffers()]
+    """Parameters and buffers of a model, but for those that its first forward makes; none of None."""
+    return [] if model is None else [t for t in (*model.parameters(), *model.buffers()) if not is_lazy(t)]
 
 
 class ModelSwap:

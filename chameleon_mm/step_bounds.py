@@ -9,7 +9,8 @@ bounds.begin(); bounds.end()       # an engine that knows its steps: nothing els
 Note [Step bounds]: a step begins at the first forward with gradients on, and ends with the optimizer's step, so that all
 micro-batches are in it, and neither evaluation nor generation. Where several optimizers share a model's parameters, a step ends
 with the last of as many optimizer steps as came before the last forward. Where no optimizer steps, as when a gradient
-scaler finds an infinity, or within backward, it ends at the next forward that finds all gradients gone.
+scaler finds an infinity, or within backward, it ends at the next forward that finds all gradients gone. Where none has ever
+stepped, as in a loop that writes to parameters by itself, it ends at the next forward that finds them written.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from chameleon_mm.profiler.dispatch_state import in_backward
+from chameleon_mm.profiler.step_log import gradients_of
 from chameleon_mm.session import SwapSession
+
+LONGEST_BY_HAND = 64
+"""Forwards in a step of a loop in which no optimizer steps, at most: a program may write parameters where no counter tells."""
 
 
 class StepBounds:
@@ -37,6 +43,12 @@ class StepBounds:
         self._step: AbstractContextManager[SwapSession] | None = None
         self._optimizer_steps = 0
         """Optimizer steps since the last forward that began a step."""
+        self._ever_stepped = False
+        """Whether any optimizer stepped so far."""
+        self._num_forwards = 0
+        """Forwards in the step that runs, the first one not counted."""
+        self._writes = 0
+        """Writes to parameters before the step that runs, while no optimizer has stepped."""
         self._expected = 1
         """Optimizer steps that a step has."""
         self._is_checked = False
@@ -56,9 +68,12 @@ class StepBounds:
         if self._held:
             return
         if self._step is not None:
+            self._num_forwards += 1
             if not self._is_over():
                 return
             self._end_step()
+        elif not self._is_checked and any(map(is_lazy, self._parameters())):
+            return  # its first forward makes what there will be to train
         self._expected = max(1, self._optimizer_steps)
         self._begin_step()
 
@@ -67,6 +82,7 @@ class StepBounds:
         if self._is_elsewhere():
             return
         self._optimizer_steps += 1
+        self._ever_stepped = True
         if self._optimizer_steps >= self._expected and not self._held:
             self._end_step()
 
@@ -93,7 +109,14 @@ class StepBounds:
         """Whether the step that runs is over, as the next forward begins: an optimizer stepped, or its gradients are gone."""
         if self._optimizer_steps:
             return True
-        return self.session.backward_has_run and all(p.grad is None for p in self._parameters())
+        if not self.session.backward_has_run:
+            return False
+        if not self._ever_stepped and (self._num_forwards >= LONGEST_BY_HAND or self._count_writes() != self._writes):
+            return True
+        return all(gradient is None for gradient in gradients_of(self._parameters()))
+
+    def _count_writes(self) -> int:
+        return 0 if self._ever_stepped else sum(p._version for p in self._parameters())
 
     def _begin_step(self) -> None:
         if (
@@ -101,7 +124,8 @@ class StepBounds:
         ):  # the model, or the state of its optimizer, may have come to the device since the session began
             self.session.hbm_budget = self.session.hbm_budget
             self._is_checked = True
-        self._optimizer_steps = 0
+        self._optimizer_steps = self._num_forwards = 0
+        self._writes = self._count_writes()
         step = self.session.step()
         step.__enter__()
         self._step = step

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -161,7 +162,73 @@ def fail(grad: Tensor) -> None:
     raise RuntimeError("in backward")
 
 
-LOOPS: dict[Loop, int] = {micro_batches: 6, skipped_steps: 6, two_optimizers: 6, closures: 18, adversaries: 6, failures: 5}
+def by_hand(where: torch.device, attach: Attach) -> list[Tensor]:
+    """No optimizer at all: the loop writes to the parameters, and gradients become zeros, which are never gone."""
+    model = layers(where)
+    attach(model)
+    for _ in range(STEPS):
+        model(batch_on(model)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.sub_(1e-2 * p.grad)
+                p.grad.zero_()
+    return state_of(model)
+
+
+def thawed_later(where: torch.device, attach: Attach) -> list[Tensor]:
+    """The optimizer has nothing of the model at first, and gets its parameters after two steps."""
+    model, head = layers(where), nn.Linear(128, 128).to(where)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    model.requires_grad_(requires_grad=False)
+    attach(model)
+    for i in range(STEPS):
+        if i == 2:
+            model.requires_grad_()
+            optimizer.add_param_group({"params": [*model.parameters()]})
+        head(model(batch_on(model))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=i < 2)
+    return state_of(model, head, optimizer)
+
+
+def tangents(where: torch.device, attach: Attach) -> list[Tensor]:
+    """Backward through forward-mode derivatives: where a parameter has no tangent, a tensor without memory is saved."""
+    model = layers(where)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    attach(model)
+    for _ in range(STEPS):
+        with forward_ad.dual_level():
+            batch = batch_on(model)
+            out = forward_ad.unpack_dual(model(forward_ad.make_dual(batch, torch.ones_like(batch))))
+            (out.primal.square().mean() + out.tangent.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+def inner_loops(where: torch.device, attach: Attach) -> list[Tensor]:
+    """Steps within a step, by `autograd.grad` and `functional_call`, which puts results in the place of parameters."""
+    model = layers(where, drop=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    attach(model)
+    for _ in range(STEPS):
+        given = dict(model.named_parameters())
+        loss = model(batch_on(model)).square().mean()
+        gradients = torch.autograd.grad(loss, [*given.values()], create_graph=True)
+        adapted = {name: p - 0.1 * g for (name, p), g in zip(given.items(), gradients, strict=True)}
+        torch.func.functional_call(model, adapted, batch_on(model)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+LOOPS: dict[Loop, int] = {
+    micro_batches: 6, skipped_steps: 6, two_optimizers: 6, closures: 18, adversaries: 6, failures: 5, thawed_later: 6,
+    tangents: 6,
+    by_hand: 5,  # the last ends as the next forward would begin
+    inner_loops: 12,  # `autograd.grad` leaves no gradient, as if it were gone by the next forward
+}  # fmt: skip
 """Steps that each has, as its session counts them."""
 
 
@@ -329,6 +396,27 @@ def test_a_model_that_comes_to_its_device_later_has_its_budget_checked_before_th
             model(torch.ones(4, 8))
         del held
         model(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_model_whose_first_forward_makes_its_parameters(sim: cm.SimDevice) -> None:
+    found = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(512), nn.GELU(), nn.LazyLinear(128))
+        handle = cm.attach(model, hbm_budget=BUDGET, device=sim, min_bytes=64 * KIB) if swap else None
+        model(torch.randn(512, 128)).square().mean().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(STEPS):
+            model(torch.randn(512, 128)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if handle is not None:
+            assert handle.report().steps == STEPS
+            assert handle.report().bytes_swapped_out > 0
+            handle.detach()
+            check_nothing_left(handle)
+        found.append(state_of(model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_it_is_detached_where_it_was_attached(sim: cm.SimDevice) -> None:

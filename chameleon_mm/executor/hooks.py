@@ -46,7 +46,7 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
 
     def is_plain(t: Tensor) -> bool:
         """Whether `t` may be moved later, as other small ones."""
-        special = t.layout is not _STRIDED or t.is_nested or t.is_quantized or _is_wrapped(t)
+        special = t.layout is not _STRIDED or t.is_nested or t.is_quantized or t._is_zerotensor() or _is_wrapped(t)
         return not special and owns(t) and not capturing()
 
     def save(t: Tensor) -> Handle:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -235,7 +236,7 @@ class StepLog:
 
     def _note_gradients(self) -> None:
         parameters = [parameter for ref in self._parameters.values() if (parameter := ref()) is not None]
-        for storage in storages_of((parameter.grad for parameter in parameters), self._device_type):
+        for storage in storages_of(gradients_of(parameters), self._device_type):
             self._expect(storage, TensorKind.GRADIENT)
 
     def _expect(self, storage: torch.UntypedStorage, kind: TensorKind) -> None:
@@ -285,6 +286,11 @@ def _describe(value: Any) -> str:
     return type(value).__name__  # a generator, a function: its repr would name an address
 
 
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
+    """Gradients of the leaves among `parameters`: torch warns who asks any other tensor, which `functional_call` puts there."""
+    return [parameter.grad for parameter in parameters if parameter.is_leaf]
+
+
 def kinds_of(
     model: nn.Module | None, optimizers: Iterable[Optimizer], device_type: str
 ) -> Iterator[tuple[torch.UntypedStorage, TensorKind]]:
@@ -293,7 +299,7 @@ def kinds_of(
     if model is not None:
         named.append((model.buffers(), TensorKind.BUFFER))
         named.append((model.parameters(), TensorKind.PARAMETER))
-        named.append(((parameter.grad for parameter in model.parameters()), TensorKind.GRADIENT))
+        named.append((gradients_of(model.parameters()), TensorKind.GRADIENT))
     for optimizer in optimizers:
         named.extend((state.values(), TensorKind.OPTIMIZER) for state in optimizer.state.values())
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -317,7 +323,7 @@ def _plain(values: Iterable[Any]) -> Iterator[Tensor]:
         if is_traceable_wrapper_subclass(wrapper):
             names, _ = wrapper.__tensor_flatten__()
             yield from _plain(getattr(wrapper, name) for name in names)
-        elif isinstance(value, Tensor):
+        elif isinstance(value, Tensor) and not is_lazy(value):
             yield value
 
 

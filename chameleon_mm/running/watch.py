@@ -46,10 +46,6 @@ UNSEEN_STEPS = 2
 one that only makes the optimizer's state."""
 
 
-LONGEST_BY_HAND = 64
-"""Forwards in a step without an optimizer of torch's, at most: a program may write parameters where no counter tells."""
-
-
 class Stopped(SystemExit):
     """The program was stopped before its first step: no session could be made for it. Ends it as `sys.exit(1)` would."""
 
@@ -73,11 +69,6 @@ class TrainingWatch:
         """What autograd calls for saved tensors in the session."""
         self._own_modes = 0
         self._transforms = TransformsBesideHooks(lambda hook: hook is not None and hook is self._own_hook)
-        self._optimizers_step = False
-        """Whether an optimizer of torch's has stepped."""
-        self._forwards = 0
-        self._versions = 0
-        """Sum of the parameters' version counters as the step began."""
         self._unseen = 0
         """Optimizer steps before which no module told that a step begins."""
         self.stood_aside: str | None = None
@@ -121,8 +112,6 @@ class TrainingWatch:
         if session is None or self.in_forked_child:
             return None
         if self._bounds is not None and error is None and self._thread is threading.current_thread():
-            if self._bounds.in_step and self._stepped_by_hand():
-                self._bounds.optimizer_stepped()
             self._bounds.end()
         self._session = None
         if self.may_finish:
@@ -153,7 +142,7 @@ class TrainingWatch:
                 self._bounds.end()
             return
         self._module_returned()  # if an interrupt that somebody caught took the module's return away
-        bounds, session, self._optimizers_step = self._bounds, self._session, True
+        bounds, session = self._bounds, self._session
         self._unseen += bounds is None or session is None or (not bounds.in_step and session.backward_has_run)
         if bounds is not None:
             bounds.optimizer_stepped()
@@ -173,23 +162,8 @@ class TrainingWatch:
         if self._bounds is None:
             self._enter(module, next(module.parameters(), None))
         self._roots[id(module)] = weakref.ref(module)
-        bounds = self._bounds
-        if bounds is not None:
-            if bounds.in_step and self._stepped_by_hand():
-                bounds.optimizer_stepped()
-            if not bounds.in_step:
-                self._forwards, self._versions = 0, self._count_writes()
-            self._forwards += 1
-            bounds.forward_begins()
-
-    def _stepped_by_hand(self) -> bool:
-        """Whether, in a program without optimizers of torch's, parameters were written since the step began."""
-        if self._optimizers_step or self._session is None or not self._session.backward_has_run:
-            return False
-        return self._forwards >= LONGEST_BY_HAND or self._count_writes() != self._versions
-
-    def _count_writes(self) -> int:
-        return 0 if self._optimizers_step else sum(p._version for p in self._parameters())
+        if self._bounds is not None:
+            self._bounds.forward_begins()
 
     # --- the session
 

@@ -194,7 +194,7 @@ def thawed_later(where: torch.device, attach: Attach) -> list[Tensor]:
 
 def tangents(where: torch.device, attach: Attach) -> list[Tensor]:
     """Backward through forward-mode derivatives: where a parameter has no tangent, a tensor without memory is saved."""
-    model = layers(where)
+    model = layers(where, drop=0.0)  # CUDA's dropout has no such derivative
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     attach(model)
     for _ in range(STEPS):

@@ -37,12 +37,17 @@ def examples(rows: int, columns: int = 24) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def trainer(model: nn.Module, folder: Path, callbacks: list[TrainerCallback], **args: Any) -> Any:
-    defaults = {
-        "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-        "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5,
+def settings(folder: Path, **args: Any) -> dict[str, Any]:
+    """Arguments of a trainer, with `args` beside them or in their place."""
+    return {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5,
+        **args,
     }  # fmt: skip
-    arguments = TrainingArguments(output_dir=str(folder), **{**defaults, **args})
+
+
+def trainer(model: nn.Module, folder: Path, callbacks: list[TrainerCallback], **args: Any) -> Any:
+    arguments = TrainingArguments(**settings(folder, **args))
     return Trainer(model, arguments, train_dataset=examples(24), eval_dataset=examples(4), callbacks=callbacks)
 
 

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import chameleon_mm as cm
-from tests._frameworks import STEPS, Seen, check_nothing_left, check_same, swapping
+from tests._frameworks import Seen, check_nothing_left, check_same, swapping
 from tests._plain_models import VOCABULARY, llama
 from tests._plain_training import Outcome
-from tests.test_frameworks_transformers import CHECKPOINTING, Notes, examples
+from tests.test_frameworks_transformers import CHECKPOINTING, Notes, examples, settings
 
 SwapCallback = cm.integrations.trl.SwapCallback
 
@@ -35,16 +35,8 @@ def words(rows: int, first: int, count: int) -> list[str]:
     return [" ".join(f"w{token}" for token in row["input_ids"][first : first + count].tolist()) for row in examples(rows)]
 
 
-def settings(folder: Path, **args: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
-        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-3, "seed": 5, "max_grad_norm": 0.5,
-        **args,
-    }  # fmt: skip
-
-
 def trainer(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
-    config = SFTConfig(**settings(folder, **args))
+    config = SFTConfig(**settings(folder, max_grad_norm=0.5, **args))
     data = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in examples(24)])
     return SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), callbacks=callbacks)
 
@@ -52,7 +44,7 @@ def trainer(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -
 def preferring(model: nn.Module, folder: Path, callbacks: list[Any], **args: Any) -> Any:
     """Direct preference optimization, whose reference model runs beside the one that is trained."""
     columns = {"prompt": words(24, 0, 6), "chosen": words(24, 6, 9), "rejected": words(24, 15, 9)}
-    config = DPOConfig(**settings(folder, **args))
+    config = DPOConfig(**settings(folder, max_grad_norm=0.5, **args))
     return DPOTrainer(
         model,
         copy.deepcopy(model),
@@ -69,7 +61,7 @@ def reinforcing(model: nn.Module, folder: Path, callbacks: list[Any], **args: An
     def lengths(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text) % 7) for text in completions]
 
-    config = GRPOConfig(**settings(folder, num_generations=2, max_completion_length=8, **args))
+    config = GRPOConfig(**settings(folder, max_grad_norm=0.5, num_generations=2, max_completion_length=8, **args))
     return GRPOTrainer(
         model,
         lengths,

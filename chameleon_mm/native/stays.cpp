@@ -116,7 +116,8 @@ bool is_plain(Hooks* h, const at::Tensor& t) {
       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
       c10::DispatchKey::Batched};
   if (!h->device.is_cuda() || t.device() != h->device) return false;
-  if (t.layout() != c10::kStrided || t.is_nested() || t.is_quantized() || t._is_zerotensor() || t.key_set().has_any(wrapped)) return false;
+  if (t.layout() != c10::kStrided || t.is_nested() || t.is_quantized() || t._is_zerotensor()) return false;
+  if (t.key_set().has_any(wrapped)) return false;
   Ref capturing(PyObject_Vectorcall(h->parts[CAPTURING], nullptr, 0, nullptr));
   return capturing.it == Py_False;
 }

@@ -66,8 +66,8 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
         return SaveFacts(nbytes=0, kind="layout")
     if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return SaveFacts(nbytes=0, kind="functorch")
-    # What legacy vmap batches (torch.autograd.functional with vectorize=True), and zeros that are written nowhere, as where a
-    # dual tensor of forward-mode differentiation has no tangent: their storage has a size and no memory.
+    # Tensors without memory: those that legacy vmap batches (torch.autograd.functional with vectorize=True), and zeros that are
+    # written nowhere, as where a dual tensor of forward-mode differentiation has no tangent.
     if not torch._C._has_storage(t) or t._is_zerotensor():
         return SaveFacts(nbytes=0, kind="no_storage")
     if not device.owns(t):

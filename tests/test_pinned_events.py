@@ -243,7 +243,7 @@ def take_the_first_event_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: PinnedBlock, stream: Stream) -> None:
-        self._met, self._unmet = self._met + self._unmet, ()
+        self._met, self.pending_events = self._met + self.pending_events, ()
 
     monkeypatch.setattr(PinnedBlock, "wait_on", faulty)
 
@@ -252,7 +252,7 @@ def wait_on_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_on = PinnedBlock.wait_on
 
     def faulty(self: PinnedBlock, stream: Stream) -> None:
-        if self._unmet:
+        if self.pending_events:
             wait_on(self, stream)
 
     monkeypatch.setattr(PinnedBlock, "wait_on", faulty)
@@ -279,9 +279,9 @@ def let_the_host_touch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_the_host_skip_what_a_stream_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(self: PinnedBlock) -> None:
-        for event in self._unmet:
+        for event in self.pending_events:
             event.synchronize()
-        self._unmet = ()
+        self.pending_events = ()
 
     monkeypatch.setattr(PinnedBlock, "synchronize", faulty)
 
@@ -301,7 +301,7 @@ def free_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (never_wait, reused_and_waited_for_later),
         (wait_on_one_stream_alone, two_first_streams),
         (forget("_met"), passed_on_unused),
-        (forget("_unmet"), passed_on_unmet),
+        (forget("pending_events"), passed_on_unmet),
         (let_the_host_touch_at_once, touched_by_the_host),
         (let_the_host_skip_what_a_stream_waited_for, touched_by_the_host_after_a_streams_wait),
         (free_chunks_at_once, closed),

@@ -94,9 +94,8 @@ class PlanFollower(Director):
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
-        self._growth_bytes += growth_bytes
-        if self._entry is not None and self._entry.record.num_hooks == self.light.num_hooks:
-            self._compare_growth(self.light.num_hooks)
+        num_hooks, entry = self.light.num_hooks, self._entry
+        self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
@@ -184,7 +183,7 @@ class PlanFollower(Director):
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
             self._assign_action(saved, cached_hook)
-            if not self._diverged:
+            if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
                 self._compare_size(saved, hook)
         return hook
 
@@ -298,19 +297,20 @@ class PlanFollower(Director):
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 
-    def note_growth(self, nbytes: int, *, at_hook: bool) -> None:
+    def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
+        """Note growth, and compare all since the last comparison with the cached step's. `hook`: this one; None: the latest."""
         self._growth_bytes += nbytes
-        if at_hook:
-            self._compare_growth(self.light.num_hooks - 1)
-
-    def _compare_growth(self, hook: int) -> None:
-        """Compare growth since the last hook that was compared with the cached step's."""
+        if not at_hook:
+            return
+        if hook is None:
+            hook = self.light.num_hooks - 1
         since, self._checked_at = self._checked_at, hook
         growth_bytes, self._growth_bytes = self._growth_bytes, 0
         planned, budget = self._planned, self._budget
         if planned is None or self._diverged or budget is None or hook <= since:
             return
-        more_bytes = growth_bytes - planned.allocated_between(since, hook)
+        until = planned.allocated_until
+        more_bytes = growth_bytes - until[hook] + (until[since] if since >= 0 else 0)  # as `allocated_between`
         if more_bytes and self._memory.differs(more_bytes, since, hook, planned, self._schedule, budget):
             budget.forecast = budget.highest_forecast  # for the rest of the step the plan's forecast is not enough
 

@@ -102,7 +102,7 @@ class PlannedStep:
         """Tick of each hook, and of the step's end."""
         self._checked: list[int] = np.flatnonzero(trace.hook_tensor >= 0).tolist()
         """Hooks at which memory is checked, whatever the plan."""
-        self._allocated_until = self._cumulative()
+        self.allocated_until = self._cumulative()
         """Bytes that the step had allocated by each hook and by its end, freed ones included."""
         self.first_hook_bytes = int(memory_curve(trace)[self._by_hook[0]]) if len(trace.hook_tick) else trace.start_bytes
         """Bytes allocated at the step's first hook, as it was recorded."""
@@ -302,7 +302,7 @@ class PlannedStep:
     def allocated_between(self, hook: int, later: int) -> int:
         """Bytes that the step allocates between two hooks, freed ones included. -1: its beginning; one past the last hook: its
         end."""
-        until = self._allocated_until
+        until = self.allocated_until
         return until[later] - (until[hook] if hook >= 0 else 0)
 
     def growth_after(self, hook: int, checks: int) -> int:
@@ -359,7 +359,7 @@ class PlannedStep:
         if int((recorded.op_inner_bytes - inner_bytes).max(initial=0)) <= spare_bytes:
             return False
         self._recorded = dataclasses.replace(recorded, op_inner_bytes=inner_bytes)
-        self._allocated_until = self._cumulative()
+        self.allocated_until = self._cumulative()
         self._unused.clear()
         self._same_unused = 0
         self.reset_for(self.extra)

@@ -32,8 +32,8 @@ from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.calls import Value
-from chameleon_mm.profiler.dispatch_state import tracer_is_on
-from chameleon_mm.saved.claims import Claim, Found
+from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
+from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
@@ -67,6 +67,7 @@ class Executor:
         verify: bool = False,
     ) -> None:
         self.rule = rule
+        self._least_bytes = max(1, rule.min_bytes)  # of what moves: not asked of the rule at every hook
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         claim_of = partial(weak_claim, weakref.ref(self))
@@ -110,7 +111,7 @@ class Executor:
         if ThisProcess.pid != self._pid:
             return KeptTensor(t)
         capturing = self.device.capturing()
-        if capturing or tracer_is_on():  # the device is asked for nothing
+        if capturing or (num_modes() and tracer_is_on()):  # the device is asked for nothing
             with self.hook_lock.lock:
                 return self._keep(t, "capturing" if capturing else "tracing")
         facts = facts_of(t, self.device, self.protected)
@@ -120,7 +121,8 @@ class Executor:
         return self.hook_lock.run(self._save_locked, t, facts, handle, is_hook)
 
     def _save_locked(self, t: Tensor, facts: SaveFacts, handle: Handle | None, is_hook: bool) -> Handle:
-        reason = self.rule.reason_to_keep(facts)
+        moves = not facts.kind and facts.nbytes >= self._least_bytes
+        reason = None if moves else self.rule.reason_to_keep(facts)
         saved_bytes = SavedBytes(t) if handle is None and reason is None else None
         claim = None if saved_bytes is None else self._find_or_make_claim(t, saved_bytes, facts)
         finished, hook = self._outs.finished() if is_hook and self._outs.fresh else (), NO_HOOK
@@ -355,8 +357,11 @@ class Executor:
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
-        # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
-        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
+        if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
+            found = NOT_FOUND
+        else:  # a recorded step has one tensor for each storage: what is saved of it later is no part of its own
+            whole = self.recording.recorder is not None
+            found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=whole)
         claim = found.claim
         if claim is None:
             claim = self._new_claim(t, saved_bytes, compute, found)

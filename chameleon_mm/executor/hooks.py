@@ -23,12 +23,11 @@ from chameleon_mm import native
 from chameleon_mm.executor.director import ON_SAVE
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
-from chameleon_mm.profiler.dispatch_state import tracer_is_on
+from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.saved.handles import Handle, KeptTensor
 from chameleon_mm.uncompiled import uncompiled
 
 # Bound once, as a lookup through `torch._C` costs as much as the call.
-_num_modes = torch._C._len_torch_dispatch_stack
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _STRIDED = torch.strided
 
@@ -51,7 +50,7 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
 
     def save(t: Tensor) -> Handle:
         counts.saves += 1
-        if not recording.is_over or (_num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
+        if not recording.is_over or (num_modes() and tracer_is_on()) or ThisProcess.pid != pid:
             return executor_save(t)
         nbytes = 0
         if (kind := type(t)) is Parameter:
@@ -99,7 +98,7 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
             if t is not None and t._version == handle.expected:
                 if not plans:
                     return t
-                if not (_num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
+                if not (num_modes() and tracer_is_on()) and ThisProcess.pid == pid:
                     with lock:
                         if not (
                             outs.fresh or leaving or outs.waiting_bytes or queued_out or queued_in or ended or errors

@@ -21,7 +21,7 @@ from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import HookActions
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 from chameleon_mm.policy import CodecRule, DefaultRule
-from chameleon_mm.saved.calling_thread import OperatorNumber, current_operator
+from chameleon_mm.saved.calling_thread import OperatorNumber, sequence_nr, this_thread
 from chameleon_mm.saved.claims import StorageRegistry
 from chameleon_mm.saved.encoded_form import EncodedForm
 from chameleon_mm.saved.packed_group import PackedGroup, Staging
@@ -61,6 +61,7 @@ class SwapOuts:
         codecs: Sequence[Codec],
     ) -> None:
         self._context = context
+        self._queued_out, self._queued_in = context.transfer.queued
         self._registry = registry
         self._budget = budget
         self._rule = rule
@@ -79,7 +80,7 @@ class SwapOuts:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
         if saved.op_is_over:
             saved.op_began()
-        self.fresh.append((saved, current_operator()))
+        self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator`: without a call
 
     @property
     def fresh_bytes(self) -> int:
@@ -92,7 +93,7 @@ class SwapOuts:
 
         Note [Swap-out].
         """
-        thread, now = current_operator()
+        thread, now = this_thread.number, sequence_nr()
         waiting: deque[tuple[SavedStorage, OperatorNumber]] = deque()
         over: dict[SavedStorage, None] = {}
         for saved, operator in self.fresh:
@@ -114,7 +115,8 @@ class SwapOuts:
             lending.settle()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
         for saved, nbytes in due.reclaims:
-            self.swap_out_planned(saved, nbytes)
+            if saved.state is State.ON_DEVICE:
+                self.swap_out_planned(saved, nbytes)
             if saved.state is State.SWAPPING_OUT:
                 saved.reclaim(in_plan_order=True)
                 if saved.form.device_bytes:
@@ -128,7 +130,8 @@ class SwapOuts:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
             self._context.transfer.hand_over_all_out()
-        self._context.transfer.hand_over()
+        if self._queued_out or self._queued_in:
+            self._context.transfer.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
         if lending is not None:

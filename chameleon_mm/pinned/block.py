@@ -9,7 +9,7 @@
 
 Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
 whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
-A block knows two kinds of events of earlier owners: `_unmet`, which nobody has waited for, and `_met`, which a stream has
+A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream has
 waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
-from chameleon_mm.pinned.pending import recorded
+from chameleon_mm.pinned.pending import LateEvent, recorded
 from chameleon_mm.pinned.tensors import BlockView, as_array, as_tensor, nbytes_of, plain_dtype, plain_shape, tensor_nbytes
 
 _DLPACK_CPU = (1, 0)
@@ -55,7 +55,7 @@ class PinnedBlock:
     dropping it, may happen on any thread at any point, the garbage collector's included.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_unmet", "_views", "nbytes")
+    __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
 
     def __init__(
         self, owner: Owner, ticket: Ticket, memory: Tensor, start: int, nbytes: int, events: tuple[Event, ...]
@@ -67,7 +67,8 @@ class PinnedBlock:
         self._start = start
         self.nbytes: Final = nbytes
         """Bytes as asked for."""
-        self._unmet = events
+        self.pending_events = events
+        """Events of earlier owners that nobody has waited for yet; device work on the block comes after them. Read only."""
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
 
@@ -79,11 +80,6 @@ class PinnedBlock:
     def pageable(self) -> bool:
         """Whether this is ordinary memory, given where no more could be pinned."""
         return False
-
-    @property
-    def pending_events(self) -> tuple[Event, ...]:
-        """Events of earlier owners that nobody has waited for yet; device work on the block comes after them."""
-        return self._unmet
 
     @property
     def buffer(self) -> Tensor:
@@ -145,28 +141,30 @@ class PinnedBlock:
         Once for each stream that may be the first to touch the block. Raises `BlockReleasedError` after the release.
         """
         self._check_live("wait_on")
-        unmet = self._unmet = recorded(self._unmet)
+        unmet = self.pending_events = recorded(self.pending_events)
         for event in unmet:
             stream.wait(event)  # the earlier owner's last access -> this stream's first
         for event in self._met:
             stream.wait(event)  # the same, for one more stream
         self._met += unmet
-        self._unmet = ()
+        self.pending_events = ()
 
     def synchronize(self) -> None:
         """The host waits for every earlier owner's work. The views do this; `buffer` does not."""
-        for event in (*self._unmet, *self._met):
+        for event in (*self.pending_events, *self._met):
             event.synchronize()  # the earlier owner's last access -> the host's first
-        self._unmet = self._met = ()
+        self.pending_events = self._met = ()
 
     def forget_complete(self) -> None:
-        """Drop the pending events that are complete. The host does not wait."""
-        unmet = self._unmet
-        if len(unmet) == 1:  # as a rule: a block in the place of one
-            if unmet[0].query():
-                self._unmet = ()
-        elif unmet:
-            self._unmet = tuple([event for event in recorded(unmet) if not event.query()])
+        """Drop the pending events that are complete; of a late one the events that it stands for stay. The host does not
+        wait."""
+        pending: list[Event] = []
+        for event in self.pending_events:
+            if type(event) is LateEvent:
+                pending += [real for real in event.events if not real.query()]
+            elif not event.query():
+                pending.append(event)
+        self.pending_events = tuple(pending)
 
     # --- the end
 
@@ -190,12 +188,12 @@ class PinnedBlock:
                 f"release: expected no view of this block of {self.nbytes} bytes, got {len(self._views)} live; drop the "
                 f"tensors, arrays and memoryviews of it first, or drop the block instead: it returns with the last of them"
             )
-        self._return(ticket, self._unmet + self._met if after is None else (*self._unmet, after))
+        self._return(ticket, self.pending_events + self._met if after is None else (*self.pending_events, after))
 
     def set_pending(self, events: tuple[Event, ...]) -> None:
         """Set all pending events to `events`, for an allocator that has this block's memory back from whoever it was lent
         to."""
-        self._unmet = events
+        self.pending_events = events
 
     def lend(self, owner: Owner, serial: int = 0, start: int = 0, nbytes: int | None = None) -> PinnedBlock:
         """Make a block of `owner`'s over `nbytes` (None: all) from `start` of this one, for an allocator around another.
@@ -206,7 +204,7 @@ class PinnedBlock:
         """
         self._check_live("lend")
         outer = LentBlock(self, owner, serial, start, self.nbytes if nbytes is None else nbytes)
-        self._unmet = self._met = ()
+        self.pending_events = self._met = ()
         return outer
 
     def __del__(self) -> None:
@@ -215,14 +213,14 @@ class PinnedBlock:
         # they hold the block, so there are none, or the collector takes them apart together.
         if self._take_turn:
             with suppress(IndexError):  # another thread's release was faster
-                self._return(self._take_turn.pop(), self._unmet + self._met)
+                self._return(self._take_turn.pop(), self.pending_events + self._met)
 
     def __repr__(self) -> str:
-        state = "released" if self.released else f"{len(self._unmet)} pending events"
+        state = "released" if self.released else f"{len(self.pending_events)} pending events"
         return f"<{type(self).__name__} {self.nbytes} bytes, {state}>"
 
     def _return(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        self._unmet = self._met = ()
+        self.pending_events = self._met = ()
         self._owner.note_released(ticket, events)
 
     def _bytes(self, what: str) -> Any:
@@ -256,7 +254,7 @@ class LentBlock(PinnedBlock):
     __slots__ = ("_inner",)
 
     def __init__(self, inner: PinnedBlock, owner: Owner, serial: int, start: int, nbytes: int) -> None:
-        super().__init__(owner, (serial, start), inner._memory, inner._start + start, nbytes, inner._unmet)
+        super().__init__(owner, (serial, start), inner._memory, inner._start + start, nbytes, inner.pending_events)
         self._met = inner._met
         self._inner = inner
 

@@ -130,7 +130,10 @@ class Ledger:
                 return None
             chunk = self.chunks.of(offset)
             start, memory, pending = offset - chunk.base, chunk.memory, chunk.pending
-            events = pending.take(offset, offset + units.round_up(nbytes)) if pending.starts else ()
+            events: tuple[Event, ...] = ()
+            if pending.starts:
+                size = -(-nbytes // units.alignment) * units.alignment  # as `round_up`
+                events = pending.take(offset, offset + size)
         else:
             offset, start, memory, events = None, 0, torch.empty(0, dtype=torch.uint8), ()
         self._serial = serial = self._serial + 1

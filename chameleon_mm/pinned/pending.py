@@ -17,7 +17,7 @@ while the interpreter ends, can promise an event without touching the device.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from chameleon_mm.device.protocols import Event
 
@@ -123,16 +123,23 @@ class PendingRanges:
                 starts[first] = end
             else:
                 del starts[first], ends[first], held[first]
-            return found if len(found) == 1 else _each_once(found)
-        taken = held[first:last]
-        if starts[first] < start:
-            ends[first] = start
-            first += 1
-        if ends[last - 1] > end:
-            last -= 1
-            starts[last] = end
-        del starts[first:last], ends[first:last], held[first:last]
-        return _each_once(event for events in taken for event in events)
+            if len(found) == 1:
+                return found
+            taken = [found]
+        else:
+            taken = held[first:last]
+            if starts[first] < start:
+                ends[first] = start
+                first += 1
+            if ends[last - 1] > end:
+                last -= 1
+                starts[last] = end
+            del starts[first:last], ends[first:last], held[first:last]
+        by_id: dict[int, Event] = {}  # an event need not be hashable
+        for events in taken:
+            for event in events:
+                by_id[id(event)] = event
+        return tuple(by_id.values())
 
     def drop_complete(self) -> bool:
         """Drop the ranges whose events are all complete. Returns whether none is left. The host does not wait."""
@@ -149,8 +156,3 @@ class PendingRanges:
         self.starts.clear()
         self._ends.clear()
         self._events.clear()
-
-
-def _each_once(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Remove duplicates, by identity: an event need not be hashable."""
-    return tuple({id(event): event for event in events}.values())

@@ -84,10 +84,14 @@ class DispatchState:
         return _frames_compiled() != self._frames
 
 
+num_modes = torch._C._len_torch_dispatch_stack
+"""Returns how many dispatch modes are on, on this thread. Without one no tracer is."""
+
+
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:
     """Whether a tracer runs on this thread, other than the `FakeTensorMode` `besides`: what is made under it is fake, or part
     of its graph."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if num_modes() == 0:
         return False
     mode = torch._C._get_dispatch_mode
     return mode(_Key.FAKE) is not besides or mode(_Key.PROXY) is not None or mode(_Key.FUNCTIONAL) is not None

@@ -53,12 +53,13 @@ class _Numbered(threading.local):
         self.number = next(self.numbers)
 
 
-_thread = _Numbered()
+this_thread = _Numbered()
+"""The calling thread: its `number`."""
 
 
 def current_operator() -> OperatorNumber:
     """Number of the operator in whose save hook the calling thread is."""
-    return _thread.number, sequence_nr()
+    return this_thread.number, sequence_nr()
 
 
 def call_site() -> CallSite | None:

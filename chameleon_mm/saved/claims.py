@@ -40,25 +40,26 @@ class Claim:
 
     def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
         self.saved = saved
-        self._end = _End(saved, retire)
+        end = self._end = _End()
+        end.saved, end.retire = saved, retire
 
 
 class _End:
     """Retires a storage when its claim is gone.
 
     `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
-    registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is.
+    registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is. No `__init__`, for
+    the same reason.
     """
 
-    __slots__ = ("_retire", "_saved")
+    __slots__ = ("retire", "saved")
 
-    def __init__(self, saved: SavedStorage, retire: Callable[[SavedStorage], None]) -> None:
-        self._saved = saved
-        self._retire = retire
+    saved: SavedStorage
+    retire: Callable[[SavedStorage], None]
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._retire(self._saved)
+            self.retire(self.saved)
 
 
 class Found(NamedTuple):
@@ -74,14 +75,16 @@ class Found(NamedTuple):
     """A claim on all of the storage whose copy began too early; set where a new claim is to be made."""
 
 
-_NOT_FOUND = Found(None, None)
+NOT_FOUND = Found(None, None)
+"""Nothing is claimed of the storage, and all of it is to be."""
 
 
 class Claims:
     """The live claims, by storage and part. Not thread-safe: the executor holds its lock."""
 
     def __init__(self) -> None:
-        self._claims: dict[Hashable, weakref.ref[Claim]] = {}
+        self.by_storage: dict[Hashable, weakref.ref[Claim]] = {}
+        """By the storage's id; those on parts by id and part. Others only read it."""
         self._parts: dict[int, list[Part]] = {}
         """Parts of each storage that are claimed on their own, by the storage's id. An id that recurs costs a gather, nothing
         else."""
@@ -94,8 +97,6 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
-        if facts.covered_bytes is None and id(storage) not in self._claims:
-            return _NOT_FOUND  # as a rule
         found = self.find_whole(t, saved, compute)
         if found.claim is not None:
             return found
@@ -123,7 +124,7 @@ class Claims:
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
         """The live claim on all of `storage`, or on `part` of it, that was made last."""
-        ref = self._claims.get(_key(id(storage), part))
+        ref = self.by_storage.get(_key(id(storage), part))
         claim = None if ref is None else ref()
         return claim if claim is not None and claim.saved.is_record_of(storage) else None
 
@@ -138,16 +139,16 @@ class Claims:
         else:
             self._last_saves[saved.storage_id] = saved.last_save
         saved.last_save.num_claims += 1
-        self._claims[saved.storage_id if saved.part is None else (saved.storage_id, saved.part)] = weakref.ref(claim)
+        self.by_storage[saved.storage_id if saved.part is None else (saved.storage_id, saved.part)] = weakref.ref(claim)
         if saved.part is not None:
             self._parts.setdefault(saved.storage_id, []).append(saved.part)
 
     def forget(self, saved: SavedStorage) -> None:
         """Remove a claim whose last handle is gone."""
         key = _key(saved.storage_id, saved.part)
-        claim = self._claims.get(key)
+        claim = self.by_storage.get(key)
         if claim is not None and claim() is None:
-            del self._claims[key]
+            del self.by_storage[key]
         saved.last_save.num_claims -= 1
         if not saved.last_save.num_claims and self._last_saves.get(saved.storage_id) is saved.last_save:
             del self._last_saves[saved.storage_id]

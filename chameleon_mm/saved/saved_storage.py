@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
-from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator
+from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
@@ -65,8 +65,9 @@ class SavedStorage(DeviceCopy):
         that was written to raises anyway."""
         if self._device is None or self._device.nbytes() != self.nbytes:
             return False
-        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook
-            if not saved.probe.moved:
+        for saved in self._saved_bytes:
+            probe = saved.probe
+            if probe.alias._version == probe.expected:  # not `moved`, nor a generator: calls at every hook
                 return True
         return False
 
@@ -88,10 +89,11 @@ class SavedStorage(DeviceCopy):
         """
         assert self.state is State.ON_DEVICE and self._device is not None
         context = self._context
-        host_bytes = form.host_bytes(self.nbytes)
+        is_whole = form is WHOLE  # as a rule
+        host_bytes = self.nbytes if is_whole else form.host_bytes(self.nbytes)
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
         try:
-            source = form.source(self._device, self.alloc_stream)
+            source = flat_bytes(self._device) if is_whole else form.source(self._device, self.alloc_stream)
         except BaseException:
             block.release()
             raise
@@ -109,7 +111,7 @@ class SavedStorage(DeviceCopy):
         self.form, self._block, self._out = form, block, out
         context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
-        self._began_in = current_operator(), call_site()
+        self._began_in = (this_thread.number, sequence_nr()), call_site()
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
@@ -122,7 +124,7 @@ class SavedStorage(DeviceCopy):
         if self._checksum is not None:
             self._checksum.close(content)
         self.alloc_stream.free(content)
-        self._began_in = current_operator(), call_site()
+        self._began_in = (this_thread.number, sequence_nr()), call_site()
         self._device, self.form = None, form
         self._to(State.ON_HOST)
 

@@ -85,25 +85,26 @@ def _eagers_own() -> str:
 class VersionProbe:
     """The version counter of a tensor, without its memory."""
 
-    __slots__ = ("_alias", "_origin", "_what", "expected")
+    __slots__ = ("_origin", "_what", "alias", "expected")
 
     def __init__(self, t: Tensor) -> None:
         self.expected = t._version
-        self._alias = t.detach()
-        self._alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
+        self.alias = t.detach()
+        """A tensor without memory that shares the counter."""
+        self.alias.data = torch.empty(0, dtype=t.dtype, device=t.device)
         self._what = (t.type(), t.shape)
         self._origin = Origin(t)
 
     @property
     def moved(self) -> bool:
-        return self._alias._version != self.expected
+        return self.alias._version != self.expected
 
     def joined(self, view: Tensor) -> Tensor:
         """`view` under the saved tensor's own version counter, as what eager hands to a node is.
 
         A node may save it again (double backward) or write to it: either must be noticed wherever the tensor is used next.
         """
-        shared = self._alias.detach()
+        shared = self.alias.detach()
         shared.data = view
         return shared
 
@@ -111,7 +112,7 @@ class VersionProbe:
         """Raise what eager raises when a saved tensor was written to since it was saved. `origin`: of the tensor, where this
         was made of an alias of it."""
         if self.moved:
-            raise RuntimeError(inplace_message(self._what, origin or self._origin, self._alias._version, self.expected))
+            raise RuntimeError(inplace_message(self._what, origin or self._origin, self.alias._version, self.expected))
 
 
 class SavedBytes:

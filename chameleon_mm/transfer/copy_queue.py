@@ -114,9 +114,11 @@ class CopyQueue:
 
     def hand_over(self) -> None:
         """Hand over pieces until as many are outstanding as may be."""
+        running = self._running
         while self.queued:
-            self._forget_complete()
-            if len(self._running) >= self._limit:
+            while running and running[0].query():
+                running.popleft()
+            if len(running) >= self._limit:
                 return
             self._hand_over_front()
 
@@ -127,7 +129,8 @@ class CopyQueue:
 
     def is_idle(self) -> bool:
         """Whether everything that was submitted is complete."""
-        self._forget_complete()
+        while self._running and self._running[0].query():
+            self._running.popleft()
         return not self._running and not self.queued
 
     def issue_in_order(self, move: Move) -> Event:
@@ -164,10 +167,6 @@ class CopyQueue:
             raise
         self._dequeue(move)
         return unsent
-
-    def _forget_complete(self) -> None:
-        while self._running and self._running[0].query():
-            self._running.popleft()
 
     def _hand_over_front(self, *, before: Move | None = None) -> None:
         """Hand over a piece of the oldest move, or several small moves together, none of them behind `before`.
@@ -220,12 +219,28 @@ class CopyQueue:
 
     def _hand_over_piece(self, move: Move) -> None:
         """Enqueue the next piece. After the last, or when it is refused, the move is in the queue no more."""
+        stream = self.stream
         try:
-            last = self._enqueue_piece(move)
+            assert move.dst is not None and move.src is not None, "a finished move was handed over again"
+            if move.next_byte == 0:
+                for event in move.after:
+                    stream.wait(event)  # orders the copy after its source was written and its destination's last use
+                move.after = ()
+            begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
+            # A piece's own time, not the move's: between two pieces the stream may idle, or carry another move that was needed
+            # first.
+            start = stream.record(timed=True) if move.timed else None
+            stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
+            move.next_byte = end
+            done = stream.record(timed=move.timed)  # orders the reuse of both buffers after this piece
         except BaseException:
             self._fail(move)
             raise
-        if last:
+        self._running.append(done)
+        if start is not None:
+            move.pieces.append(Piece(start, done, end - begin))
+        if end == move.nbytes:
+            move.done = done
             self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
@@ -244,30 +259,11 @@ class CopyQueue:
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
         move.dst, move.src, move.after = None, None, ()
-        if move in self.queued:
-            self.queued.remove(move)
-
-    def _enqueue_piece(self, move: Move) -> bool:
-        """Enqueue the next piece. Returns whether it was the last."""
-        assert move.dst is not None and move.src is not None, "a finished move was handed over again"
-        if move.next_byte == 0:
-            for event in move.after:
-                self.stream.wait(event)  # orders the copy after its source was written and its destination's last use
-            move.after = ()
-        begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
-        # A piece's own time, not the move's: between two pieces the stream may idle, or carry another move that was needed
-        # first.
-        start = self.stream.record(timed=True) if move.timed else None
-        self.stream.copy(move.dst[begin:end], move.src[begin:end], speculative=self._speculative)
-        move.next_byte = end
-        last = end == move.nbytes
-        event = self.stream.record(timed=move.timed)  # orders the reuse of both buffers after this piece
-        self._running.append(event)
-        if start is not None:
-            move.pieces.append(Piece(start, event, end - begin))
-        if last:
-            move.done = event
-        return last
+        queued = self.queued
+        if queued and queued[0] is move:  # as a rule
+            queued.popleft()
+        elif move in queued:
+            queued.remove(move)
 
 
 class Transfer:

@@ -5,7 +5,6 @@ adaptation = plan_steps(executor, pool)      # from the next step on
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ from chameleon_mm.executor.executor import Executor
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.profiler.recorder import Recorder
+from chameleon_mm.uncompiled import import_dynamo
 
 
 def plan_steps(
@@ -36,9 +36,7 @@ def plan_steps(
     timed. `replayable`: base names of operators that may run again. `is_hidden(storage)`: whether its memory is no part of a
     plan.
     """
-    # A dispatch mode imports it at its first operator, and that import leaves frames to the collector: a recorder's are those
-    # of hooks, with saved tensors and their blocks.
-    importlib.import_module("torch._dynamo")
+    import_dynamo()  # now, as the first step's recorder would
     me, metrics = weakref.ref(executor), executor.metrics  # weak: the executor holds its director
     device = executor.device
     adaptation = Adaptation(

@@ -19,6 +19,7 @@ from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFactsCache, run_in_parts, runs_in_parts
 from chameleon_mm.device.sim.machine import Machine
 from chameleon_mm.device.sim.stream import SimStream
+from chameleon_mm.uncompiled import import_dynamo
 
 
 class SimCompute(TorchDispatchMode):
@@ -31,6 +32,7 @@ class SimCompute(TorchDispatchMode):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+        import_dynamo()
         self.machine = machine
         self._facts = OpFactsCache("cpu")  # whose kernels run, and decide what they give
 

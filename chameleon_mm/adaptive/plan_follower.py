@@ -182,7 +182,10 @@ class PlanFollower(Director):
         cached_hook = self._locate(hook, None, expected=expected)
         if first and saved is not None and saved.part is None:
             self._first_saves[hook] = saved
-            self._assign_action(saved, cached_hook)
+            action = None if self._schedule is None else self._schedule.storage_actions.get(cached_hook)
+            saved.assign(action)
+            if action is not None:
+                self._storages[action.tensor] = saved
             if self._planned is not None and self._planned.predicted_by is not None and not self._diverged:
                 self._compare_size(saved, hook)
         return hook
@@ -353,14 +356,12 @@ class PlanFollower(Director):
             budget.forecast = budget.highest_forecast  # it may be like no step before
         else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast
+        actions = {} if self._schedule is None else self._schedule.storage_actions
         for hook, saved in self._first_saves.items():
-            self._assign_action(saved, hook)
-
-    def _assign_action(self, saved: SavedStorage, cached_hook: int) -> None:
-        action = None if self._schedule is None else self._schedule.storage_actions.get(cached_hook)
-        saved.assign(action)
-        if action is not None:
-            self._storages[action.tensor] = saved
+            action = actions.get(hook)
+            saved.assign(action)
+            if action is not None:
+                self._storages[action.tensor] = saved
 
     def _compare_size(self, saved: SavedStorage, hook: int) -> None:
         """Trust what was predicted no more if it has another size for `saved`: neither now nor in later steps like this one."""

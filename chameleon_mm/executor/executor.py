@@ -364,8 +364,8 @@ class Executor:
             found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=whole)
         claim = found.claim
         if claim is None:
-            claim = self._new_claim(t, saved_bytes, compute, found)
-        elif found.extends_copy and claim.saved.state is State.ON_DEVICE:
+            return self._new_claim(t, saved_bytes, compute, found)
+        if found.extends_copy and claim.saved.state is State.ON_DEVICE:
             self._outs.add(claim.saved)
         claim.saved.add_view()
         return claim

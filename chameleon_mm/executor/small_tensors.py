@@ -97,8 +97,9 @@ class SmallTensors:
             saved.op_ended()
             claim = self._new_claim(saved)
             self._claims.add(claim)
+        else:
+            claim.saved.add_view()
         saved = claim.saved
-        saved.add_view()
         view = SwappedView(claim, t, saved_bytes.probe)
         if saved.state is State.ON_DEVICE:
             swap_out(saved)

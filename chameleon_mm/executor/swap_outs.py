@@ -162,16 +162,16 @@ class SwapOuts:
         if saved.state is not State.ON_DEVICE or not saved.op_is_over or not saved.is_copyable:
             return
         try:
-            if last_bytes >= saved.nbytes:
-                self._swap_out(saved)
-            else:
+            if last_bytes < saved.nbytes:
                 saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
+            elif not (self._codecs and self._went_encoded(saved)):
+                saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
-            self._refused(refusal)
-        else:
-            self._budget.planned.add(saved)
-            if self._budget.lending is not None:
-                self._budget.lending.add(saved)
+            if not self._went_to_pageable(saved, refusal):
+                return
+        self._budget.planned.add(saved)
+        if self._budget.lending is not None:
+            self._budget.lending.add(saved)
 
     def _pack_waiting(self) -> None:
         """Pack the small storages that wait, once they fill a group, the link is idle, or it is not known what comes next."""
@@ -199,32 +199,38 @@ class SwapOuts:
     def swap_out_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out alone; where the host takes no more it stays."""
         try:
-            self._swap_out(saved)
+            if not (self._codecs and self._went_encoded(saved)):
+                saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
-            self._refused(refusal)
-            self._budget.note_on_device(saved)
-        else:
-            self._budget.reclaim.add(saved)
-            if self._budget.lending is not None:
-                self._budget.lending.add(saved)
+            if not self._went_to_pageable(saved, refusal):
+                self._budget.note_on_device(saved)
+                return
+        self._budget.reclaim.add(saved)
+        if self._budget.lending is not None:
+            self._budget.lending.add(saved)
 
-    def _refused(self, refusal: Exception) -> None:
+    def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
+        """Queue the copy out to ordinary memory where none could be pinned and the storage must not stay. Returns whether that
+        was done; else notes that it stays."""
+        if isinstance(refusal, HostMemoryExhausted) and self._budget.must_use_pageable:
+            with suppress(HostMemoryExhausted, TransferFailed):
+                saved.swap_out(pageable=True)
+                return True
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
+        return False
 
-    def _swap_out(self, saved: SavedStorage) -> None:
-        encoded = self._encoded_form_for(saved) if self._codecs else None
-        if encoded is not None:
-            with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
-                saved.swap_out(encoded)
-                self._budget.note_allocated(encoded.nbytes)
-                return
-        try:
-            saved.swap_out()
-        except HostMemoryExhausted:
-            if not self._budget.must_use_pageable:
-                raise
-            saved.swap_out(pageable=True)
+    def _went_encoded(self, saved: SavedStorage) -> bool:
+        """Queue the copy out in a shorter form, if the rule asks for one and there is memory for it. Returns whether that was
+        done."""
+        encoded = self._encoded_form_for(saved)
+        if encoded is None:
+            return False
+        with suppress(torch.OutOfMemoryError, HostMemoryExhausted):  # then as it is, if that can be
+            saved.swap_out(encoded)
+            self._budget.note_allocated(encoded.nbytes)
+            return True
+        return False
 
     def _encoded_form_for(self, saved: SavedStorage) -> EncodedForm | None:
         """The shorter form in which it should cross, if the rule asks for one."""

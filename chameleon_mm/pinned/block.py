@@ -9,8 +9,8 @@
 
 Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
 whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
-A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream has
-waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
+A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream
+has waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
 """
 
 from __future__ import annotations

@@ -151,7 +151,16 @@ class FreeList:
                 above.below = rest
             span.above = rest
             span.units = units
-            self._enter(rest, found - units)
+            # As `_enter`, without the call: most blocks are cut from a larger one.
+            rest.units = left = found - units
+            rest.free = True
+            rest.newer = None
+            rest.older = newest = self._newest.get(left)
+            if newest is None:
+                insort(sizes, left)
+            else:
+                newest.newer = rest
+            self._newest[left] = rest
         span.free = False
         self._live[start] = span
         self._free_units -= units

@@ -66,9 +66,10 @@ class SaveRecord:
         """Number of copies of all of the storage so far, each by a record of its own, this one's included."""
         self.op_is_over = False
         """Whether the ops that saved it have ended, so that it may be copied."""
-        self.views = 0
-        """Handles made for it; `uses_left` of them were not used since the latest swap-in, which is number `swap_in_number`."""
-        self.uses_left = 0
+        self.views = 1
+        """Handles made for it, the first for the save that it is made at; `uses_left` of them were not used since the latest
+        swap-in, which is number `swap_in_number`."""
+        self.uses_left = 1
         self.swap_in_number = 0
         self.traced: TracedStorage | None = None
         """Its record in the trace, where the step that saved it is recorded."""
@@ -111,8 +112,9 @@ class SaveRecord:
         self.traced = traced
 
     def hold_for_recipes(self) -> None:
-        """Note that autograd saved none of it."""
+        """Note that autograd saved none of it: there is no handle."""
         self.is_held_for_recipes = True
+        self.views = self.uses_left = 0
 
     def assign(self, action: StorageAction | None) -> None:
         """Note its action in the plan that the step follows now; None: that has none for it."""

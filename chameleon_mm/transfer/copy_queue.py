@@ -241,7 +241,11 @@ class CopyQueue:
             move.pieces.append(Piece(start, done, end - begin))
         if end == move.nbytes:
             move.done = done
-            self._dequeue(move)
+            if self.queued and self.queued[0] is move:  # as `_dequeue`, without the call: so it is as a rule
+                self.queued.popleft()
+                move.dst = move.src = None
+            else:
+                self._dequeue(move)
 
     def _fail(self, move: Move) -> None:
         # Some of it may be running with no event to tell when it ends: the host waits, so that both buffers may be dropped.
@@ -259,11 +263,8 @@ class CopyQueue:
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
         move.dst, move.src, move.after = None, None, ()
-        queued = self.queued
-        if queued and queued[0] is move:  # as a rule
-            queued.popleft()
-        elif move in queued:
-            queued.remove(move)
+        if move in self.queued:
+            self.queued.remove(move)
 
 
 class Transfer:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
+from chameleon_mm.device.cuda.memory_reader import reader
 from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
 from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
@@ -77,6 +78,7 @@ class CudaDevice:
             # Made current so that a process that uses GPU 1 does not start a context on GPU 0.
             scope=partial(torch.cuda.device, self.index),
         )
+        self._read_allocated = reader(self.index)
         self._cumulative_lock = threading.Lock()
         self._cumulative_base = self._cumulative_last = 0
 
@@ -101,7 +103,7 @@ class CudaDevice:
         Memory of other processes and of CUDA's own context is in neither, so it is left out as it should be.
         """
         free, total = torch.cuda.mem_get_info(self.index)
-        held = int(self._stat("reserved_bytes", "current"))
+        held = self._reserved("current")
         allowed = int(torch.cuda.get_per_process_memory_fraction(self.index) * total)
         return min(allowed, held + free)
 
@@ -139,24 +141,23 @@ class CudaDevice:
         return pageable_memory(nbytes)
 
     def allocated_bytes(self) -> int:
-        return self._stat("allocated_bytes", "current")
+        return self._read_allocated()[0]
 
     def read_memory(self) -> MemoryReading:
         """Read memory as `Device.read_memory` does. A user's reset of torch's accumulated statistics loses what was allocated
         between the last reading and the reset, and never turns the cumulative count back."""
-        stats = self._stats()["allocated_bytes"]["all"]
         with self._cumulative_lock:
-            now = int(stats["allocated"])
-            if now < self._cumulative_last:
+            now, ever, peak = self._read_allocated()
+            if ever < self._cumulative_last:
                 self._cumulative_base += self._cumulative_last
-            self._cumulative_last = now
-            return MemoryReading(int(stats["current"]), self._cumulative_base + now, int(stats["peak"]))
+            self._cumulative_last = ever
+            return MemoryReading(now, self._cumulative_base + ever, peak)
 
     def peak_allocated_bytes(self) -> int:
-        return self._stat("allocated_bytes", "peak")
+        return self._read_allocated()[2]
 
     def peak_reserved_bytes(self) -> int:
-        return self._stat("reserved_bytes", "peak")
+        return self._reserved("peak")
 
     def reset_peaks(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.index)
@@ -187,12 +188,8 @@ class CudaDevice:
         """Whether this is the calling thread's current device."""
         return torch.cuda.current_device() == self.index
 
-    def _stats(self) -> Any:
-        # The nested form: torch.cuda.memory_allocated and its like flatten and sort a hundred keys to return one of them.
-        return torch.cuda.memory_stats_as_nested_dict(self.index)
-
-    def _stat(self, what: str, which: str) -> int:
-        return int(self._stats()[what]["all"][which])
+    def _reserved(self, which: str) -> int:
+        return int(torch.cuda.memory_stats_as_nested_dict(self.index)["reserved_bytes"]["all"][which])
 
 
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.errors import SimRaceError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.block import Ticket
-from chameleon_mm.pinned.pending import PendingRanges
+from chameleon_mm.pinned.pending import LateEvent, PendingRanges
+from chameleon_mm.save_on_cpu import save_on_cpu
 from chameleon_mm.units import MIB
 from tests._fakes import BrokenStream, ManualEvent, RecordingStream
 
@@ -423,3 +425,33 @@ def test_complete_ranges_do_not_pile_up() -> None:
     assert len(ranges) == 100
     ranges.synchronize()
     assert (len(ranges), ranges.drop_complete()) == (0, True)
+
+
+def test_a_late_event_is_a_real_one_once_the_bytes_are_given_out_again(pool: PinnedPool) -> None:
+    done, pending = ManualEvent(), ManualEvent()
+    done.complete = True
+    pool.allocate(4096).release(after=LateEvent(lambda: (done, pending)))
+    assert pool.allocate(4096).pending_events == (pending,)
+
+
+def test_saved_tensors_go_where_batches_were_that_the_device_may_still_be_reading(device: Device) -> None:
+    """Batches are copied from tensors of the pool that the session has, and dropped before the copy is known to be done."""
+    torch.manual_seed(0)
+    batches, weight = [torch.randn(512, 512) for _ in range(3)], torch.randn(512, 512, requires_grad=True)
+    plain = [torch.autograd.grad((batch @ weight).sin().sin().sum(), weight)[0] for batch in batches]
+    with PinnedPool("16MiB", device) as pool:
+        with device.compute():
+            moved = weight.detach().to(device.torch_device).requires_grad_()
+        for batch, expected in zip(batches, plain, strict=True):
+            with save_on_cpu(device=device, pool=pool, min_bytes=1), device.compute():
+                staged = pool.empty(batch.shape, batch.dtype)
+                staged.copy_(batch)
+                x = staged.to(device.torch_device, non_blocking=True)
+                del staged
+                (x @ moved).sin().sin().sum().backward()
+            device.synchronize()
+            assert moved.grad is not None
+            if device.simulated or is_stand_in(device.name):  # a GPU's own kernels round otherwise
+                assert torch.equal(moved.grad.cpu(), expected)
+            moved.grad = None
+            del x

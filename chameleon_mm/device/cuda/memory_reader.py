@@ -1,7 +1,7 @@
 """Bytes that torch's caching allocator has handed out on a GPU: by the C++ helper `memory` where it is built, else by torch.
 
-    read = reader(index)
-    now, ever, peak = read()        # bytes allocated now, in all so far, and the most at once
+read = reader(index)
+now, ever, peak = read()        # bytes allocated now, in all so far, and the most at once
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,11 +38,15 @@ def test_it_reads_what_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("built", [True, False])
 def test_a_device_reads_by_it_where_it_is_built(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+    calls: list[int] = []
     if built:
         module = helper("memory", monkeypatch)
-        counting = SimpleNamespace(read=lambda index: calls.append(index) or module.read(index))
-        monkeypatch.setattr(native, "load", lambda name: counting)
+
+        def counted(index: int) -> Any:
+            calls.append(index)
+            return module.read(index)
+
+        monkeypatch.setattr(native, "load", lambda name: SimpleNamespace(read=counted))
     else:
         monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
     device = CudaDevice()

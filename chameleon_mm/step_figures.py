@@ -52,16 +52,21 @@ class StepFigures:
 
     def to_tuple(self) -> tuple[Any, ...]:
         """Plain tuple of every field, for `from_tuple`: kept for long, it is nothing that the collector looks at."""
-        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return (*{**figures, "kind": self.kind.value}.values(),)
+        return tuple(self._plain().values())
 
     @classmethod
     def from_tuple(cls, fields: tuple[Any, ...]) -> StepFigures:
         """Figures of what `to_tuple` gave."""
-        named = dict(zip((field.name for field in dataclasses.fields(cls)), fields, strict=True))
+        named = dict(zip(_NAMES, fields, strict=True))
         return cls(**{**named, "kind": StepKind(named["kind"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
-        figures = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**figures, "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
+        return {**self._plain(), "hidden_fraction": self.hidden_fraction}
+
+    def _plain(self) -> dict[str, Any]:
+        """Every field by name, as a number, text, truth value or None."""
+        return {**{name: getattr(self, name) for name in _NAMES}, "kind": self.kind.value}
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(StepFigures))

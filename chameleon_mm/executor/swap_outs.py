@@ -80,7 +80,7 @@ class SwapOuts:
         """Add a storage that the calling thread saves now, in an op that has not ended."""
         if saved.op_is_over:
             saved.op_began()
-        self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator`: without a call
+        self.fresh.append((saved, (this_thread.number, sequence_nr())))  # as `current_operator` has it
 
     @property
     def fresh_bytes(self) -> int:

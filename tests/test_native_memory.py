@@ -66,9 +66,45 @@ def test_an_allocator_that_counts_elsewhere_is_read_by_torch(monkeypatch: pytest
     assert reader(torch.cuda.current_device())()[0] >= block.nbytes
 
 
+def test_a_helper_that_cannot_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(index: int) -> Any:
+        raise RuntimeError("Allocator not initialized for device")
+
+    monkeypatch.setattr(native, "load", lambda name: SimpleNamespace(read=read))
+    assert reader(torch.cuda.current_device())() == torch_reader(torch.cuda.current_device())
+
+
 def test_what_is_no_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     module = helper("memory", monkeypatch)
     with pytest.raises(RuntimeError, match="device"):
         module.read(99)
+    for index in (-1, 128, 256, 1 << 40, 1 << 70):  # torch's own index of a device has 8 bits
+        with pytest.raises((ValueError, OverflowError), match=r"index|int"):
+            module.read(index)
     with pytest.raises(TypeError):
         module.read("0")
+
+
+def test_a_reading_in_the_middle_of_a_reading_is_no_reset_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's, or that of a finaliser which the collector runs in the middle of torch's own reading."""
+    monkeypatch.setattr(native.building, "CACHE", BUILDS / "none")
+    device, held = CudaDevice(), list[torch.Tensor]()
+    begun = device.read_memory().cumulative_bytes
+    read = device._read_allocated
+
+    def reads(*, inner: int) -> Any:
+        found = read()
+        if inner:
+            held.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
+            device._read_allocated = lambda: reads(inner=inner - 1)
+            expected = begun + MIB * len(held)
+            assert device.read_memory().cumulative_bytes == expected
+        return found
+
+    device._read_allocated = lambda: reads(inner=3)
+    assert device.read_memory().cumulative_bytes == begun
+    device._read_allocated = read
+    assert device.read_memory().cumulative_bytes == begun + 3 * MIB
+    torch.cuda.reset_accumulated_memory_stats()
+    held.append(torch.empty(MIB, dtype=torch.uint8, device="cuda"))
+    assert device.read_memory().cumulative_bytes == begun + 4 * MIB

@@ -99,6 +99,19 @@ def reused_and_waited_for_later(m: Machine) -> None:
     m.check_host(second, 2)
 
 
+def reused_after_a_late_event(m: Machine) -> None:
+    """The same, where the first owner told of its last use by an event that is recorded once somebody asks."""
+    source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
+    target, event = m.load(first, m.h2d)
+    first.release(after=LateEvent(lambda: (event,)))
+    second = m.pool.allocate(SIZE)
+    for pending in second.pending_events:
+        m.d2h.wait(pending)  # as a queue of copies does: a stream takes real events alone
+    m.d2h.copy(second.buffer, source)
+    m.check(target, 1)
+    m.check_host(second, 2)
+
+
 def split(m: Machine) -> None:
     """One released block becomes two; both wait for its event."""
     source, first = m.hbm(2), m.outbound(2 * SIZE, 1)
@@ -200,6 +213,7 @@ Scenario = Callable[[Machine], None]
 SCENARIOS: list[Scenario] = [
     reused,
     reused_and_waited_for_later,
+    reused_after_a_late_event,
     split,
     coalesced,
     passed_on_unused,
@@ -248,6 +262,13 @@ def never_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         self._met, self.pending_events = self._met + self.pending_events, ()
 
     monkeypatch.setattr(PinnedBlock, "wait_on", faulty)
+
+
+def forget_late_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: PinnedBlock) -> None:
+        self.pending_events = tuple(event for event in self.pending_events if not isinstance(event, LateEvent))
+
+    monkeypatch.setattr(PinnedBlock, "forget_complete", faulty)
 
 
 def wait_on_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +322,7 @@ def free_chunks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         (take_the_first_event_alone, coalesced),
         (never_wait, reused),
         (never_wait, reused_and_waited_for_later),
+        (forget_late_events, reused_after_a_late_event),
         (wait_on_one_stream_alone, two_first_streams),
         (forget("_met"), passed_on_unused),
         (forget("pending_events"), passed_on_unmet),

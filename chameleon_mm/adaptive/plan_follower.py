@@ -301,12 +301,11 @@ class PlanFollower(Director):
         self._memory.extra_bytes = extra_bytes
 
     def note_growth(self, nbytes: int, *, at_hook: bool, hook: int | None = None) -> None:
-        """Note growth, and compare all since the last comparison with the cached step's. `hook`: this one; None: the latest."""
+        """Note growth; `at_hook`, compare all since the last comparison with the cached step's. `hook`: None is the latest."""
         self._growth_bytes += nbytes
         if not at_hook:
             return
-        if hook is None:
-            hook = self.light.num_hooks - 1
+        hook = self.light.num_hooks - 1 if hook is None else hook
         since, self._checked_at = self._checked_at, hook
         growth_bytes, self._growth_bytes = self._growth_bytes, 0
         planned, budget = self._planned, self._budget

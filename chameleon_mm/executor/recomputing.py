@@ -26,7 +26,7 @@ from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
-from chameleon_mm.saved.claims import Claim, Found
+from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
 from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.recipe import Recipe, Refusal, Source, build
@@ -199,7 +199,7 @@ class Recomputing:
                 continue
             claim = None if value.claim is None else value.claim()
             if not isinstance(claim, Claim):
-                claim = new_claim(t, SavedBytes(t), self._streams.current(), Found(None, None))
+                claim = new_claim(t, SavedBytes(t), self._streams.current(), NOT_FOUND)
                 claim.saved.hold_for_recipes()
                 self._metrics.totals.bytes_held += claim.saved.nbytes
                 note_held(claim.saved, number)

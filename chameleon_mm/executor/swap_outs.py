@@ -130,7 +130,7 @@ class SwapOuts:
             self._pack_waiting()
         if lending is not None and lending.memory_is_short:
             self._context.transfer.hand_over_all_out()
-        if self._queued_out or self._queued_in:
+        if self._queued_out or self._queued_in:  # unlocked: what is queued meanwhile goes at the next hook
             self._context.transfer.hand_over()
         if self._budget.reclaim.entries:
             self._budget.reclaim.reclaim_complete()
@@ -167,7 +167,8 @@ class SwapOuts:
             elif not (self._codecs and self._went_encoded(saved)):
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
-            if not self._went_to_pageable(saved, refusal):
+            if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
+                self._note_refusal(refusal)
                 return
         self._budget.planned.add(saved)
         if self._budget.lending is not None:
@@ -203,6 +204,7 @@ class SwapOuts:
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
+                self._note_refusal(refusal)
                 self._budget.note_on_device(saved)
                 return
         self._budget.reclaim.add(saved)
@@ -210,15 +212,18 @@ class SwapOuts:
             self._budget.lending.add(saved)
 
     def _went_to_pageable(self, saved: SavedStorage, refusal: Exception) -> bool:
-        """Queue the copy out to ordinary memory where none could be pinned and the storage must not stay. Returns whether that
-        was done; else notes that it stays."""
-        if isinstance(refusal, HostMemoryExhausted) and self._budget.must_use_pageable:
-            with suppress(HostMemoryExhausted, TransferFailed):
-                saved.swap_out(pageable=True)
-                return True
+        """Queue the copy out to ordinary memory, where none could be pinned and the storage must not stay. Returns whether that
+        was done."""
+        if not isinstance(refusal, HostMemoryExhausted) or not self._budget.must_use_pageable:
+            return False
+        with suppress(HostMemoryExhausted, TransferFailed):
+            saved.swap_out(pageable=True)
+            return True
+        return False
+
+    def _note_refusal(self, refusal: Exception) -> None:
         _log.info("chameleon_mm: kept on the device: %s", str(refusal))
         self._context.metrics.totals.fallbacks += 1
-        return False
 
     def _went_encoded(self, saved: SavedStorage) -> bool:
         """Queue the copy out in a shorter form, if the rule asks for one and there is memory for it. Returns whether that was

@@ -2,7 +2,8 @@
 //
 //   now, ever, peak = read(index)      // bytes: allocated now, allocated in all so far, the most that were allocated at once
 //
-// Every hook that may move something reads these three, and torch's own reading makes dictionaries of some hundred numbers for them.
+// Within a budget every hook that may move something reads these three, and torch's own reading makes dictionaries of some hundred
+// numbers for them.
 // The reference is `torch_reader` in device/cuda/memory_reader.py. Like torch's, it waits for the allocator's lock with the GIL.
 
 #define PY_SSIZE_T_CLEAN
@@ -10,13 +11,19 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <c10/util/Exception.h>
+
 #include <exception>
+#include <limits>
 
 namespace {
 
 PyObject* read(PyObject*, PyObject* index) {
   const long device = PyLong_AsLong(index);
   if (device == -1 && PyErr_Occurred()) return nullptr;
+  if (device < 0 || device > std::numeric_limits<c10::DeviceIndex>::max()) {
+    return PyErr_Format(PyExc_ValueError, "read: expected the index of a GPU, got %ld", device);
+  }
   long long now = 0, ever = 0, peak = 0;
   try {
     const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(static_cast<c10::DeviceIndex>(device));
@@ -24,6 +31,9 @@ PyObject* read(PyObject*, PyObject* index) {
     now = bytes.current;
     ever = bytes.allocated;
     peak = bytes.peak;
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    return nullptr;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

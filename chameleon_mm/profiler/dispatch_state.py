@@ -85,7 +85,7 @@ class DispatchState:
 
 
 num_modes = torch._C._len_torch_dispatch_stack
-"""Returns how many dispatch modes are on, on this thread. Without one no tracer is."""
+"""Function that returns the number of dispatch modes that are on, on this thread. A tracer is one of them."""
 
 
 def tracer_is_on(besides: TorchDispatchMode | None = None) -> bool:

@@ -38,8 +38,9 @@ class Readings:
     """Readings of one step, which begins now. Not thread-safe.
 
     There is one after each operator: of several nobody could tell which one held what. On a GPU it takes the host 20 us, half
-    of what a short operator takes and a fifth of what recording one does, and nothing cheaper tells as much: the time goes into
-    the dictionary of all counters that torch makes. A peak would have to be reset before each operator, and is the users'.
+    of what a short operator takes and a fifth of what recording one does, but where the C++ helper `memory` is built: the time
+    goes into the dictionary of all counters that torch makes. A peak would have to be reset before each operator, and is the
+    users'.
     """
 
     def __init__(self, device: Device) -> None:

@@ -48,8 +48,8 @@ class _End:
     """Retires a storage when its claim is gone.
 
     `__del__` rather than `weakref.finalize`: a claim is made per saved storage in the hot path, and `finalize` keeps a
-    registry for interpreter exit, where nothing is to be done. Idempotent, because `SavedStorage.retire` is. No `__init__`, for
-    the same reason.
+    registry for interpreter exit, where nothing is to be done. No `__init__` either: that would be one more call there.
+    Idempotent, because `SavedStorage.retire` is.
     """
 
     __slots__ = ("retire", "saved")

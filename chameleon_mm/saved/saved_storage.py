@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
 from chameleon_mm.errors import HostMemoryExhausted, SimError, TransferFailed
-from chameleon_mm.saved.calling_thread import annotation, call_site, sequence_nr, this_thread
+from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator, sequence_nr, this_thread
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
@@ -67,7 +67,7 @@ class SavedStorage(DeviceCopy):
             return False
         for saved in self._saved_bytes:
             probe = saved.probe
-            if probe.alias._version == probe.expected:  # not `moved`, nor a generator: calls at every hook
+            if probe.alias._version == probe.expected:  # written out: `moved` would be one more call at every hook
                 return True
         return False
 
@@ -111,7 +111,7 @@ class SavedStorage(DeviceCopy):
         self.form, self._block, self._out = form, block, out
         context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
-        self._began_in = (this_thread.number, sequence_nr()), call_site()
+        self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
         self._to(State.SWAPPING_OUT)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
@@ -124,7 +124,7 @@ class SavedStorage(DeviceCopy):
         if self._checksum is not None:
             self._checksum.close(content)
         self.alloc_stream.free(content)
-        self._began_in = (this_thread.number, sequence_nr()), call_site()
+        self._began_in = current_operator(), call_site()
         self._device, self.form = None, form
         self._to(State.ON_HOST)
 

@@ -116,7 +116,7 @@ class CopyQueue:
         """Hand over pieces until as many are outstanding as may be."""
         running = self._running
         while self.queued:
-            while running and running[0].query():
+            while running and running[0].query():  # as `_forget_complete` does, without the call
                 running.popleft()
             if len(running) >= self._limit:
                 return
@@ -129,8 +129,7 @@ class CopyQueue:
 
     def is_idle(self) -> bool:
         """Whether everything that was submitted is complete."""
-        while self._running and self._running[0].query():
-            self._running.popleft()
+        self._forget_complete()
         return not self._running and not self.queued
 
     def issue_in_order(self, move: Move) -> Event:
@@ -167,6 +166,10 @@ class CopyQueue:
             raise
         self._dequeue(move)
         return unsent
+
+    def _forget_complete(self) -> None:
+        while self._running and self._running[0].query():
+            self._running.popleft()
 
     def _hand_over_front(self, *, before: Move | None = None) -> None:
         """Hand over a piece of the oldest move, or several small moves together, none of them behind `before`.
@@ -241,9 +244,9 @@ class CopyQueue:
             move.pieces.append(Piece(start, done, end - begin))
         if end == move.nbytes:
             move.done = done
-            if self.queued and self.queued[0] is move:  # as `_dequeue`, without the call: so it is as a rule
-                self.queued.popleft()
+            if self.queued and self.queued[0] is move:  # as a rule; as `_dequeue` does, without the call
                 move.dst = move.src = None
+                self.queued.popleft()
             else:
                 self._dequeue(move)
 
@@ -361,7 +364,6 @@ class Transfer:
 
     def hand_over(self) -> None:
         """Hand over what the outstanding limit allows now, both ways."""
-        if self._out.queued or self._in.queued:  # unlocked: what is queued meanwhile goes at the next hook
-            with self._lock:
-                self._out.hand_over()
-                self._in.hand_over()
+        with self._lock:
+            self._out.hand_over()
+            self._in.hand_over()

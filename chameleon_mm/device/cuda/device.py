@@ -9,7 +9,6 @@ CupyPinning()     = what an allocator of pinned memory for CuPy needs of CuPy
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -79,8 +78,8 @@ class CudaDevice:
             scope=partial(torch.cuda.device, self.index),
         )
         self._read_allocated = reader(self.index)
-        self._cumulative_lock = threading.Lock()
-        self._cumulative_base = self._cumulative_last = 0
+        self._counted = (0, 0)
+        """Bytes allocated in all before the last reset of torch's statistics, and since then until the last reading."""
 
     @property
     def name(self) -> str:
@@ -146,12 +145,16 @@ class CudaDevice:
     def read_memory(self) -> MemoryReading:
         """Read memory as `Device.read_memory` does. A user's reset of torch's accumulated statistics loses what was allocated
         between the last reading and the reset, and never turns the cumulative count back."""
-        with self._cumulative_lock:
-            now, ever, peak = self._read_allocated()
-            if ever < self._cumulative_last:
-                self._cumulative_base += self._cumulative_last
-            self._cumulative_last = ever
-            return MemoryReading(now, self._cumulative_base + ever, peak)
+        # Without a lock: a finaliser that reads may run in the middle of this, on this thread. What was counted is taken before
+        # the reading, so that only a reset makes the reading smaller.
+        counted = self._counted
+        before_resets, last = counted
+        now, ever, peak = self._read_allocated()
+        if ever < last:
+            before_resets += last
+        if self._counted is counted:  # else a later reading has been counted meanwhile
+            self._counted = before_resets, ever
+        return MemoryReading(now, before_resets + ever, peak)
 
     def peak_allocated_bytes(self) -> int:
         return self._read_allocated()[2]

@@ -7,6 +7,7 @@ now, ever, peak = read()        # bytes allocated now, in all so far, and the mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from chameleon_mm import native
 
 Reading = tuple[int, int, int]
-"""Bytes allocated now, in all since the process began or the count was reset, and the most at once."""
+"""Bytes allocated now; in all; the most at once: the last two since the process began or somebody reset them in torch."""
 
 
 def reader(index: int) -> Callable[[], Reading]:
@@ -24,9 +25,12 @@ def reader(index: int) -> Callable[[], Reading]:
     if module is None:
         return of_torch
     helper: Callable[[], Reading] = partial(module.read, index)
-    # An allocator that is put in torch's place may count where the helper does not look. More than once, as another thread may
-    # allocate between the two.
-    return helper if any(helper() == of_torch() for _ in range(5)) else of_torch
+    # An allocator that is put in torch's place may count where the helper does not look. The two are compared up to five times,
+    # as another thread may allocate between the readings.
+    with suppress(RuntimeError):
+        if any(helper() == of_torch() for _ in range(5)):
+            return helper
+    return of_torch
 
 
 def torch_reader(index: int) -> Reading:

@@ -113,7 +113,10 @@ class SwapOuts:
         if lending is not None:
             lending.settle()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
-        for saved, nbytes in due.reclaims:
+        for saved, nbytes, again in due.reclaims:
+            if again and saved.state is State.RESTORED:
+                with suppress(torch.OutOfMemoryError):  # of one that moved in part after all: for what of it stays
+                    saved.drop_restored()
             self.swap_out_planned(saved, nbytes)
             if saved.state is State.SWAPPING_OUT:
                 saved.reclaim(in_plan_order=True)

@@ -51,6 +51,8 @@ def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
         now += took_us.get(tick, 0.0)
         hook = hook_of.get(tick, -1)
         for action in sorted(at["reclaim_at"][hook], key=lambda action: stays_us[action.tensor] > 0):
+            if action.again:
+                continue
             if action.out_at == hook:
                 out_done[action.tensor] = out.queue(action.tensor, action.nbytes, now)
             now += stays_us[action.tensor]
@@ -58,13 +60,14 @@ def timed_one_by_one(trace: Trace, plan: SwapPlan, cost: LinkCost) -> Timed:
             out_stalls_us[action.tensor] = max(0.0, out_done[action.tensor] - now)
             now += out_stalls_us[action.tensor]
         for action in at["out_at"][hook]:
-            if action.reclaim_at > hook:
+            if action.reclaim_at > hook and not action.again:
                 out_done[action.tensor] = out.queue(action.tensor, action.nbytes, now)
         for action in at["use_at"][hook]:
             if action.in_at == hook:
                 bring(action)
-            in_stalls_us[action.tensor] = max(0.0, back_done[action.tensor] - now)
-            now += in_stalls_us[action.tensor]
+            waits_us = max(0.0, back_done[action.tensor] - now)
+            in_stalls_us[action.tensor] = in_stalls_us.get(action.tensor, 0.0) + waits_us
+            now += waits_us
         for action in at["in_at"][hook]:
             if action.use_at > hook:
                 bring(action)

@@ -149,8 +149,10 @@ def train(
     executor: Executor | None = None,
     *,
     steps: int = 4,
+    backwards: int = 1,
 ) -> tuple[list[Step], list[Tensor]]:
-    """`steps` of plain SGD on the model of `seed`. Returns them, and the parameters after the last one."""
+    """`steps` of plain SGD on the model of `seed`, with so many backwards over each graph. Returns them, and the parameters
+    after the last one."""
     torch.manual_seed(seed)
     done: list[Step] = []
     with device.compute():
@@ -162,10 +164,10 @@ def train(
             device.reset_peaks()
             start = device.current_stream().record(timed=True)
             if executor is None:
-                loss = _one_step(model, optimizer, batches)
+                loss = _one_step(model, optimizer, batches, backwards)
                 followed = None
             else:
-                loss, followed = _swapped_step(executor, model, optimizer, batches)
+                loss, followed = _swapped_step(executor, model, optimizer, batches, backwards)
             end = device.current_stream().record(timed=True)
             device.synchronize()
             plan, trace = followed or (None, None)
@@ -182,24 +184,25 @@ def train(
         return done, [p.detach().clone() for p in model.parameters()]
 
 
-def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> Tensor:
+def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor], backwards: int) -> Tensor:
     for batch in batches:
         loss: Tensor = model(batch)
-        loss.backward()
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
 
 
 def _swapped_step(
-    executor: Executor, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]
+    executor: Executor, model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor], backwards: int
 ) -> tuple[Tensor, tuple[SwapPlan, Trace] | None]:
     adaptation = adaptation_of(executor)
     executor.begin_step(timed=True)
     hits = adaptation.plan_cache_hits
     planned = adaptation.latest
     with torch.autograd.graph.saved_tensors_hooks(executor.save, executor.use):
-        loss = _one_step(model, optimizer, batches)
+        loss = _one_step(model, optimizer, batches, backwards)
     trial = None if planned is None else planned.current
     trace = None if planned is None else planned.trace
     executor.end_step(completed=True)

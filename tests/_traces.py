@@ -10,10 +10,13 @@ random_plan(random, trace)     any actions that `simulate` accepts for it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 
+import numpy as np
+
 from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 
 FORWARD, BACKWARD, OPTIMIZER = StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER
@@ -185,6 +188,11 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
     for _ in range(random.randrange(3)):
         op(OPTIMIZER)
     return b.finish(random.getrandbits(64))
+
+
+def away_before_first_uses_alone(trace: Trace) -> Trace:
+    """`trace` as somebody recorded it who does not look at what is held between two uses."""
+    return replace(trace, hook_released=np.full_like(trace.hook_released, NEVER))
 
 
 def random_plan(random: Random, trace: Trace, *, share: float = 0.8) -> SwapPlan:

@@ -25,7 +25,7 @@ from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan, least
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Thresholds
 from tests._random_models import FULL_DUPLEX_GPU, NO_LIMIT, SLOW_GPU, Step, adaptation_of, far_ahead, link_of, planning, train
-from tests._traces import plan_of, random_plan
+from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -49,12 +49,13 @@ def plan_by(monkeypatch: pytest.MonkeyPatch, planner: Planner) -> None:
 
 
 def budgets_of(seed: int, shares: Sequence[float]) -> list[int]:
-    """Budgets for the model of `seed`, from the smallest for which there is a plan (0) to what it needs unswapped (1)."""
+    """Budgets for the model of `seed`, from the smallest for which there is a plan (0) to what it needs unswapped (1). Nothing
+    is away between two uses, as in the first step, which goes by the default rule."""
     device = far_ahead()
     executor = planning(device)
     train(seed, device, executor, steps=1)
     trace = adaptation_of(executor).latest.trace  # type: ignore[union-attr]  # both are there after a recorded step
-    least, most = least_memory(trace).nbytes, int(memory_curve(trace).max())
+    least, most = least_memory(away_before_first_uses_alone(trace)).nbytes, int(memory_curve(trace).max())
     return [int((least + share * (most - least)) * SPARE_PART / (SPARE_PART - 1)) + SPARE_PART for share in shares]
 
 

@@ -109,6 +109,9 @@ def test_a_step_in_which_nothing_happens() -> None:
         ("tensor_released", np.array([-2, 5, -2], np.int32), "tensor_released within 5 ticks"),
         ("tensor_sendable", np.array([-2, 2, -2], np.int32), "tensor_sendable within 2 hooks"),
         ("hook_tensor", np.array([1, 3], np.int32), "hook_tensor from -1 to 2"),
+        ("hook_released", np.array([-2, 5], np.int32), "hook_released from the tick of its hook on, within 5 ticks"),
+        ("hook_released", np.array([-2, 2], np.int32), "hook_released from the tick of its hook on"),
+        ("hook_released", np.array([1, -2], np.int32), "hook_released of uses alone, got one of a save"),
     ],
 )
 def test_columns_that_contradict_each_other_are_refused(column: str, values: Any, message: str) -> None:

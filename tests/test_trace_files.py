@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder, diff_traces, load_trace, save_trace
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder, diff_traces, load_trace, save_trace
 from chameleon_mm.trace.files import SCHEMA
 from chameleon_mm.units import MIB
 from tests._traces import chain, random_step
@@ -125,33 +125,42 @@ def test_the_file_of_a_small_step(tmp_path: Path) -> None:
     b.save(x, 1)
     b.sendable(x, b.save(-1, 2))
     b.released(x)
+    b.released_after(b.use(x, 3))
     b.use(x, 3)
     b.dies(x)
     save_trace(b.finish(-5), tmp_path / "t.jsonl")
     header, *lines = (tmp_path / "t.jsonl").read_text().splitlines()
     assert header == (
-        '{"schema":"chameleon_mm.trace/2","device":"simulated h200","simulated":true,"start_bytes":512,"ops":1,"tensors":2,'
-        '"hooks":3,"op_names":["aten::mm"]}'
+        '{"schema":"chameleon_mm.trace/3","device":"simulated h200","simulated":true,"start_bytes":512,"ops":1,"tensors":2,'
+        '"hooks":4,"op_names":["aten::mm"]}'
     )
     assert lines == [
         '["tensor","parameter",100,null,null,null,null]',
-        '["tensor","activation",1000,0,2,1,3]',
+        '["tensor","activation",1000,0,2,1,4]',
         '["op","aten::mm","00000000000000ab","forward",[2],[1],1536]',
         '["save",1]',
         '["save",null]',
-        '["use",1]',
+        '["use",1,0]',
+        '["use",1,null]',
         '["us",0,[0.1]]',
-        '["features",-5,["0000000000000001","0000000000000002","0000000000000003"]]',
+        '["features",-5,["0000000000000001","0000000000000002","0000000000000003","0000000000000003"]]',
     ]
 
 
-def test_a_file_of_the_schema_before_tells_nothing_of_what_operators_hold_inside(tmp_path: Path) -> None:
+def test_files_of_the_schemas_before_tell_less(tmp_path: Path) -> None:
     trace = random_step(Random(5))
+    released = np.where(trace.hook_use, trace.hook_tick, np.int32(NEVER))
+    trace = replace(trace, hook_released=released)
     assert trace.op_inner_bytes.any()
     header, *lines = lines_of(trace, tmp_path)
-    before = [header.replace("chameleon_mm.trace/2", "chameleon_mm.trace/1")]
-    before += [json.dumps(line[:-1] if line[0] == "op" else line) for line in map(json.loads, lines)]
-    assert_equal(load_lines(before, tmp_path), replace(trace, op_inner_bytes=np.zeros_like(trace.op_inner_bytes)))
+    assert_equal(load_lines([header, *lines], tmp_path), trace)
+    before = [header.replace("chameleon_mm.trace/3", "chameleon_mm.trace/2")]
+    before += [json.dumps(line[:-1] if line[0] == "use" else line) for line in map(json.loads, lines)]
+    unreleased = replace(trace, hook_released=np.full_like(released, NEVER))
+    assert_equal(load_lines(before, tmp_path), unreleased)
+    before[0] = header.replace("chameleon_mm.trace/3", "chameleon_mm.trace/1")
+    before[1:] = [json.dumps(line[:-1] if line[0] == "op" else line) for line in map(json.loads, before[1:])]
+    assert_equal(load_lines(before, tmp_path), replace(unreleased, op_inner_bytes=np.zeros_like(trace.op_inner_bytes)))
 
 
 def lines_of(trace: Trace, tmp_path: Path) -> list[str]:
@@ -221,7 +230,7 @@ def times(written: str) -> Callable[[list[str]], list[str]]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/3"}), f"line 1: expected .* the schema {SCHEMA}, got"),
+        (edited(0, lambda h: {**h, "schema": "chameleon_mm.trace/4"}), f"line 1: expected .* the schema {SCHEMA}, got"),
         (edited(0, lambda h: [h]), "line 1: expected a header with the schema"),
         (edited(0, lambda h: {**h, "ops": "many"}), "line 1: expected ops of type int in the header, got 'many'"),
         (edited(0, lambda h: {**h, "device": None}), "line 1: expected device of type str"),

@@ -82,7 +82,7 @@ class HookSchedule:
                 f"plan: expected tensors below {len(trace.tensor_bytes)}, as this trace has them, got {unknown[0]}; make a "
                 f"plan for this trace"
             )
-        actions = {action.tensor: action for action in plan.swaps + plan.recomputed}
+        actions = {action.tensor: action for action in plan.swaps + plan.recomputed if not action.again}
         storage_actions: dict[int, StorageAction] = {}
         seen: set[int] = set()
         for hook, (tensor, use) in enumerate(zip(trace.hook_tensor.tolist(), trace.hook_use.tolist(), strict=True)):

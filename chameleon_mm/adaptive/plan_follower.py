@@ -395,6 +395,6 @@ class PlanFollower(Director):
                     swap_outs.append((saved, saved.planned.action.nbytes))
                 elif saved not in to_drop:
                     to_drop.append(saved)
-        to_reclaim = [(storages[a.tensor], a.nbytes) for a in reclaims if a.tensor in storages] if reclaims else ()
+        to_reclaim = [(storages[a.tensor], a.nbytes, a.again) for a in reclaims if a.tensor in storages] if reclaims else ()
         prefetches = [storages[a.tensor] for a in ins if a.tensor in storages] if ins else ()
         return HookActions(to_reclaim, swap_outs, check_memory=bool(reclaims), prefetches=prefetches, drops=to_drop)

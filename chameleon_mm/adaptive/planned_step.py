@@ -197,9 +197,10 @@ class PlannedStep:
             return {}
         plan = self.current.schedule.plan
         held = {action.tensor: action.nbytes for action in plan.held}
-        swapped = sum(action.nbytes for action in plan.swaps if action.tensor not in held)
+        swapped = sum(action.nbytes for action in plan.swaps if action.tensor not in held and not action.again)
         recomputed = sum(action.nbytes for action in plan.recomputed)
-        movable = int(Candidates.of(self.trace).nbytes.sum())
+        candidates = Candidates.of(self.trace, between_uses=any(action.again for action in plan.swaps))
+        movable = int(candidates.nbytes[~candidates.away_before()].sum())
         kept = movable - swapped - recomputed
         return {"kept": kept, "swapped": swapped, "recomputed": recomputed, "held": sum(held.values())}
 

@@ -31,8 +31,9 @@ from chameleon_mm.saved.timed_spans import StepKind
 class HookActions(NamedTuple):
     """Actions that are due at one hook, in the order in which they are carried out."""
 
-    reclaims: Sequence[tuple[SavedStorage, int]] = ()
-    """Storages whose device memory is to be reclaimed, and the bytes at their end that go to the host."""
+    reclaims: Sequence[tuple[SavedStorage, int, bool]] = ()
+    """Storages whose device memory is to be reclaimed, the bytes at their end that go to the host, and whether they were away
+    before: what was restored is dropped then, as the host still has it."""
     swap_outs: Sequence[tuple[SavedStorage, int | None]] = ()
     """Storages whose copy out is to be queued, and the bytes at their end that go; None: as the default rule has it."""
     check_memory: bool = False

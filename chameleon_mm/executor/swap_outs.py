@@ -114,7 +114,10 @@ class SwapOuts:
         if lending is not None:
             lending.settle()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
-        for saved, nbytes in due.reclaims:
+        for saved, nbytes, again in due.reclaims:
+            if again and saved.state is State.RESTORED:
+                with suppress(torch.OutOfMemoryError):  # of one that moved in part after all: for what of it stays
+                    saved.drop_restored()
             if saved.state is State.ON_DEVICE:
                 self.swap_out_planned(saved, nbytes)
             if saved.state is State.SWAPPING_OUT:

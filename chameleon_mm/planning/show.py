@@ -93,7 +93,7 @@ def verdicts(prediction: Prediction) -> list[str]:
     elif prediction.least_bytes < prediction.peak.nbytes:
         lines.append(f"hardly a smaller budget{_within_host(prediction)}: too little for what would have to move")
     else:
-        lines.append("swapping cannot lower the peak: nothing that could be away is idle then")
+        lines.append("swapping cannot lower the peak: nothing that could be away until its first use is idle then")
     if prediction.least_phase is StepPhase.OPTIMIZER and prediction.step.optimizer == "adamw":
         lines.append("what is left is the optimizer's: --optimizer adamw-fused has no temporaries")
     return lines

@@ -24,7 +24,7 @@ import numpy as np
 from chameleon_mm.policy.memory import sum_over_time
 from chameleon_mm.policy.plan import Action
 from chameleon_mm.trace import Trace
-from chameleon_mm.trace.trace import Int64s
+from chameleon_mm.trace.trace import Bools, Int64s
 from chameleon_mm.units import allocated_size
 
 RECLAIM, RECLAIM_IN_PART, OUT, USE, BACK = range(5)
@@ -50,14 +50,19 @@ class ActionColumns:
     reclaim_at: Int64s
     in_at: Int64s
     use_at: Int64s
+    again: Bools
+    """Whether the host has the storage since an earlier row, so that nothing is copied out."""
 
     @classmethod
-    def reclaiming(cls, reclaimed: Int64s, allocated: Int64s, storage_bytes: Int64s, hooks: Sequence[Int64s]) -> ActionColumns:
+    def reclaiming(
+        cls, reclaimed: Int64s, allocated: Int64s, storage_bytes: Int64s, hooks: Sequence[Int64s], again: Bools
+    ) -> ActionColumns:
         """Rows that reclaim `reclaimed` of the `allocated` bytes that each storage of `storage_bytes` takes.
 
         The first two are multiples of 512, as the allocator rounds. `hooks`: (out_at, reclaim_at, in_at, use_at).
         """
         head, (out_at, reclaim_at, in_at, use_at) = allocated - reclaimed, hooks
+        out_at = np.where(again, reclaim_at, out_at)
         return cls(
             nbytes=storage_bytes - head,
             stays=head,
@@ -67,6 +72,7 @@ class ActionColumns:
             reclaim_at=reclaim_at,
             in_at=in_at,
             use_at=use_at,
+            again=again,
         )
 
     @classmethod
@@ -85,6 +91,7 @@ class ActionColumns:
             reclaim_at=reclaim_at,
             in_at=in_at,
             use_at=use_at,
+            again=np.fromiter((action.again for action in actions), np.bool_, len(actions)),
         )
 
     def __len__(self) -> int:
@@ -96,10 +103,10 @@ class ActionColumns:
 
     def actions(self, tensors: Sequence[int]) -> tuple[Action, ...]:
         """The rows as actions. `tensors`: (n,) numbers in the trace."""
-        columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at)
+        columns = (self.nbytes, self.out_at, self.reclaim_at, self.in_at, self.use_at, self.again)
         return tuple(
-            Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at)
-            for tensor, nbytes, out_at, reclaim_at, in_at, use_at in zip(
+            Action(tensor=tensor, nbytes=nbytes, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use_at, again=again)
+            for tensor, nbytes, out_at, reclaim_at, in_at, use_at, again in zip(
                 tensors, *(column.tolist() for column in columns), strict=True
             )
         )
@@ -122,7 +129,8 @@ class Events(NamedTuple):
 def in_order(moves: ActionColumns) -> Events:
     """The events of `moves`: by hook, then by kind, then in the plan's order."""
     every = np.arange(len(moves))
-    outs = (moves.out_at < moves.reclaim_at).nonzero()[0]  # the others begin with the reclaim that waits for them
+    # The others begin with the reclaim that waits for them, or the host has them already.
+    outs = ((moves.out_at < moves.reclaim_at) & ~moves.again).nonzero()[0]
     backs = (moves.in_at < moves.use_at).nonzero()[0]  # the others begin with the use that waits for them
     keys = np.concatenate(
         (
@@ -168,7 +176,7 @@ def partial_move_peaks(moves: ActionColumns, left: Int64s) -> dict[int, int]:
 
 def pinned_peak(num_hooks: int, moves: ActionColumns, last_use: Int64s) -> int:
     """The most pinned memory: a block is held from its copy out's hook to the last use, both included."""
-    blocks = -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES
+    blocks = np.where(moves.again, 0, -(-moves.nbytes // HOST_BLOCK_BYTES) * HOST_BLOCK_BYTES)
     return int(sum_over_time(num_hooks, blocks, moves.out_at, last_use + 1).max(initial=0))
 
 

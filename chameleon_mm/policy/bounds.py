@@ -46,7 +46,8 @@ class Ideal:
 
 def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Collection[str] = ()) -> Ideal:
     """Bound of the step's time: no plan for `trace` within `hbm_budget` bytes takes less. `recompute`: base names of operators
-    that may run again, so that what is saved may be made again instead of swapped (mixed_bound.py).
+    that may run again, so that what is saved may be made again instead of swapped (mixed_bound.py); of no account for a budget
+    that asks for swapping between two uses.
 
     Raises `InfeasibleBudget` (a `ValueError`) where not even swapping all that may move is enough, `TypeError` for a budget
     that is no whole number.
@@ -55,11 +56,14 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     least = smallest_budget(trace)
     if hbm_budget < least:
         raise below_least(least, hbm_budget)
-    step = _Step(trace)
+    first_uses = hbm_budget >= int(
+        (memory_curve(trace) - Candidates.of(trace).idle_curve(trace)).max(initial=trace.start_bytes)
+    )
+    step = _Step(trace, between_uses=not first_uses)
     over = np.maximum(step.least_moved - hbm_budget, 0)
     if not over.any():
         return Ideal(step_us=step.total_us, swapped_bytes=0.0, recomputed_us=0.0)
-    if recompute:
+    if recompute and first_uses:
         return _cheapest_mix(Recipes.of(trace, recompute), step, int(over.argmax()), float(over.max()), cost_model)
     out_us, back_us = over / (cost_model.d2h_gbps * 1e3), over / (cost_model.h2d_gbps * 1e3)
     bound_us = relaxed_us(step.before_us, step.after_us, out_us, back_us)
@@ -90,7 +94,7 @@ def relaxed_us(before_us: Float64s | float, after_us: Float64s | float, out_us: 
 
 def hidden_budget_bound(trace: Trace, cost_model: LinkCost) -> int:
     """Bytes of device memory below which no plan for `trace` hides all of its copies behind compute."""
-    step = _Step(trace)
+    step = _Step(trace, between_uses=True)
     before_bytes = step.before_us * (cost_model.d2h_gbps * 1e3)
     after_bytes = step.after_us * (cost_model.h2d_gbps * 1e3)
     needed = step.least_moved - np.minimum(before_bytes, after_bytes)
@@ -137,10 +141,11 @@ def hides_copies(simulator: Simulator, plan_for: Callable[[int], SwapPlan], budg
 
 
 class _Step:
-    """The part of a step before its last first use: after it nothing is away."""
+    """The part of a step before the last use for which something is back: after it nothing is away. `between_uses`: something
+    may be away between two uses as well."""
 
-    def __init__(self, trace: Trace) -> None:
-        candidates = Candidates.of(trace)
+    def __init__(self, trace: Trace, *, between_uses: bool) -> None:
+        candidates = Candidates.of(trace, between_uses=between_uses)
         clock = trace.clock_us()
         last = int(trace.hook_tick[candidates.use].max(initial=0))
         self.total_us = float(clock[-1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.trace import NEVER, TensorKind, Trace
-from chameleon_mm.trace.trace import Int32s, Int64s
+from chameleon_mm.trace.trace import Bools, Int32s, Int64s
 from chameleon_mm.units import allocated_size, format_size
 
 Ticks = Int32s | Int64s
@@ -24,7 +24,7 @@ Ticks = Int32s | Int64s
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidates:
-    """The storages worth moving, n of them, and where in the step they may be away; by number. Hooks by number, too."""
+    """The storages worth moving, and where in the step they may be away: n times, one row each. Hooks by number."""
 
     tensor: Int64s
     """(n,) numbers in the trace; (n,), like all below."""
@@ -36,14 +36,16 @@ class Candidates:
     first: Int64s
     """First hook at which its memory can be reclaimed: nobody else holds it any more."""
     use: Int64s
-    """Hook of its first use: it must be back."""
+    """Hook of the use at which it must be back: its first one, or a later one where it may be away between two uses."""
     last_use: Int64s
     """Hook of the last use, until which its block of pinned memory is held."""
 
     @classmethod
-    def of(cls, trace: Trace) -> Candidates:
+    def of(cls, trace: Trace, *, between_uses: bool = False) -> Candidates:
         """Candidates of `trace`: what autograd saved, and nobody but a handle of ours held at one hook or more before its first
-        use."""
+        use. `between_uses`: then come those of `Candidates.between_uses`."""
+        if between_uses:
+            return cls.of(trace).followed_by(cls.between_uses(trace))
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
@@ -64,8 +66,46 @@ class Candidates:
             last_use=last_use[tensor],
         )
 
+    @classmethod
+    def between_uses(cls, trace: Trace) -> Candidates:
+        """What nobody but a handle of ours held at one hook or more between two uses that follow each other, as two backwards
+        over one graph make them; once for each such pair."""
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        uses = uses[np.argsort(trace.hook_tensor[uses], kind="stable")]
+        of_same = trace.hook_tensor[uses[:-1]] == trace.hook_tensor[uses[1:]]
+        before, use = uses[:-1][of_same], uses[1:][of_same]
+        tensor, released = trace.hook_tensor[before].astype(np.int64), trace.hook_released[before]
+        sendable = np.maximum(trace.tensor_sendable[tensor], before + 1)
+        first = np.maximum(sendable, np.searchsorted(trace.hook_tick, released, side="right"))
+        known = (trace.tensor_sendable[tensor] >= 0) & (released != NEVER) & (trace.tensor_bytes[tensor] > 0)
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses
+        which = np.flatnonzero(known & (first < use))
+        which = which[np.argsort(use[which], kind="stable")]
+        nbytes = trace.tensor_bytes[tensor[which]]
+        return cls(
+            tensor=tensor[which],
+            nbytes=nbytes,
+            size=allocated_size(nbytes),
+            sendable=sendable[which],
+            first=first[which],
+            use=use[which],
+            last_use=last_use[tensor[which]],
+        )
+
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def followed_by(self, more: Candidates) -> Candidates:
+        """These rows, then those of `more`."""
+        names = [column.name for column in fields(self)]
+        return replace(self, **{name: np.concatenate((getattr(self, name), getattr(more, name))) for name in names})
+
+    def away_before(self) -> Bools:
+        """(n,) whether an earlier row is of the same storage."""
+        again = np.ones(len(self), np.bool_)
+        again[np.unique(self.tensor, return_index=True)[1]] = False
+        return again
 
     def take(self, which: Int64s) -> Candidates:
         """Those of the rows `which`, in that order."""
@@ -90,7 +130,7 @@ class Peak:
     untouched_bytes: int
     """Bytes of `nbytes` that were there before the step, and the step never touches."""
     idle_bytes: int
-    """Bytes of `nbytes` that swapping could take away at this moment. 0: the peak is not in activations at all."""
+    """Bytes of `nbytes` that swapping could take away at this moment, between two uses of a storage as well."""
 
 
 def memory_curve(trace: Trace) -> Int64s:
@@ -103,7 +143,7 @@ def memory_curve(trace: Trace) -> Int64s:
 
 def peak_memory(trace: Trace) -> Peak:
     """Peak of `trace`, nothing swapped: when it is, and what it consists of."""
-    return _peak(trace, memory_curve(trace), Candidates.of(trace), away=False)
+    return _peak(trace, memory_curve(trace), Candidates.of(trace, between_uses=True), away=False)
 
 
 def least_memory(trace: Trace) -> Peak:
@@ -111,7 +151,7 @@ def least_memory(trace: Trace) -> Peak:
 
     Its `idle_bytes` are 0: what could be away is.
     """
-    candidates = Candidates.of(trace)
+    candidates = Candidates.of(trace, between_uses=True)
     return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
 
 

@@ -2,7 +2,7 @@
 
 At one hook, in this order:
     1. compute waits for the copies out whose `reclaim_at` it is, in the plan's order, and their HBM is dropped; so is, without
-       a copy, what is to be recomputed and whose `reclaim_at` it is
+       a copy, what is to be recomputed or what the host has since an earlier action, and whose `reclaim_at` it is
     2. copies out whose `out_at` it is are queued, in the plan's order
     3. a use whose tensor is on the host: memory is taken, the copy back queued ahead of others; compute waits for it. A use
        whose tensor was dropped: the same for all that the rebuild reads and that is on the host
@@ -20,7 +20,7 @@ from chameleon_mm.trace import Trace
 
 
 class ActionKind(enum.Enum):
-    """Ways to keep a candidate off the device between its last use in forward and its first in backward."""
+    """Ways to keep a candidate off the device until its first use in backward, or between two uses."""
 
     SWAP = "swap"
     """The candidate crosses the link as it is."""
@@ -36,7 +36,10 @@ class ActionKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Way of one candidate out and back. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order."""
+    """Way of one candidate out and back. Hooks are numbered as in the trace. Raises `ValueError` unless they are in order.
+
+    A storage may have several, one before the other, where it is swapped: all of it moves then.
+    """
 
     tensor: int
     """Number of the candidate in the trace."""
@@ -49,10 +52,13 @@ class Action:
     in_at: int
     """Hook at which its HBM is taken again and the copy back queued: `use_at` at the latest."""
     use_at: int
-    """Hook of its first use."""
+    """Hook of the use for which it is back: its first one, or a later one."""
     kind: ActionKind = ActionKind.SWAP
     codec: str = ""
     """Name of the codec of an ENCODE."""
+    again: bool = False
+    """Whether an earlier action of the plan moves it too. The host has its bytes since then: nothing is copied out, and at
+    `reclaim_at` its HBM is dropped without a wait."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.out_at <= self.reclaim_at <= self.in_at <= self.use_at:
@@ -115,8 +121,8 @@ class SwapPlan:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross the link one way."""
-        return sum(action.nbytes for action in self.swaps)
+        """Bytes that cross the link to the host. As many come back, and once more what is away more than once."""
+        return sum(action.nbytes for action in self.swaps if not action.again)
 
     def check_made_for(self, trace: Trace) -> None:
         """Raise `ValueError` unless it was made for `trace`, as far as its fingerprint and its hooks tell."""

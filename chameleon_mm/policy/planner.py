@@ -2,7 +2,8 @@
 
 problem = Problem.of(trace)                 ticks become hooks, storages candidates
 fits already                                an empty plan
-not even with every candidate away          InfeasibleBudget, with the smallest budget that is feasible
+not even with every candidate away          the same once more, with what is idle between two uses away there, too
+nor so                                      InfeasibleBudget, with the smallest budget that is feasible
 taken = select_candidates(problem, ...)     what moves, and how much of it: no more bytes than needed
 tentative = place(problem, ...)      when it goes, when its memory is reclaimed, when it comes back
 tentative.late_us(problem, cost)            what it costs, as `simulate` has it; the best of several selections is the plan
@@ -24,7 +25,7 @@ from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import PerTensor, Scheduled
 from chameleon_mm.policy.search import Found, Search
-from chameleon_mm.trace import Trace
+from chameleon_mm.trace import TensorKind, Trace
 from chameleon_mm.trace.replayable import DEFAULT
 from chameleon_mm.units import MIB, format_size, whole_bytes
 
@@ -59,7 +60,8 @@ def generate_plan(
 
     recompute: base names of operators that may run again (`trace.replayable`); empty: nothing is recomputed. `refused`: numbers
     of storages that must not be made again. Each storage is then kept, swapped or dropped and made again, and what others are
-    made of may be held: whatever takes the least time, and never more than what only swaps.
+    made of may be held: whatever takes the least time, and never more than what only swaps. A plan by which something is away
+    between two of its uses recomputes nothing; there is one only for budgets that are too small for any other.
 
     Deterministic. About n log n in what autograd saved, and linear in operators.
 
@@ -109,8 +111,10 @@ def candidate_plans(
     problem = Problem.of(trace)
     if problem.peak_bytes <= hbm_budget:
         return [_plan(trace, problem, hbm_budget, _nothing(problem))]
-    if problem.least_bytes > hbm_budget:
-        raise _infeasible(trace, problem, hbm_budget)
+    if problem.least_bytes > hbm_budget:  # what is used several times may be away between its uses, too: it comes back twice
+        problem, recompute = Problem.of(trace, between_uses=True), ()
+        if problem.least_bytes > hbm_budget:
+            raise _infeasible(trace, problem, hbm_budget)
     limits = PlanLimits(
         budget=hbm_budget,
         host_budget=host_budget,
@@ -189,9 +193,15 @@ def _infeasible(trace: Trace, problem: Problem, budget: int) -> InfeasibleBudget
         f"hbm_budget: expected {least} bytes ({format_size(least)}) or more, got {budget} ({format_size(budget)}); the step's "
         f"peak of {format_size(peak.nbytes)} is {', '.join(parts)}"
     )
-    if least == problem.peak_bytes:
+    activations = peak.by_kind.get(TensorKind.ACTIVATION, 0)
+    if least == problem.peak_bytes and not activations:
         text += (
             ". The peak is not in activations at all: nothing that could be swapped is idle then. Use a smaller batch or model"
+        )
+    elif least == problem.peak_bytes:
+        text += (
+            f". None of the {format_size(activations)} of activations can be away then: each is being used, or the program "
+            f"holds it as well, or it is too small to move. Raise the budget, or use a smaller batch or model"
         )
     else:
         text += f", of which {format_size(peak.idle_bytes)} could be swapped. Raise the budget, or use a smaller batch or model"
@@ -221,7 +231,7 @@ def _host_too_small(
         found = hybrid_plans(trace, problem, replace(limits, budget=middle), recompute, refused)
         low, high = (low, middle) if found else (middle, high)
     also = ""
-    if not recompute and hybrid_plans(trace, problem, limits, DEFAULT, refused):
+    if not recompute and not problem.goes_between_uses and hybrid_plans(trace, problem, limits, DEFAULT, refused):
         also = f"; or recompute: with recompute=True {budget} bytes ({format_size(budget)}) are enough"
     return InfeasibleBudget(
         f"host_budget: expected {least_host_bytes} bytes ({format_size(least_host_bytes)}) of pinned memory or more for an "

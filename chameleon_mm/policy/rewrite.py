@@ -176,6 +176,8 @@ class _Writer:
             hook_tick=hook_tick[hook_order].astype(np.int32),
             hook_use=np.concatenate((old.hook_use, np.ones(len(hooks), np.bool_)))[hook_order],
             hook_tensor=np.concatenate((old.hook_tensor, hooks[:, 0].astype(np.int32)))[hook_order],
+            # Between two uses nothing is away in a step of which something is made again: rebuilds read it there.
+            hook_released=np.full(len(hook_order), NEVER, np.int32),
             hook_feature=np.concatenate((old.hook_feature, none))[hook_order],
             fingerprint=old.fingerprint,
         )

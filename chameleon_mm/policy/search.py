@@ -202,6 +202,8 @@ class Search:
         send_from: Sequence[int] | None = None,
         at_most: float = inf,
     ) -> float:
+        selected = self._problem.whole_where_twice(selected)
+
         def latest_return(selected: Mapping[int, int]) -> Mapping[int, int]:
             hooks = {} if eager else latest_back(self._problem, selected, self._cost, self._lead_us)
             return hooks if not_back_before is None else {i: max(hooks.get(i, 0), not_back_before[i]) for i in selected}

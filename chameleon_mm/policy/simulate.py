@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,16 @@ from chameleon_mm.policy.rewrite import RewrittenTrace
 from chameleon_mm.policy.timing import EngineSpan, Walk, walk
 from chameleon_mm.trace import Trace
 from chameleon_mm.trace.trace import Float64s, Int64s
+
+
+class Stall(NamedTuple):
+    """One wait of compute for a copy."""
+
+    hook: int
+    tensor: int
+    us: float
+    at_use: bool
+    """Whether it waits for a copy back at a use; else for a copy out, at a reclaim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,6 +69,8 @@ class Timeline:
     in_spans: tuple[EngineSpan, ...]
     tick_us: Float64s
     """(ticks,) times at which compute reaches each tick, before what it does there."""
+    stalls: tuple[Stall, ...]
+    """All of these waits, in order."""
     recompute_us: float = 0.0
     """Time in which operators of forward run again: at the uses of what was dropped."""
 
@@ -80,9 +93,14 @@ class Simulator:
         clock = trace.clock_us()
         self._tick_us, self._ops_us = clock[:-1], float(clock[-1])
         self._hook_us: list[float] = clock[trace.hook_tick].tolist()
-        self._candidates = Candidates.of(trace)
+        first, later = Candidates.of(trace), Candidates.between_uses(trace)
+        self._candidates = first.followed_by(later)
         self._row = np.full(len(trace.tensor_bytes), -1)
-        self._row[self._candidates.tensor] = np.arange(len(self._candidates))
+        # Of several the first stays, whose use is the earliest.
+        self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
+        rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
+        self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}
+        """Rows of what may be away between two uses, by tensor and the later use."""
         self._recipes: Recipes | None = None
 
     def run(self, plan: SwapPlan) -> Timeline:
@@ -103,6 +121,7 @@ class Simulator:
             allocated_bytes=rewritten.by_tick(timeline.allocated_bytes),
             tick_us=timeline.tick_us[rewritten.tick_of],
             recompute_us=rewritten.recompute_us,
+            stalls=tuple(stall._replace(hook=int(rewritten.origin[stall.hook])) for stall in timeline.stalls),
         )
 
     def run_moves(self, moves: ActionColumns, who: Candidates) -> Timeline:
@@ -110,7 +129,13 @@ class Simulator:
         events = in_order(moves)
         ticks, tensors = self.trace.hook_tick[events.hooks], who.tensor.tolist()
         walked = walk(moves, events, self._hook_us, self._cost)
-        delays_us, out_stalls_us, in_stalls_us = _delays(moves, events, walked, self._cost, tensors)
+        delays_us, waits = _delays(moves, events, walked, self._cost)
+        stalls = tuple(
+            Stall(hook, tensors[j], (walked.in_waits_us if at_use else walked.out_waits_us)[j], at_use)
+            for hook, j, at_use in waits
+        )
+        out_stalls_us = _by_tensor([stall for stall in stalls if not stall.at_use])
+        in_stalls_us = _by_tensor([stall for stall in stalls if stall.at_use])
         late_us = np.zeros(len(self._tick_us) + 1)
         np.add.at(late_us, ticks + 1, delays_us)
         allocated = self._memory.allocated(moves)
@@ -127,6 +152,7 @@ class Simulator:
             out_spans=walked.out.spans_of(tensors),
             in_spans=walked.back.spans_of(tensors),
             tick_us=self._tick_us + np.cumsum(late_us)[:-1],
+            stalls=stalls,
         )
 
     def _checked(self, actions: Sequence[Action], rewritten: RewrittenTrace | None = None) -> tuple[ActionColumns, Candidates]:
@@ -140,10 +166,10 @@ class Simulator:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        moves, tensors = ActionColumns.of(actions, self.trace), [action.tensor for action in actions]
-        if len(set(tensors)) < len(tensors):
-            raise ValueError("plan: expected one action for a tensor, got two for one; give each candidate one")
-        of = self._candidates.take(self._row[tensors])
+        moves, later_row = ActionColumns.of(actions, self.trace), self._later_row
+        rows = [later_row.get((a.tensor, a.use_at), self._row[a.tensor]) for a in actions] if later_row else None
+        of = self._candidates.take(self._row[[a.tensor for a in actions]] if rows is None else np.array(rows, np.int64))
+        _check_repeats(actions, of)
         use = of.use
         if rewritten is not None:
             use = rewritten.origin[of.use]
@@ -161,16 +187,42 @@ class Simulator:
         return moves, of
 
 
-def _delays(
-    moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost, tensors: list[int]
-) -> tuple[Float64s, dict[int, float], dict[int, float]]:
-    """Time by which each event delays compute; of that, waits at reclaims and at uses, by tensor."""
+def _delays(moves: ActionColumns, events: Events, walked: Walk, cost: LinkCost) -> tuple[Float64s, list[tuple[int, int, bool]]]:
+    """Time by which each event delays compute; and the waits among them: hook, row, and whether it is one at a use."""
     kinds, which = events.kinds, events.which
     reclaims, uses = kinds <= RECLAIM_IN_PART, kinds == USE
     copies_head = reclaims | (kinds == BACK) | (uses & (moves.in_at == moves.use_at)[which])
     delays_us = np.where(copies_head, (moves.stays / (cost.hbm_gbps * 1e3))[which], 0.0)
-    stalls_us = []
-    for waits_us, here in ((walked.out_waits_us, reclaims), (walked.in_waits_us, uses)):
-        delays_us += np.where(here, np.asarray(waits_us)[which], 0.0)
-        stalls_us.append({tensors[j]: waits_us[j] for j in which[here].tolist() if waits_us[j] > 0.0})
-    return delays_us, stalls_us[0], stalls_us[1]
+    waits_us = np.where(reclaims, np.asarray(walked.out_waits_us)[which], 0.0)
+    waits_us += np.where(uses, np.asarray(walked.in_waits_us)[which], 0.0)
+    waits = (waits_us > 0.0).nonzero()[0]
+    rows = zip(events.hooks[waits].tolist(), which[waits].tolist(), uses[waits].tolist(), strict=True)
+    return delays_us + waits_us, list(rows)
+
+
+def _by_tensor(stalls: Sequence[Stall]) -> dict[int, float]:
+    """Time of `stalls` by tensor, of which each may be waited for several times."""
+    by_tensor: dict[int, float] = {}
+    for stall in stalls:
+        by_tensor[stall.tensor] = by_tensor.get(stall.tensor, 0.0) + stall.us
+    return by_tensor
+
+
+def _check_repeats(actions: Sequence[Action], of: Candidates) -> None:
+    """Raise `ValueError` where two of `actions`, of the rows `of`, are one storage and are not the same bytes at two times."""
+    if len({(action.tensor, use) for action, use in zip(actions, of.use.tolist(), strict=True)}) < len(actions):
+        raise ValueError("plan: expected one action for a tensor, got two for one use; give each candidate one")
+    last: dict[int, Action] = {}
+    for i in np.argsort(of.use, kind="stable").tolist():
+        action, before = actions[i], last.get(actions[i].tensor)
+        last[action.tensor] = action
+        if action.again != (before is not None):
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected `again` of every action for a tensor but its first, got "
+                f"{action.again} of the one for its use at hook {action.use_at}; make a plan for this trace"
+            )
+        if before is not None and min(before.nbytes, action.nbytes) < of.nbytes[i]:
+            raise ValueError(
+                f"plan, tensor {action.tensor}: expected {of.nbytes[i]} bytes, all of it, in each of its actions, got "
+                f"{before.nbytes} and {action.nbytes}; make a plan for this trace"
+            )

@@ -23,7 +23,7 @@ from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.scheduling import Scheduled
 from chameleon_mm.policy.simulate import Simulator
 from chameleon_mm.trace import Trace
-from chameleon_mm.trace.trace import Float64s, Int64s
+from chameleon_mm.trace.trace import Bools, Float64s, Int64s
 
 _EACH_DEPTH = 8
 """Depth up to which every depth is tried; above it powers of two are."""
@@ -31,10 +31,11 @@ _ROUNDS = 3
 """Rounds in which the lower bound is tightened."""
 
 
-def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None) -> ActionColumns:
-    """(n,) hooks of reclaims and (n,) of copies back. `sendable`, `first`, `use`: (n,) hooks of storages, by their uses.
+def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None, again: Bools | None = None) -> ActionColumns:
+    """The moves of `candidates`, which are in the order of their uses, at that depth.
 
-    Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known.
+    Copies out cross in the order in which they may begin, those of one hook in that of their uses: `by_out`, if known. `again`:
+    (n,) whether an earlier one is of the same storage, if known.
     """
     if depth < 0:
         raise ValueError(f"depth: expected 0 storages on their way or more, got {depth}")
@@ -46,7 +47,8 @@ def early_moves(candidates: Candidates, depth: int, by_out: Int64s | None = None
     earlier[depth:] = c.use[: n - depth]
     reclaim = np.minimum(np.maximum(c.first, later), c.use)
     back = np.where(earlier < 0, c.use, np.maximum(reclaim, earlier)) if depth else c.use
-    return ActionColumns.reclaiming(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use))
+    again = c.away_before() if again is None else again
+    return ActionColumns.reclaiming(c.size, c.size, c.nbytes, (c.sendable, reclaim, back, c.use), again)
 
 
 class SwapAll:
@@ -57,6 +59,7 @@ class SwapAll:
         self._who = np.argsort(problem.candidates.use, kind="stable")
         self._candidates = problem.candidates.take(self._who)
         self._by_out = np.argsort(self._candidates.sendable, kind="stable")
+        self._again = self._candidates.away_before()
         self._clock = np.asarray(problem.time_us)
 
     def drafts(self, budget: int, cost: LinkCost, most_us: Callable[[], float]) -> Iterator[tuple[Scheduled, int]]:
@@ -92,14 +95,16 @@ class SwapAll:
         moves = self._moves(depth)
         reclaim, back = moves.reclaim_at, moves.in_at
         out_us, back_us = cost.alone_us(nbytes, cost.d2h_gbps), cost.alone_us(nbytes, cost.h2d_gbps)
+        out_us[self._again] = 0.0
         late = np.zeros(len(clock))
         np.add.at(late, reclaim, np.where(reclaim == sendable, out_us, 0.0))
         np.add.at(late, use, np.where(back == use, back_us, 0.0))
         late = np.cumsum(late)
         if late[-1] >= enough_us:
             return float(late[-1])
-        by_out, by_back = self._by_out, np.lexsort((use, back != use, back))  # at one hook the use's own goes first
-        out_done, back_done = np.empty(len(use)), np.empty(len(use))
+        by_out = self._by_out[~self._again[self._by_out]]
+        by_back = np.lexsort((use, back != use, back))  # at one hook the use's own goes first
+        out_done, back_done = np.zeros(len(use)), np.empty(len(use))
         for _ in range(_ROUNDS):
             reached = clock + np.append(0.0, late[:-1])
             out_done[by_out] = _one_after_the_other(reached[sendable[by_out]], out_us[by_out])
@@ -111,7 +116,7 @@ class SwapAll:
         return float(late[-1])
 
     def _moves(self, depth: int) -> ActionColumns:
-        return early_moves(self._candidates, depth, self._by_out)
+        return early_moves(self._candidates, depth, self._by_out, self._again)
 
 
 def _one_after_the_other(ready_us: Float64s, took_us: Float64s) -> Float64s:

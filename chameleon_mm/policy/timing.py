@@ -1,7 +1,8 @@
 """Times of a plan: stalls, both copy engines, the step's time, by a model of the link and of compute that waits for it.
 
 at every hook that an action names, in the order that plan.py sets down:
-    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out
+    reclaims      whole ones, then those in part, whose head is copied first; compute waits for the copy out, but for what
+                  the host has since an earlier action
     copies out    ready now
     the use       its copy back, if not under way yet, is ready now; compute waits for it
     copies back   ready now; of those in part the head is copied back meanwhile
@@ -138,13 +139,15 @@ def walk(
     """
     nbytes, out_at, in_at = moves.nbytes.tolist(), moves.out_at.tolist(), moves.in_at.tolist()
     head_us = (moves.stays / (cost.hbm_gbps * 1e3)).tolist()
-    lag = lag_us or [0.0] * len(nbytes)
+    lag, again = lag_us or [0.0] * len(nbytes), moves.again.tolist()
     out, back = CopyEngine.pair(cost)
     out_done, back_done, out_waits, in_waits = ([0.0] * len(nbytes) for _ in range(4))
     stall = heads = late = 0.0
     for hook, kind, j in zip(*(column.tolist() for column in events), strict=True):
         now = hook_us[hook] + late
         if kind <= RECLAIM_IN_PART:
+            if again[j]:
+                continue
             if out_at[j] == hook:
                 out_done[j] = out.queue(j, nbytes[j], now) + lag[j]
             now += head_us[j]

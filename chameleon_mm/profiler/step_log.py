@@ -147,7 +147,7 @@ class StepLog:
         traced = list(used)
         for one in traced:
             if one is not None:
-                one.used = True
+                self.table.used(one)
         return self.builder.use(self._only(traced), feature)
 
     # --- the end

@@ -79,7 +79,7 @@ class TracedStorage:
 
     __slots__ = (
         "aliases", "born", "claims", "counted", "dead", "device_copies", "first_write", "kind", "last_write", "nbytes",
-        "number", "owner", "released", "saved", "sendable", "used",
+        "number", "owner", "released", "saved", "sendable", "use_hook", "used",
     )  # fmt: skip
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
@@ -99,6 +99,8 @@ class TracedStorage:
         """Number of tensors over it that handles hold themselves: they do not keep it from having one holder alone."""
         self.saved = self.used = self.released = self.dead = False
         self.sendable = NEVER
+        self.use_hook = NEVER
+        """Number of the hook of its latest use."""
         self.first_write = self.last_write = NEVER
         """Numbers of operators."""
 
@@ -143,6 +145,9 @@ class StorageTable:
         self._refs: dict[int, _Ref] = {}
         self._held: list[_Ref] = []
         """Storages that were saved, not used yet, and held by somebody beside their handle when last polled."""
+        self._held_after_use: dict[int, tuple[_Ref, int]] = {}
+        """What autograd was given at a use and somebody held when last polled, with the hook of the use, by the storage's
+        number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []
@@ -216,6 +221,11 @@ class StorageTable:
             else:
                 still.append(ref)
         self._held = still
+        for number, (ref, hook) in list(self._held_after_use.items()):
+            storage = ref()
+            if storage is None or torch._C._storage_Use_Count(storage._cdata) - 1 <= ref.traced.aliases:
+                del self._held_after_use[number]
+                self._builder.released_after(hook)
 
     def read(self, allocated_bytes: int, new_storages: Sequence[torch.UntypedStorage], *, fresh: bool, tick: int) -> None:
         """Note that the device counts `allocated_bytes` now. Number `new_storages`, which it counts and an operator was given.
@@ -248,10 +258,19 @@ class StorageTable:
         return traced
 
     def restored(self, traced: TracedStorage, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` holds its bytes too."""
+        """Note that `storage` holds its bytes too. After a use autograd is given it."""
         if self.find(storage) is None:
             traced.device_copies += 1
             self._add_copy(traced, storage)
+        if traced.used:
+            self._held_after_use[traced.number] = self._refs[id(storage)], traced.use_hook
+
+    def used(self, traced: TracedStorage) -> None:
+        """Note a use, at the hook that comes next. Whoever still holds the storage has held it since the use before."""
+        traced.used, traced.use_hook = True, self._builder.num_hooks
+        held = self._held_after_use.get(traced.number)
+        if held is not None and held[0].traced is traced:
+            del self._held_after_use[traced.number]
 
     def retired(self, traced: TracedStorage) -> None:
         """Note that a claim on it ended. Any thread may call this, in the middle of anything."""
@@ -278,7 +297,9 @@ class StorageTable:
 
     def forget(self) -> None:
         """Stop watching storages."""
-        for watched in (self._refs, self._held, self._expected, self._gone, self._deaths, self._retired):
+        for watched in (
+            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired,
+        ):  # fmt: skip
             watched.clear()
 
     def hide(self, storage: torch.UntypedStorage) -> None:

@@ -196,7 +196,7 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
     begin_us: list[float] = [*timeline.tick_us.tolist(), timeline.step_us]
     op_us = dict(zip(trace.op_tick.tolist(), trace.op_us.tolist(), strict=True))
     phases = dict(zip(trace.op_tick.tolist(), trace.op_phase.tolist(), strict=True))
-    stalls = _stalls_by_tick(trace, plan, timeline)
+    stalls = _stalls_by_tick(trace, timeline)
     rebuilt = {int(trace.hook_tick[action.in_at]) for action in plan.recomputed}
     bars: list[Bar] = []
     for tick in sorted({*op_us, *stalls, *rebuilt}):
@@ -212,13 +212,11 @@ def _compute(trace: Trace, plan: SwapPlan, timeline: Timeline) -> list[Bar]:
     return bars
 
 
-def _stalls_by_tick(trace: Trace, plan: SwapPlan, timeline: Timeline) -> dict[int, list[tuple[int, float]]]:
-    """Tensors that compute waits for at each tick, and how long, in order: reclaims come before uses."""
+def _stalls_by_tick(trace: Trace, timeline: Timeline) -> dict[int, list[tuple[int, float]]]:
+    """Tensors that compute waits for at each tick, and how long, in order."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for stalls_us, hook_of in ((timeline.out_stalls_us, "reclaim_at"), (timeline.in_stalls_us, "use_at")):
-        for action in plan.swaps:
-            if (stall_us := stalls_us.get(action.tensor, 0.0)) > 0:
-                found[int(trace.hook_tick[getattr(action, hook_of)])].append((action.tensor, stall_us))
+    for stall in timeline.stalls:
+        found[int(trace.hook_tick[stall.hook])].append((stall.tensor, stall.us))
     return found
 
 
@@ -238,7 +236,7 @@ def _add(bars: list[Bar], bar: Bar) -> None:
 
 def _what_is_done(plan: SwapPlan) -> dict[int, _Done]:
     """What the plan does with each tensor that it has an action for. What is held and swapped is held."""
-    done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps}
+    done: dict[int, _Done] = {action.tensor: (SWAPPED, action) for action in plan.swaps if not action.again}
     done |= {action.tensor: (RECOMPUTED, action) for action in plan.recomputed}
     return done | {action.tensor: (HELD, action) for action in plan.held}
 
@@ -247,10 +245,11 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     trace, plan, latest = source.trace, source.plan, source.latest
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
-    numbers = [*first_use, *(action.tensor for action in plan.held if action.tensor not in first_use)]
-    swaps = {action.tensor: action for action in plan.swaps}
+    swaps = {action.tensor: action for action in plan.swaps if not action.again}
+    # What is no candidate is here for its action: it is held, or swapped between two uses alone.
+    numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
     names, tick_us = names_of(trace, numbers, source.modules), timeline.tick_us
-    arrives_us = {span.tensor: span.end_us for span in timeline.in_spans}
+    arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several
     predicted_us = Counter[int]()
     for stalls_us in (timeline.out_stalls_us, timeline.in_stalls_us):
         predicted_us.update(stalls_us)

@@ -29,7 +29,8 @@ class State(enum.Enum):
     SWAPPING_IN = "arriving"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
     RESTORED = "restored"
-    """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped under pressure."""
+    """On both. Begins at the first use after a swap-in; ends when all its views were used, or it is dropped: under
+    pressure, or by a plan that brings it back for a later use."""
     RETIRED = "retired"
     """Nowhere: the last handle is gone, and nothing is held any more."""
 

@@ -91,6 +91,11 @@ class TraceBuilder:
         """Note that nobody but a handle of ours holds it since the tick that is the latest now, or since `tick`."""
         self._columns["tensor_released"][tensor] = self.num_ticks - 1 if tick is None else tick
 
+    def released_after(self, hook: int, tick: int | None = None) -> None:
+        """Note that nobody but a handle of ours holds what was used at hook number `hook` since the tick that is the latest
+        now, or since `tick`."""
+        self._columns["hook_released"][hook] = self.num_ticks - 1 if tick is None else tick
+
     def sendable(self, tensor: int, hook: int) -> None:
         """Note that at hook number `hook` the operator that saved it is over."""
         self._columns["tensor_sendable"][tensor] = hook
@@ -117,5 +122,6 @@ class TraceBuilder:
         self._columns["hook_tick"].append(self.num_ticks)
         self._columns["hook_use"].append(use)
         self._columns["hook_tensor"].append(tensor)
+        self._columns["hook_released"].append(NEVER)
         self._columns["hook_feature"].append(feature)
         return self.num_hooks - 1

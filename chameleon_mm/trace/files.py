@@ -26,7 +26,7 @@ from typing import IO, Any, NoReturn
 
 from chameleon_mm.trace.trace import NEVER, StepPhase, TensorKind, Trace, growing_columns, trace_columns
 
-SCHEMA = "chameleon_mm.trace/2"
+SCHEMA = "chameleon_mm.trace/3"
 
 _TIMES_A_LINE = 100
 
@@ -36,8 +36,11 @@ _KINDS = {kind.name.lower(): kind for kind in TensorKind}
 _MOST_DIGITS = 40
 """Digits of whole numbers at most, with their sign: more than any that is 64 bits wide has."""
 
+_BEFORE_RELEASES = "chameleon_mm.trace/2"
+"""The schema of files whose uses do not say until when somebody held what they used."""
+
 _BEFORE_INNER_BYTES = "chameleon_mm.trace/1"
-"""The schema of files whose operators do not say what they hold inside themselves."""
+"""The schema of files whose operators do not say either what they hold inside themselves."""
 
 _CUT = "was the file cut short? Save the trace again"
 
@@ -54,8 +57,9 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Load the trace that `save_trace` wrote to `path`, equal in every column. A file of the schema before,
-    "chameleon_mm.trace/1", does not tell what operators hold inside themselves: they come back with 0 bytes.
+    """Load the trace that `save_trace` wrote to `path`, equal in every column. Files of the schemas before tell less:
+    "chameleon_mm.trace/2" not how long what was used was held, so that nothing can be away between two uses, and
+    "chameleon_mm.trace/1" not what operators hold inside themselves either: they come back with 0 bytes.
 
     Raises `ValueError` that names the line for a file that is cut short, of another schema or no such file at all, and
     `OSError` as opening and reading do.
@@ -126,7 +130,7 @@ def _what_happened(trace: Trace) -> Iterator[list[Any]]:
         trace.op_inner_bytes.tolist(),
         strict=True,
     )
-    hooks = zip(trace.hook_use.tolist(), trace.hook_tensor.tolist(), strict=True)
+    hooks = zip(trace.hook_use.tolist(), trace.hook_tensor.tolist(), trace.hook_released.tolist(), strict=True)
     of_hooks = set(trace.hook_tick.tolist())
     seen = hooks_seen = 0
     for tick in range(trace.num_ticks + 1):
@@ -145,9 +149,10 @@ def _what_happened(trace: Trace) -> Iterator[list[Any]]:
             seen += 1
             waiting = next(tensors, None)
         if tick in of_hooks:
-            use, tensor = next(hooks)
+            use, tensor, held_until = next(hooks)
             hooks_seen += 1
-            yield ["use" if use else "save", None if tensor < 0 else seen - tensor]
+            number = None if tensor < 0 else seen - tensor
+            yield ["use", number, None if held_until == NEVER else held_until - tick] if use else ["save", number]
         elif tick < trace.num_ticks:
             name, content, phase, reads, writes, inner_bytes = next(ops)
             yield [
@@ -175,6 +180,8 @@ class TraceReader:
         self._header: dict[str, Any] = {}
         self._num_inner = 1
         """Values of an operator's line that say what it holds inside itself: none in `_BEFORE_INNER_BYTES`."""
+        self._num_releases = 1
+        """Values of a use's line that say until when what it used was held: none in the schemas before."""
         self._names: dict[str, int] = {}
         self._ended = False
         self._fingerprint = 0
@@ -203,12 +210,10 @@ class TraceReader:
             ):
                 self._op(name, content, phase, reads, writes)
                 self._columns["op_inner_bytes"].append(self._int(inner[0]) if inner else 0)
-            case ["save" | "use" as kind, tensor]:
-                self._columns["hook_tick"].append(self._ticks)
-                self._columns["hook_use"].append(kind == "use")
-                self._columns["hook_tensor"].append(
-                    -1 if tensor is None else len(self._columns["tensor_bytes"]) - self._int(tensor)
-                )
+            case ["save", tensor]:
+                self._hook(tensor, None, use=False)
+            case ["use", tensor, *released] if len(released) == self._num_releases:
+                self._hook(tensor, released[0] if released else None, use=True)
             case ["us", first, list() as times]:
                 self._times(first, times)
             case ["features", int() as fingerprint, list() as features]:
@@ -263,7 +268,8 @@ class TraceReader:
     def _read_header(self, header: Any) -> None:
         schema = header.get("schema") if isinstance(header, dict) else None
         self._num_inner = 0 if schema == _BEFORE_INNER_BYTES else 1
-        if schema not in (self._schema, _BEFORE_INNER_BYTES):
+        self._num_releases = 0 if schema in (_BEFORE_INNER_BYTES, _BEFORE_RELEASES) else 1
+        if schema not in (self._schema, _BEFORE_INNER_BYTES, _BEFORE_RELEASES):
             self.fail(f"a header with the schema {self._schema}", f"{shown(schema)}; load it with the version that saved it")
         for key, kind in (
             ("device", str), ("simulated", bool), ("start_bytes", int), ("ops", int), ("tensors", int), ("hooks", int),
@@ -305,6 +311,13 @@ class TraceReader:
         ):
             values.extend(len(self._columns["tensor_bytes"]) - self._int(tensor) for tensor in tensors)
             offsets.append(len(values))
+
+    def _hook(self, tensor: Any, released: Any, *, use: bool) -> None:
+        tick = self._ticks
+        self._columns["hook_tick"].append(tick)
+        self._columns["hook_use"].append(use)
+        self._columns["hook_tensor"].append(-1 if tensor is None else len(self._columns["tensor_bytes"]) - self._int(tensor))
+        self._columns["hook_released"].append(NEVER if released is None else tick + self._int(released))
 
     def _times(self, first: Any, times: list[Any]) -> None:
         if first != len(self._columns["op_us"]):

@@ -49,7 +49,7 @@ def without_making(trace: Trace, kinds: Collection[TensorKind]) -> Trace:
     gone = trace.op_tick[over]  # in order
     columns = {
         name: (column - np.searchsorted(gone, column, side="right")).astype(np.int32)
-        for name in ("op_tick", "tensor_born", "tensor_released", "tensor_dies", "hook_tick")
+        for name in ("op_tick", "tensor_born", "tensor_released", "tensor_dies", "hook_tick", "hook_released")
         for column in (getattr(trace, name),)
     }
     for what in ("read", "write"):

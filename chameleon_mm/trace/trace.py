@@ -36,7 +36,8 @@ COLUMNS: dict[str, type[np.generic]] = {
     "op_inner_bytes": np.int64,
     "tensor_bytes": np.int64, "tensor_kind": np.uint8, "tensor_born": np.int32, "tensor_released": np.int32,
     "tensor_sendable": np.int32, "tensor_dies": np.int32,
-    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_feature": np.uint64,
+    "hook_tick": np.int32, "hook_use": np.bool_, "hook_tensor": np.int32, "hook_released": np.int32,
+    "hook_feature": np.uint64,
 }  # fmt: skip
 """Columns of a `Trace`, and what each holds."""
 
@@ -119,6 +120,9 @@ class HookRecord:
     """Number of the storage; -1: one that nobody may move (a parameter, a small one)."""
     feature: int
     """64-bit hash of what the light profiler knows of this call: shape, dtype and more. Comparable within a process alone."""
+    released: int = NEVER
+    """Last tick after a use, before the next use of the storage, during which somebody beside a handle of ours held it, so that
+    dropping it after that tick frees its memory until the next use. NEVER: a save, or somebody held it until it was used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,6 +163,7 @@ class Trace:
     hook_tick: Int32s
     hook_use: Bools
     hook_tensor: Int32s
+    hook_released: Int32s
     hook_feature: UInt64s
 
     fingerprint: int = 0
@@ -232,6 +237,7 @@ class Trace:
             tick=int(self.hook_tick[k]),
             use=bool(self.hook_use[k]),
             tensor=int(self.hook_tensor[k]),
+            released=int(self.hook_released[k]),
             feature=int(self.hook_feature[k]),
         )
 
@@ -275,6 +281,11 @@ class Trace:
             raise ValueError(
                 f"trace: expected tensor_released within {n + k} ticks and tensor_sendable within {k} hooks; {cut}"
             )
+        known = self.hook_released != NEVER
+        if not _within(self.hook_released, NEVER, n + k) or (known & (self.hook_released < self.hook_tick)).any():
+            raise ValueError(f"trace: expected hook_released from the tick of its hook on, within {n + k} ticks; {cut}")
+        if (known & ~self.hook_use).any():
+            raise ValueError("trace: expected hook_released of uses alone, got one of a save; record the step again")
         if not _within(self.hook_tensor, -1, m):
             raise ValueError(f"trace: expected hook_tensor from -1 to {m - 1}; {cut}")
 

@@ -1,0 +1,292 @@
+"""Steps that use what they saved several times, as two backwards over one graph do: what is idle between two uses may be away.
+
+The planner's arithmetic is compared with a step carried out one action after the other. `test_between_uses_executed.py` trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from chameleon_mm.adaptive.hook_schedule import HookSchedule
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy import (
+    Action,
+    Candidates,
+    LinkCost,
+    StorageAction,
+    SwapPlan,
+    generate_plan,
+    peak_memory,
+    simulate,
+    smallest_budget,
+)
+from chameleon_mm.policy.action_columns import in_order
+from chameleon_mm.policy.bounds import ideal
+from chameleon_mm.policy.problem import Problem
+from chameleon_mm.policy.swap_all import SwapAll
+from chameleon_mm.policy.timing import walk
+from chameleon_mm.report_page.step_picture import STALL, PlannedStepData, picture_of
+from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
+from tests._oracles import carried_out, timed_one_by_one
+from tests._traces import H200_LINK, away_before_first_uses_alone, plan_of
+
+FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
+SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.5, duplex_gbps=0.8, copy_us=3.0, hbm_gbps=5.0)
+
+
+def used_again(random: Random, most: int = 10) -> Trace:
+    """A step that saves up to `most` storages and goes over them two or three times; some are held meanwhile."""
+    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=random.randrange(4096))
+    fresh: list[int] = []
+
+    def hooked() -> None:
+        while fresh:
+            b.sendable(fresh.pop(), b.num_hooks - 1)
+
+    def op(phase: StepPhase, writes: Sequence[int] = ()) -> None:
+        b.op("aten::mm", 1, phase, random.choice((0.0, random.random() * 60)), writes=writes)
+
+    saved = []
+    for _ in range(random.randint(2, most)):
+        x = b.tensor(random.randrange(1, 60_000), TensorKind.ACTIVATION)
+        op(FORWARD, (x,))
+        b.save(x, 1)
+        hooked()
+        fresh.append(x)
+        saved.append(x)
+        if random.random() < 0.8:
+            b.released(x)
+    b.save(-1, 1)
+    hooked()
+    rounds = random.choice((2, 2, 3))
+    for n in range(rounds):
+        order = saved[::-1]
+        if random.random() < 0.3:
+            random.shuffle(order)
+        for x in order:
+            hook = b.use(x, 1)
+            t = b.tensor(random.randrange(20_000))
+            op(BACKWARD, (t,))
+            if random.random() < 0.8:
+                b.released_after(hook)
+            b.dies(t)
+            if n == rounds - 1:
+                b.dies(x)
+    return b.finish(7)
+
+
+def random_actions(random: Random, trace: Trace) -> SwapPlan:
+    """A plan by which some of what is idle is away, before a first use or between two. It promises nothing."""
+    candidates = Candidates.of(trace, between_uses=True)
+    rows = sorted((i for i in range(len(candidates)) if random.random() < 0.8), key=lambda i: int(candidates.use[i]))
+    tensors = [int(candidates.tensor[i]) for i in rows]
+    actions: list[Action] = []
+    for i, tensor in zip(rows, tensors, strict=True):
+        nbytes, sendable, first, use = (
+            int(column[i]) for column in (candidates.nbytes, candidates.sendable, candidates.first, candidates.use)
+        )
+        again = any(action.tensor == tensor for action in actions)
+        reclaim_at = random.randint(first, use)
+        out_at = reclaim_at if again else random.randint(sendable, reclaim_at)
+        in_at = random.choice((use, random.randint(reclaim_at, use)))
+        moved = nbytes if tensors.count(tensor) > 1 else random.choice((nbytes, random.randint(1, nbytes)))
+        actions.append(
+            Action(tensor=tensor, nbytes=moved, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use, again=again)
+        )
+    return plan_of(trace, actions)
+
+
+def between(trace: Trace, share: float) -> int:
+    """A budget: that share of the way from the least to what the step takes without swapping."""
+    least = smallest_budget(trace)
+    return max(1, least + int((peak_memory(trace).nbytes - least) * share))
+
+
+# --- simulated
+
+
+@given(st.randoms(use_true_random=False))
+def test_memory_is_that_of_a_step_carried_out_one_by_one(random: Random) -> None:
+    trace = used_again(random)
+    plan = random_actions(random, trace)
+    timeline = simulate(trace, plan, H200_LINK)
+    allocated, host = carried_out(trace, plan)
+    assert timeline.allocated_bytes.tolist() == allocated
+    assert timeline.host_bytes == host
+    assert timeline.peak_bytes >= smallest_budget(trace)
+
+
+@given(st.randoms(use_true_random=False))
+def test_time_is_that_of_a_step_carried_out_one_by_one_and_nothing_crosses_to_the_host_twice(random: Random) -> None:
+    trace = used_again(random)
+    plan = random_actions(random, trace)
+    timeline, timed = simulate(trace, plan, SLOW_LINK), timed_one_by_one(trace, plan, SLOW_LINK)
+    assert timeline.step_us == pytest.approx(timed.step_us)
+    assert timeline.tick_us.tolist() == pytest.approx(timed.tick_us)
+    for stalls, expected in ((timeline.out_stalls_us, timed.out_stalls_us), (timeline.in_stalls_us, timed.in_stalls_us)):
+        assert [stalls.get(tensor, 0.0) for tensor in expected] == pytest.approx(list(expected.values()))
+    out = [span.tensor for span in timeline.out_spans]
+    assert sorted(out) == sorted({action.tensor for action in plan.actions})
+    assert len(timeline.in_spans) == len(plan.actions)
+
+
+def two_rounds() -> Trace:
+    """Storage 0, of 4096 bytes, is saved at hook 0 and used at hooks 3 and 6; it is idle at 2, and at 5."""
+    b = TraceBuilder(device="none: made up", simulated=True, start_bytes=0)
+    x = b.tensor(4096, TensorKind.ACTIVATION)
+    b.op("aten::mm", 1, FORWARD, 10.0, writes=(x,))
+    b.save(x, 1)
+    b.released(x)
+    for _ in range(2):
+        b.save(-1, 1)
+        b.sendable(x, 1)
+        b.op("aten::mm", 1, FORWARD, 10.0)
+    for use in range(2):
+        hook = b.use(x, 1)
+        b.op("aten::mm", 2, BACKWARD, 10.0)
+        if use == 0:
+            b.released_after(hook)
+            for _ in range(2):
+                b.use(-1, 1)
+                b.op("aten::mm", 2, BACKWARD, 10.0)
+    b.dies(x)
+    return b.finish(7)
+
+
+FIRST = Action(tensor=0, nbytes=4096, out_at=1, reclaim_at=2, in_at=3, use_at=3)
+AGAIN = Action(tensor=0, nbytes=4096, out_at=5, reclaim_at=5, in_at=6, use_at=6, again=True)
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        ([FIRST, replace(AGAIN, again=False)], "expected `again` of every action for a tensor but its first, got False"),
+        ([AGAIN], "expected `again` of every action for a tensor but its first, got True"),
+        ([replace(FIRST, nbytes=100), AGAIN], "expected 4096 bytes, all of it, in each of its actions, got 100 and 4096"),
+        ([FIRST, replace(AGAIN, out_at=3, reclaim_at=3)], "reclaim_at of 4 or later"),
+        ([FIRST, replace(AGAIN, use_at=6, in_at=5), AGAIN], "expected one action for a tensor, got two for one use"),
+    ],
+)
+def test_actions_that_nobody_could_carry_out_are_refused(actions: list[Action], message: str) -> None:
+    trace = two_rounds()
+    simulate(trace, plan_of(trace, [FIRST, AGAIN]), SLOW_LINK)
+    simulate(trace, plan_of(trace, [replace(AGAIN, again=False)]), SLOW_LINK)
+    with pytest.raises(ValueError, match=message):
+        simulate(trace, plan_of(trace, actions), SLOW_LINK)
+
+
+def test_a_schedule_has_the_first_action_for_who_saves_and_drops_without_a_copy() -> None:
+    trace = two_rounds()
+    schedule = HookSchedule.of(trace, plan_of(trace, [FIRST, AGAIN]))
+    assert schedule.storage_actions[0] == StorageAction(0, FIRST)
+    cursor = schedule.begin_step()
+    due = [cursor.advance_to(hook) for hook in range(len(trace.hooks))]
+    assert [None if at is None else (at.outs, at.reclaims, at.ins) for at in due] == [
+        None, ([FIRST], [], []), ([], [FIRST], []), None, None, ([], [AGAIN], []), None,
+    ]  # fmt: skip
+
+
+# --- planned
+
+
+@settings(max_examples=100)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1.0), slow=st.booleans())
+@example(seed=1118, share=0.0, slow=True)  # what is away between uses comes back after the last first use
+def test_a_plan_keeps_its_budget_exactly_as_simulated(seed: int, share: float, slow: bool) -> None:
+    trace, cost = used_again(Random(seed)), SLOW_LINK if slow else H200_LINK
+    budget = between(trace, share)
+    plan = generate_plan(trace, budget, None, cost, drafts=60)
+    told = simulate(trace, plan, cost)
+    assert told.peak_bytes == plan.peak_bytes <= budget
+    assert told.host_bytes == plan.host_bytes
+    assert told.step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
+    assert max(carried_out(trace, plan)[0]) == plan.peak_bytes
+    assert timed_one_by_one(trace, plan, cost).step_us == pytest.approx(plan.step_us, rel=1e-9, abs=1e-6)
+    assert [action.use_at for action in plan.actions] == sorted(action.use_at for action in plan.actions)
+    assert ideal(trace, budget, cost).step_us <= plan.step_us * (1 + 1e-9)
+
+
+@given(seed=st.integers(0, 10**6), depth=st.integers(0, 6), slow=st.booleans())
+def test_swapping_everything_takes_no_less_than_its_bound(seed: int, depth: int, slow: bool) -> None:
+    problem, cost = Problem.of(used_again(Random(seed)), between_uses=True), SLOW_LINK if slow else H200_LINK
+    everything = SwapAll(problem)
+    moves = everything.at_depth(depth).moves
+    walked = walk(moves, in_order(moves), problem.time_us, cost)
+    assert everything.delay_bound_us(depth, cost) <= walked.stall_us + 1e-6
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), short=st.integers(1, 5000))
+def test_below_the_least_the_error_names_a_budget_that_will_do(seed: int, short: int) -> None:
+    trace = used_again(Random(seed))
+    least = smallest_budget(trace)
+    if least <= short:
+        return
+    with pytest.raises(InfeasibleBudget, match=f"expected {least} bytes") as refusal:
+        generate_plan(trace, least - short, None, SLOW_LINK)
+    assert refusal.value.smallest_bytes == least
+    assert generate_plan(trace, least, None, SLOW_LINK, drafts=60).peak_bytes <= least
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1.0))
+def test_nothing_is_away_between_uses_where_first_uses_are_enough(seed: int, share: float) -> None:
+    trace = used_again(Random(seed))
+    budget, alone = between(trace, share), away_before_first_uses_alone(trace)
+    plan = generate_plan(trace, budget, None, SLOW_LINK, drafts=60)
+    if budget >= smallest_budget(alone):
+        assert plan == generate_plan(alone, budget, None, SLOW_LINK, drafts=60)
+        assert ideal(trace, budget, SLOW_LINK) == ideal(alone, budget, SLOW_LINK)
+    else:
+        with pytest.raises(InfeasibleBudget):
+            generate_plan(alone, budget, None, SLOW_LINK, drafts=60)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9), of_host=st.floats(0, 0.99))
+def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: float, of_host: float) -> None:
+    trace = used_again(Random(seed))
+    budget = between(trace, share)
+    host = int(generate_plan(trace, budget, None, SLOW_LINK, drafts=60).host_bytes * of_host)
+    try:
+        plan = generate_plan(trace, budget, host, SLOW_LINK, drafts=60)
+    except InfeasibleBudget as refusal:
+        needed, larger = refusal.smallest_host_bytes, refusal.smallest_bytes
+        assert needed is not None
+        assert larger is not None
+        assert generate_plan(trace, budget, needed, SLOW_LINK, drafts=60).host_bytes <= needed
+        assert generate_plan(trace, larger, host, SLOW_LINK, drafts=60).host_bytes <= host
+    else:
+        assert simulate(trace, plan, SLOW_LINK).host_bytes == plan.host_bytes <= host
+
+
+def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:
+    """What autograd saved is the peak, and the program holds it from one use to the next."""
+    trace = away_before_first_uses_alone(two_rounds())
+    trace = replace(trace, tensor_released=np.full_like(trace.tensor_released, NEVER))
+    assert Problem.of(trace, between_uses=True).least_bytes == 4096
+    with pytest.raises(InfeasibleBudget, match=r"None of the 4\.00 KiB of activations can be away then: .* Raise the budget"):
+        generate_plan(trace, 4095, None, H200_LINK)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6))
+def test_a_picture_has_the_waits_that_are_simulated(seed: int) -> None:
+    """Of what is away twice each wait is where compute waits. Operators and waits take all of the step."""
+    trace = used_again(Random(seed))
+    plan = generate_plan(trace, smallest_budget(trace), None, SLOW_LINK, drafts=0)
+    timeline = simulate(trace, plan, SLOW_LINK)
+    picture = picture_of(
+        PlannedStepData(trace=trace, plan=plan, link=SLOW_LINK, modules={}, predicted=False, times_us=(), latest=None)
+    )
+    waits = sum(bar.end_us - bar.start_us for bar in picture.compute if bar.kind == STALL)
+    assert waits == pytest.approx(timeline.stall_us)
+    assert {row.tensor for row in picture.tensors if row.moved_bytes} == {action.tensor for action in plan.actions}
+    assert sum(row.moved_bytes for row in picture.tensors) == plan.moved_bytes

@@ -49,8 +49,9 @@ def import_dynamo() -> None:
     if _DYNAMO in sys.modules:
         return
     thread = threading.Thread(target=_try_import_dynamo, name="chameleon_mm: import of dynamo")
-    thread.start()
-    thread.join()
+    with suppress(RuntimeError):  # while the interpreter ends, no thread begins
+        thread.start()
+        thread.join()
     importlib.import_module(_DYNAMO)  # only where it failed is there anything left to do, which raises
 
 

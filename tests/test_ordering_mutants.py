@@ -112,7 +112,7 @@ def test_copying_in_the_middle_of_an_op_goes_red(monkeypatch: pytest.MonkeyPatch
 
     step()
     numbers = iter(range(1_000_000))
-    monkeypatch.setattr("chameleon_mm.saved.calling_thread.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
+    monkeypatch.setattr("chameleon_mm.executor.swap_outs.sequence_nr", lambda: next(numbers))  # every hook: "the op is over"
     with pytest.raises(RED):
         step()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from chameleon_mm.policy import Action, LinkCost, SwapPlan
+from chameleon_mm.errors import InfeasibleBudget
+from chameleon_mm.policy import Action, LinkCost, SwapPlan, generate_plan
 from chameleon_mm.policy.timing import CopyEngine
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import round_up
@@ -125,3 +126,21 @@ def carried_out(trace: Trace, plan: SwapPlan) -> tuple[list[int], int]:
             host = {tensor: nbytes for tensor, nbytes in host.items() if last_use[tensor] > k}
         most.append(max(moments, default=there() + inside.get(tick, 0)))
     return most, most_on_host
+
+
+def plan_within_host(trace: Trace, budget: int, of_host: float, cost: LinkCost) -> SwapPlan | None:
+    """The plan within that share of the host memory that a plan without a host budget takes. None: there is none, and the error
+    names two ways out, both of which will do."""
+    host = int(generate_plan(trace, budget, None, cost, drafts=60).host_bytes * of_host)
+    try:
+        plan = generate_plan(trace, budget, host, cost, drafts=60)
+    except InfeasibleBudget as refusal:
+        needed, larger = refusal.smallest_host_bytes, refusal.smallest_bytes
+        assert needed is not None
+        assert larger is not None
+        assert host < needed
+        assert generate_plan(trace, budget, needed, cost, drafts=60).host_bytes <= needed
+        assert generate_plan(trace, larger, host, cost, drafts=60).host_bytes <= host
+        return None
+    assert plan.host_bytes <= host
+    return plan

@@ -15,7 +15,7 @@ from random import Random
 
 import numpy as np
 
-from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan
+from chameleon_mm.policy import Action, Candidates, LinkCost, SwapPlan, peak_memory, smallest_budget
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 
@@ -188,6 +188,12 @@ def random_step(random: Random, *, max_tensors: int = 12, max_us: float = 50.0) 
     for _ in range(random.randrange(3)):
         op(OPTIMIZER)
     return b.finish(random.getrandbits(64))
+
+
+def between(trace: Trace, share: float) -> int:
+    """A budget: that share of the way from the least to what the step takes without swapping."""
+    least = smallest_budget(trace)
+    return max(1, least + int((peak_memory(trace).nbytes - least) * share))
 
 
 def away_before_first_uses_alone(trace: Trace) -> Trace:

@@ -23,7 +23,6 @@ from chameleon_mm.policy import (
     StorageAction,
     SwapPlan,
     generate_plan,
-    peak_memory,
     simulate,
     smallest_budget,
 )
@@ -34,8 +33,8 @@ from chameleon_mm.policy.swap_all import SwapAll
 from chameleon_mm.policy.timing import walk
 from chameleon_mm.report_page.step_picture import STALL, PlannedStepData, picture_of
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace, TraceBuilder
-from tests._oracles import carried_out, timed_one_by_one
-from tests._traces import H200_LINK, away_before_first_uses_alone, plan_of
+from tests._oracles import carried_out, plan_within_host, timed_one_by_one
+from tests._traces import H200_LINK, away_before_first_uses_alone, between, plan_of
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 SLOW_LINK = LinkCost(d2h_gbps=0.5, h2d_gbps=0.5, duplex_gbps=0.8, copy_us=3.0, hbm_gbps=5.0)
@@ -101,12 +100,6 @@ def random_actions(random: Random, trace: Trace) -> SwapPlan:
             Action(tensor=tensor, nbytes=moved, out_at=out_at, reclaim_at=reclaim_at, in_at=in_at, use_at=use, again=again)
         )
     return plan_of(trace, actions)
-
-
-def between(trace: Trace, share: float) -> int:
-    """A budget: that share of the way from the least to what the step takes without swapping."""
-    least = smallest_budget(trace)
-    return max(1, least + int((peak_memory(trace).nbytes - least) * share))
 
 
 # --- simulated
@@ -253,18 +246,9 @@ def test_nothing_is_away_between_uses_where_first_uses_are_enough(seed: int, sha
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9), of_host=st.floats(0, 0.99))
 def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: float, of_host: float) -> None:
     trace = used_again(Random(seed))
-    budget = between(trace, share)
-    host = int(generate_plan(trace, budget, None, SLOW_LINK, drafts=60).host_bytes * of_host)
-    try:
-        plan = generate_plan(trace, budget, host, SLOW_LINK, drafts=60)
-    except InfeasibleBudget as refusal:
-        needed, larger = refusal.smallest_host_bytes, refusal.smallest_bytes
-        assert needed is not None
-        assert larger is not None
-        assert generate_plan(trace, budget, needed, SLOW_LINK, drafts=60).host_bytes <= needed
-        assert generate_plan(trace, larger, host, SLOW_LINK, drafts=60).host_bytes <= host
-    else:
-        assert simulate(trace, plan, SLOW_LINK).host_bytes == plan.host_bytes <= host
+    plan = plan_within_host(trace, between(trace, share), of_host, SLOW_LINK)
+    if plan is not None:
+        assert simulate(trace, plan, SLOW_LINK).host_bytes == plan.host_bytes
 
 
 def test_what_is_used_all_the_time_is_not_said_to_be_something_else() -> None:

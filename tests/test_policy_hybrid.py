@@ -35,7 +35,7 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.trace.replayable import DEFAULT, PRODUCTS
 from tests._hybrid_traces import carried_out_with_rebuilds, random_hybrid_step
 from tests._mixed_program import least_step_us
-from tests._traces import H200_LINK, chain
+from tests._traces import H200_LINK, between, chain
 
 ALL = DEFAULT | PRODUCTS
 
@@ -59,11 +59,6 @@ def one_part_in(trace: Trace, parts: int) -> int:
     """Budget that leaves one part in so many of what is idle at the peak, beside what never moves."""
     peak = peak_memory(trace)
     return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
-
-
-def between(trace: Trace, share: float) -> int:
-    least = smallest_budget(trace)
-    return least + int((peak_memory(trace).nbytes - least) * share)
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:

@@ -38,8 +38,8 @@ from chameleon_mm.policy.timing import walk
 from chameleon_mm.trace import StepPhase, TensorKind, Trace, TraceBuilder
 from chameleon_mm.units import MIB
 from tests._optimum import least_step_us
-from tests._oracles import timed_one_by_one
-from tests._traces import H200_LINK, chain, pipeline, plan_of, random_step
+from tests._oracles import plan_within_host, timed_one_by_one
+from tests._traces import H200_LINK, between, chain, pipeline, plan_of, random_step
 
 FORWARD, BACKWARD = StepPhase.FORWARD, StepPhase.BACKWARD
 
@@ -103,12 +103,6 @@ def any_step(seed: int) -> Trace:
     return random_step(random) if seed % 2 else stack(random, 10)
 
 
-def between(trace: Trace, share: float) -> int:
-    """A budget: that share of the way from the least to what the step takes without swapping."""
-    least = smallest_budget(trace)
-    return max(1, least + int((peak_memory(trace).nbytes - least) * share))
-
-
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     """What the plan says of itself is what `simulate` says, and a step carried out one by one; and it keeps its budget."""
     told = simulate(trace, plan, cost)
@@ -157,20 +151,9 @@ def test_below_the_least_the_error_names_a_budget_that_will_do(seed: int, short:
 @given(seed=st.integers(0, 10**6), share=st.floats(0, 0.9), of_host=st.floats(0, 0.99))
 def test_a_host_budget_holds_or_the_error_names_both_ways_out(seed: int, share: float, of_host: float) -> None:
     trace = any_step(seed)
-    budget = between(trace, share)
-    host = int(generate_plan(trace, budget, None, SLOW_LINK, drafts=60).host_bytes * of_host)
-    try:
-        plan = generate_plan(trace, budget, host, SLOW_LINK, drafts=60)
-    except InfeasibleBudget as refusal:
-        needed, larger = refusal.smallest_host_bytes, refusal.smallest_bytes
-        assert needed is not None
-        assert larger is not None
-        assert host < needed
-        assert generate_plan(trace, budget, needed, SLOW_LINK, drafts=60).host_bytes <= needed
-        assert generate_plan(trace, larger, host, SLOW_LINK, drafts=60).host_bytes <= host
-    else:
+    plan = plan_within_host(trace, between(trace, share), of_host, SLOW_LINK)
+    if plan is not None:
         held_to(trace, plan, SLOW_LINK)
-        assert plan.host_bytes <= host
 
 
 def test_a_step_that_fits_is_left_alone() -> None:

@@ -194,12 +194,7 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
-        if (
-            self.director.plans
-            and ThisProcess.pid == self._pid
-            and not self.device.capturing()
-            and not (num_modes() and tracer_is_on())
-        ):
+        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
@@ -363,10 +358,9 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
-            found = NOT_FOUND
-        else:  # a recorded step has one tensor for each storage: what is saved of it later is no part of its own
-            whole = self.recording.recorder is not None
-            found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=whole)
+            return self._new_claim(t, saved_bytes, compute, NOT_FOUND)
+        # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
+        found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
             return self._new_claim(t, saved_bytes, compute, found)

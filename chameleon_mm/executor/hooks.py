@@ -66,7 +66,7 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
         else:
             try:
                 storage = t.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # it has none
+            except (NotImplementedError, RuntimeError):  # the tensor has no storage
                 return executor_save(t)
             nbytes = storage.nbytes()
             if id(storage) in protected.refs and storage in protected:

@@ -151,7 +151,7 @@ class FreeList:
                 above.below = rest
             span.above = rest
             span.units = units
-            # As `_enter`, without the call: most blocks are cut from a larger one.
+            # This is `_enter` without the call: most blocks are cut from a larger one.
             rest.units = left = found - units
             rest.free = True
             rest.newer = None

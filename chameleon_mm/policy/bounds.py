@@ -18,7 +18,7 @@ import numpy as np
 
 from chameleon_mm.errors import InfeasibleBudget
 from chameleon_mm.policy.cost import LinkCost
-from chameleon_mm.policy.memory import Candidates, below_least, memory_curve, smallest_budget
+from chameleon_mm.policy.memory import Candidates, below_least, least_memory, memory_curve, smallest_budget
 from chameleon_mm.policy.mixed_bound import RebuildTime
 from chameleon_mm.policy.plan import SwapPlan
 from chameleon_mm.policy.problem import Problem
@@ -56,9 +56,7 @@ def ideal(trace: Trace, hbm_budget: int, cost_model: LinkCost, *, recompute: Col
     least = smallest_budget(trace)
     if hbm_budget < least:
         raise below_least(least, hbm_budget)
-    first_uses = hbm_budget >= int(
-        (memory_curve(trace) - Candidates.of(trace).idle_curve(trace)).max(initial=trace.start_bytes)
-    )
+    first_uses = hbm_budget >= least_memory(trace, between_uses=False).nbytes
     step = _Step(trace, between_uses=not first_uses)
     over = np.maximum(step.least_moved - hbm_budget, 0)
     if not over.any():

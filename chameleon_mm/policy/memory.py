@@ -49,27 +49,16 @@ class Candidates:
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         use = np.full(len(trace.tensor_bytes), NEVER, np.int64)
         use[trace.hook_tensor[uses[::-1]]] = uses[::-1]  # of several the last one assigned stays: the first use
-        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        last_use[trace.hook_tensor[uses]] = uses
         after_release = np.searchsorted(trace.hook_tick, trace.tensor_released, side="right")
         first = np.maximum(trace.tensor_sendable, after_release)
         known = (trace.tensor_sendable >= 0) & (trace.tensor_released != NEVER) & (trace.tensor_bytes > 0)
         tensor = np.flatnonzero(known & (first < use))
-        nbytes = trace.tensor_bytes[tensor]
-        return cls(
-            tensor=tensor,
-            nbytes=nbytes,
-            size=allocated_size(nbytes),
-            sendable=trace.tensor_sendable[tensor].astype(np.int64),
-            first=first[tensor],
-            use=use[tensor],
-            last_use=last_use[tensor],
-        )
+        return cls._rows(trace, tensor, trace.tensor_sendable[tensor].astype(np.int64), first[tensor], use[tensor])
 
     @classmethod
     def between_uses(cls, trace: Trace) -> Candidates:
-        """What nobody but a handle of ours held at one hook or more between two uses that follow each other, as two backwards
-        over one graph make them; once for each such pair."""
+        """Candidates that are idle between two uses that follow each other, as two backwards over one graph make them: nobody
+        but a handle of ours holds them at one hook or more in between. One row for each such pair."""
         uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
         uses = uses[np.argsort(trace.hook_tensor[uses], kind="stable")]
         of_same = trace.hook_tensor[uses[:-1]] == trace.hook_tensor[uses[1:]]
@@ -78,19 +67,25 @@ class Candidates:
         sendable = np.maximum(trace.tensor_sendable[tensor], before + 1)
         first = np.maximum(sendable, np.searchsorted(trace.hook_tick, released, side="right"))
         known = (trace.tensor_sendable[tensor] >= 0) & (released != NEVER) & (trace.tensor_bytes[tensor] > 0)
-        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
-        last_use[trace.hook_tensor[uses]] = uses
         which = np.flatnonzero(known & (first < use))
         which = which[np.argsort(use[which], kind="stable")]
-        nbytes = trace.tensor_bytes[tensor[which]]
+        return cls._rows(trace, tensor[which], sendable[which], first[which], use[which])
+
+    @classmethod
+    def _rows(cls, trace: Trace, tensor: Int64s, sendable: Int64s, first: Int64s, use: Int64s) -> Candidates:
+        """Rows of the storages `tensor` of `trace`; the rest as in the columns of those names."""
+        uses = np.flatnonzero(trace.hook_use & (trace.hook_tensor >= 0))
+        last_use = np.zeros(len(trace.tensor_bytes), np.int64)
+        last_use[trace.hook_tensor[uses]] = uses
+        nbytes = trace.tensor_bytes[tensor]
         return cls(
-            tensor=tensor[which],
+            tensor=tensor,
             nbytes=nbytes,
             size=allocated_size(nbytes),
-            sendable=sendable[which],
-            first=first[which],
-            use=use[which],
-            last_use=last_use[tensor[which]],
+            sendable=sendable,
+            first=first,
+            use=use,
+            last_use=last_use[tensor],
         )
 
     def __len__(self) -> int:
@@ -146,12 +141,12 @@ def peak_memory(trace: Trace) -> Peak:
     return _peak(trace, memory_curve(trace), Candidates.of(trace, between_uses=True), away=False)
 
 
-def least_memory(trace: Trace) -> Peak:
+def least_memory(trace: Trace, *, between_uses: bool = True) -> Peak:
     """The most that is allocated at once where every candidate is away whenever it may be: no plan's peak is below it.
 
-    Its `idle_bytes` are 0: what could be away is.
+    Its `idle_bytes` are 0: what could be away is. `between_uses`: candidates may be away between two uses as well.
     """
-    candidates = Candidates.of(trace, between_uses=True)
+    candidates = Candidates.of(trace, between_uses=between_uses)
     return _peak(trace, memory_curve(trace) - candidates.idle_curve(trace), candidates, away=True)
 
 

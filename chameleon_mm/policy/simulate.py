@@ -34,7 +34,7 @@ from chameleon_mm.trace.trace import Float64s, Int64s
 
 
 class Stall(NamedTuple):
-    """One wait of compute for a copy."""
+    """Wait of compute for a copy."""
 
     hook: int
     tensor: int
@@ -96,7 +96,7 @@ class Simulator:
         first, later = Candidates.of(trace), Candidates.between_uses(trace)
         self._candidates = first.followed_by(later)
         self._row = np.full(len(trace.tensor_bytes), -1)
-        # Of several the first stays, whose use is the earliest.
+        # The first of several stays: its use is the earliest.
         self._row[self._candidates.tensor[::-1]] = np.arange(len(self._candidates))[::-1]
         rows = enumerate(zip(later.tensor.tolist(), later.use.tolist(), strict=True), len(first))
         self._later_row = {tensor_and_use: row for row, tensor_and_use in rows}
@@ -166,9 +166,9 @@ class Simulator:
                 raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
-        moves, later_row = ActionColumns.of(actions, self.trace), self._later_row
-        rows = [later_row.get((a.tensor, a.use_at), self._row[a.tensor]) for a in actions] if later_row else None
-        of = self._candidates.take(self._row[[a.tensor for a in actions]] if rows is None else np.array(rows, np.int64))
+        moves = ActionColumns.of(actions, self.trace)
+        rows = [self._later_row.get((action.tensor, action.use_at), self._row[action.tensor]) for action in actions]
+        of = self._candidates.take(np.array(rows, np.int64))
         _check_repeats(actions, of)
         use = of.use
         if rewritten is not None:

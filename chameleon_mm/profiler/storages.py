@@ -146,8 +146,8 @@ class StorageTable:
         self._held: list[_Ref] = []
         """Storages that were saved, not used yet, and held by somebody beside their handle when last polled."""
         self._held_after_use: dict[int, tuple[_Ref, int]] = {}
-        """What autograd was given at a use and somebody held when last polled, with the hook of the use, by the storage's
-        number."""
+        """Storages that autograd was given at a use and that somebody held when last polled, with the hook of the use, by the
+        storage's number."""
         self._expected: dict[int, _Expected] = {}
         self._num_expected = 0
         self._gone: list[_Expected] = []

@@ -246,7 +246,7 @@ def _tensors(source: PlannedStepData, timeline: Timeline, does: Mapping[int, _Do
     candidates = Candidates.of(trace)
     first_use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
     swaps = {action.tensor: action for action in plan.swaps if not action.again}
-    # What is no candidate is here for its action: it is held, or swapped between two uses alone.
+    # Tensors that are no candidates are here for their action: they are held, or swapped between two uses alone.
     numbers = list(dict.fromkeys((*first_use, *swaps, *(action.tensor for action in plan.held))))
     names, tick_us = names_of(trace, numbers, source.modules), timeline.tick_us
     arrives_us = {span.tensor: span.end_us for span in reversed(timeline.in_spans)}  # the first of several

@@ -65,9 +65,8 @@ class SavedStorage(DeviceCopy):
         that was written to raises anyway."""
         if self._device is None or self._device.nbytes() != self.nbytes:
             return False
-        for saved in self._saved_bytes:
-            probe = saved.probe
-            if probe.alias._version == probe.expected:  # written out: `moved` would be one more call at every hook
+        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
+            if saved.probe.alias._version == saved.probe.expected:
                 return True
         return False
 
@@ -89,11 +88,10 @@ class SavedStorage(DeviceCopy):
         """
         assert self.state is State.ON_DEVICE and self._device is not None
         context = self._context
-        is_whole = form is WHOLE  # as a rule
-        host_bytes = self.nbytes if is_whole else form.host_bytes(self.nbytes)
+        host_bytes = self.nbytes if form is WHOLE else form.host_bytes(self.nbytes)  # as a rule it is: two calls less
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
         try:
-            source = flat_bytes(self._device) if is_whole else form.source(self._device, self.alloc_stream)
+            source = flat_bytes(self._device) if form is WHOLE else form.source(self._device, self.alloc_stream)
         except BaseException:
             block.release()
             raise

@@ -1,6 +1,7 @@
 """Host time of a small model's step in a session that has nothing to swap, beside the same step without a session.
 
-each round: a new session, its warm-up, then a few steps; and as many without one   x no session = step / median step without
+each round: a new session, its warm-up, then a few steps; as many without one, and as many under hooks that do nothing, which is
+what autograd itself takes to call a hook                                     x no session = step / median step without
 
 A GPU waits for its host where the model is small: whatever the session takes of the host is then the user's. The model is an
 MLP with one norm, whose step takes a host a few milliseconds at most; nothing that it saves is large enough to be worth moving.
@@ -15,7 +16,9 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from chameleon_mm.bench._hooks_peers import IDENTITY, keep
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
 from chameleon_mm.bench._report import Bound, median_of
 from chameleon_mm.device.protocols import Device
@@ -23,6 +26,7 @@ from chameleon_mm.session import SwapSession
 
 MAX_RATIO = 1.03
 NO_SESSION, SESSION = "no session", "session, nothing to swap"
+WAYS = (NO_SESSION, IDENTITY, SESSION)
 WARMUP_STEPS, TIMED_STEPS = 12, 10
 WIDTH, ROWS = 128, 8
 
@@ -39,14 +43,15 @@ def small_step(device: Device, *, repeats: int, seed: int) -> tuple[Results, Bou
     table = Results("training", device, _COLUMNS)
     rows: dict[str, dict[str, Cell]]
     if device.simulated:
-        rows = {name: {column.key: _ON_A_SIMULATOR for column in _COLUMNS} for name in (NO_SESSION, SESSION)}
+        rows = {name: {column.key: _ON_A_SIMULATOR for column in _COLUMNS} for name in WAYS}
     else:
-        taken = interleave({name: partial(_sample, device, name, seed) for name in (NO_SESSION, SESSION)}, repeats=repeats)
-        pairs = zip(taken[SESSION], taken[NO_SESSION], strict=True)
+        taken = interleave({name: partial(_sample, device, name, seed) for name in WAYS}, repeats=repeats)
         figure = partial(Figure.of, simulated=False)
         rows = {name: {"step": figure([us / 1e3 for us in found], "ms")} for name, found in taken.items()}
-        rows[NO_SESSION]["ratio"] = Waived("it is what the session is compared with")
-        rows[SESSION]["ratio"] = figure([ours / plain for ours, plain in pairs], "x")
+        rows[NO_SESSION]["ratio"] = Waived("the others are compared with it")
+        for name in (IDENTITY, SESSION):
+            pairs = zip(taken[name], taken[NO_SESSION], strict=True)
+            rows[name]["ratio"] = figure([us / plain for us, plain in pairs], "x")
         table.notes.append(
             f"small model: an MLP of width {WIDTH} with a norm, {ROWS} rows, SGD; {WARMUP_STEPS} steps of warm-up"
         )
@@ -67,6 +72,9 @@ def _sample(device: Device, name: str, seed: int) -> float:
     x = torch.randn(ROWS, WIDTH, device=device.torch_device)
     if name == NO_SESSION:
         return _timed(device, partial(_step, model, optimizer, x))
+    if name == IDENTITY:
+        with saved_tensors_hooks(keep, keep):
+            return _timed(device, partial(_step, model, optimizer, x))
     session = SwapSession(device=device, model=model)
     with session.pool, session:
         return _timed(device, partial(_step_of, session, model, optimizer, x))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from chameleon_mm.bench import _light_share, _planned, _small_step, _training_peers, training
+from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._light_share import Sample, light_share
 from chameleon_mm.bench._llama import Block, RMSNorm, Rope, Shape, Stack
 from chameleon_mm.bench._measure import Figure, Waived
@@ -388,12 +389,19 @@ def test_the_share_is_that_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_models_step_is_compared_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = {NO_SESSION: [1000.0, 4000.0, 1000.0], SESSION: [1020.0, 4400.0, 1010.0]}
+    taken = {
+        NO_SESSION: [1000.0, 4000.0, 1000.0],
+        IDENTITY: [1010.0, 4040.0, 1200.0],
+        SESSION: [1020.0, 4400.0, 1010.0],
+    }
     monkeypatch.setattr(_small_step, "interleave", lambda ways, *, repeats: taken)
     table, bound = small_step(UnsimulatedDevice(), repeats=3, seed=0)
     assert bound.found == pytest.approx(1.02)
     assert bound.held
     assert isinstance(table.rows[0].cells["ratio"], Waived)
+    hooks = table.rows[1].cells["ratio"]
+    assert isinstance(hooks, Figure)
+    assert hooks.median == pytest.approx(1.01)
 
 
 def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPatch) -> None:

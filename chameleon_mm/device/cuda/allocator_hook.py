@@ -33,6 +33,7 @@ class CudaAllocatorHook:
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)
         self._index = index
+        self._total_bytes = int(torch.cuda.get_device_properties(index).total_memory)
         self._asked: tuple[int, int | None] | None = None
         self._set = (1 << 62, 0)
         self._history = False
@@ -63,7 +64,7 @@ class CudaAllocatorHook:
             return
         self._asked = limit_bytes, growth_bytes
         share = torch.cuda.get_per_process_memory_fraction(self._index)
-        limit = min(limit_bytes, int(share * torch.cuda.get_device_properties(self._index).total_memory))
+        limit = min(limit_bytes, int(share * self._total_bytes))
         growth = max(SEGMENT_BYTES, limit // 2 if growth_bytes is None else growth_bytes)
         self._set = limit, growth
         self._hook.set_limits(limit, growth, self._history)

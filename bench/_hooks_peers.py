@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._measure import undisturbed
+from chameleon_mm.bench._profiler_peers import keep
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.policy import LinkCost
@@ -237,8 +238,3 @@ def quiet(device: Device) -> Iterator[None]:
     with undisturbed():
         yield
         device.synchronize()
-
-
-def keep(t: Tensor) -> Tensor:
-    """The hook that does nothing, of a save and of a use."""
-    return t

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._llama import Shape, Stack, noise
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave
-from chameleon_mm.bench._profiler_peers import HOOKS, LIGHT
+from chameleon_mm.bench._profiler_peers import HOOKS, LIGHT, keep
 from chameleon_mm.bench._report import Bound, median_of
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
@@ -116,12 +116,8 @@ def _rows(taken: dict[str, list[Sample]]) -> dict[str, dict[str, Cell]]:
 
 
 def _hooks_alone(step: Callable[[], None]) -> None:
-    with saved_tensors_hooks(_keep, _keep):
+    with saved_tensors_hooks(keep, keep):
         step()
-
-
-def _keep(t: Tensor) -> Tensor:
-    return t
 
 
 class _Watcher:

@@ -120,7 +120,7 @@ def facts_of(step: Step) -> Facts:
         saved.append(t)
         return t
 
-    with PassThrough() as mode, saved_tensors_hooks(on_save, _keep):
+    with PassThrough() as mode, saved_tensors_hooks(on_save, keep):
         step()
     return Facts(len(saved), len({t.untyped_storage()._cdata for t in saved}), mode.count)
 
@@ -137,7 +137,8 @@ def _timed_us(device: Device, step: Step) -> float:
         return (time.process_time_ns() - start) / 1e3
 
 
-def _keep(t: Tensor) -> Tensor:
+def keep(t: Tensor) -> Tensor:
+    """The hook that does nothing, of a save and of a use."""
     return t
 
 
@@ -189,7 +190,7 @@ def _light(timed: Watch, known: dict[Step, StepRecord] | None, step: Step) -> fl
 
 
 def _pass_through(timed: Watch, step: Step) -> float:
-    with saved_tensors_hooks(_keep, _keep), PassThrough():
+    with saved_tensors_hooks(keep, keep), PassThrough():
         return timed(step)
 
 
@@ -209,7 +210,7 @@ def _torch_profiler(device: Device, timed: Watch, step: Step) -> float:
     if not device.simulated:
         activities.append(ProfilerActivity.CUDA)
     profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
-    with saved_tensors_hooks(_keep, _keep):
+    with saved_tensors_hooks(keep, keep):
         with _nothing_on_stderr():
             profiler.start()
         try:

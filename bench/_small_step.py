@@ -1,7 +1,9 @@
 """Host time of a small model's step in a session that has nothing to swap, beside the same step without a session.
 
-each round: a new session, its warm-up, then a few steps; as many without one, and as many under hooks that do nothing, which is
-what autograd itself takes to call a hook                                     x no session = step / median step without
+each round:     a new session, its warm-up, then a few steps; as many without one; as many under hooks that do nothing
+x no session  = step / step without a session in the same round, each the median of its few
+
+Hooks that do nothing show what autograd itself takes to call any.
 
 A GPU waits for its host where the model is small: whatever the session takes of the host is then the user's. The model is an
 MLP with one norm, whose step takes a host a few milliseconds at most; nothing that it saves is large enough to be worth moving.
@@ -18,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from chameleon_mm.bench._hooks_peers import IDENTITY, keep
+from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
+from chameleon_mm.bench._profiler_peers import keep
 from chameleon_mm.bench._report import Bound, median_of
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.session import SwapSession

@@ -23,14 +23,15 @@ from chameleon_mm.transfer import Move
 class DeviceCopy(SaveRecord):
     """A saved storage as far as its device copy goes."""
 
+    __slots__ = ("_block", "_context", "_device", "_lent", "_out", "form")
+
     may_be_lent = True
 
-    # Values of the class, for those that most saved storages never have: one is made at every save.
-    form: Form = WHOLE
+    form: Form
     """The form in which its bytes are off the device, from the copy out on."""
-    _lent: HeldStorage | None = None
-    _out: Move | None = None
-    _block: PinnedBlock | None = None
+    _lent: HeldStorage | None
+    _out: Move | None
+    _block: PinnedBlock | None
     """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
     not over."""
     _device: torch.UntypedStorage | None

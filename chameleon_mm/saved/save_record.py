@@ -27,22 +27,29 @@ if TYPE_CHECKING:
 class LastSave:
     """The step and hook in which a storage was saved last, shared by all records of the storage."""
 
-    storage: weakref.ref[torch.UntypedStorage]
-    epoch, hook = -1, 0
-    num_claims = 0
-    """Number of live claims on the storage."""
-    lent: weakref.ref[DeviceCopy] | None = None
-    """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
-    references, which the allocator does not know of."""
+    __slots__ = ("epoch", "hook", "lent", "num_claims", "storage")
+
+    def __init__(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
+        self.storage = storage
+        self.epoch, self.hook = -1, 0
+        self.num_claims = 0
+        """Number of live claims on the storage."""
+        self.lent: weakref.ref[DeviceCopy] | None = None
+        """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
+        references, which the allocator does not know of."""
 
 
 class SaveRecord:
     """The saves of one storage that share one copy of its bytes."""
 
+    __slots__ = (
+        "__weakref__", "_began_in", "_noted_in", "_saved_bytes", "_saved_nbytes", "alloc_stream", "copies", "epoch", "first",
+        "index", "is_held_for_recipes", "last_save", "nbytes", "op_is_over", "planned", "state", "storage_id", "swap_in_number",
+        "traced", "uses_left", "views",
+    )  # fmt: skip
+
     part: Part | None = None
     """Bytes of the storage that were saved; None: all of them."""
-    is_held_for_recipes = False
-    """Whether autograd saved none of it: it is there for what is made again from it."""
     gathered = False
     """Whether only the bytes of `part` are held, side by side: on the device as on the host."""
 
@@ -75,11 +82,12 @@ class SaveRecord:
         """Its record in the trace, where the step that saved it is recorded."""
         self.planned: StorageAction | None = None
         """Its action in the plan; None: no plan knows it."""
-        self.last_save = LastSave()
+        self.last_save = LastSave(self.first)
         """The latest save of the storage, shared with its other records."""
-        self.last_save.storage = self.first
         self._noted_in = -1
         """The last step in which the profiler saw a save of it."""
+        self.is_held_for_recipes = False
+        """Whether autograd saved none of it: it is there for what is made again from it."""
 
     # --- what others note
 

@@ -34,12 +34,15 @@ class SavedStorage(DeviceCopy):
     A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
     """
 
+    __slots__ = ("_arrived_on", "_checksum", "_in", "_read", "dtype", "latest")
+
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
         super().__init__(storage, saved, alloc_stream, epoch, index)
-        self._device, self._context = storage, context
+        self._device, self._context, self.form = storage, context, WHOLE
+        self._lent = self._out = self._block = None
         self.latest = self.first
         """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in
         made."""
@@ -253,10 +256,8 @@ class SavedStorage(DeviceCopy):
     # --- back
 
     def swap_in(self, compute: Stream) -> torch.UntypedStorage:
-        """Allocate on `compute` and queue the copy back, into the storage returned.
-
-        Raises `torch.OutOfMemoryError` or `TransferFailed` with nothing changed.
-        """
+        """Allocate on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
+        `TransferFailed` with nothing changed."""
         assert self.state is State.ON_HOST and self._block is not None and self._out is not None
         done_out = self._out.done
         assert done_out is not None, "device memory was reclaimed before its copy out was issued"
@@ -304,10 +305,8 @@ class SavedStorage(DeviceCopy):
         return self._device
 
     def drop_restored(self) -> None:
-        """Drop a device copy that the host still has: nothing has to be copied.
-
-        Raises `torch.OutOfMemoryError` with nothing changed where there is no memory for what of it stays.
-        """
+        """Drop a device copy that the host still has: nothing has to be copied. Raises `torch.OutOfMemoryError` with nothing
+        changed where there is no memory for what of it stays."""
         assert self.state in (State.SWAPPING_IN, State.RESTORED) and self._device is not None
         self.form.keep(self._device, self.alloc_stream)
         self._drop_restored()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -32,7 +33,11 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _STRIDED = torch.strided
 
 
-def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]]:
+_Save = Callable[[Tensor], Handle]
+_Use = Callable[[Handle], Tensor]
+
+
+def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """The two hooks of an executor, whose director is set. Dynamo compiles neither, nor what they call."""
     parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
     counts, recording, registry, totals = executor.hook_counts, executor.recording, parts.registry, executor.metrics.totals
@@ -107,14 +112,25 @@ def autograd_hooks(executor: Executor) -> tuple[Callable[[Tensor], Handle], Call
         return executor_use(handle)
 
     save, use = uncompiled(save), uncompiled(use)
+    if director.light is not None and device.torch_device.type == "cuda" and (planned := native.load("planned")) is not None:
+        save, use = _planned_hooks(planned, save, use, executor)
     stays = native.load("stays")
     if stays is None or plans != (director.light is not None):
         return save, use
     # Functions that C++ calls have no marked frame above them: each is marked itself.
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
-    native_hooks: tuple[Callable[[Tensor], Handle], Callable[[Handle], Tensor]] = stays.hooks(
+    native_hooks: tuple[_Save, _Use] = stays.hooks(
         save, use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors, limit,
         totals, is_protected, protected.refs, registry, director, director.light, small, add_small, uncompiled(capturing),
         KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks
+
+
+def _planned_hooks(helper: ModuleType, save: _Save, use: _Use, executor: Executor) -> tuple[_Save, _Use]:
+    """The hooks of planned steps by the C++ helper, which calls `save` and `use` where anything is not usual; these themselves
+    where every storage is unusual, as it is encoded or checked."""
+    if executor.parts.context.checksums is not None or executor.parts.outs.codecs:
+        return save, use
+    hooks: tuple[_Save, _Use] = helper.hooks(save, use, executor)
+    return hooks

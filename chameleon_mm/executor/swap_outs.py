@@ -66,7 +66,7 @@ class SwapOuts:
         self._budget = budget
         self._rule = rule
         self._thresholds = thresholds
-        self._codecs = codecs
+        self.codecs = codecs
         self._codec_rule = CodecRule(names=tuple(codec.name for codec in codecs))
         self._staging = staging
         self.fresh: deque[tuple[SavedStorage, OperatorNumber]] = deque()
@@ -167,7 +167,7 @@ class SwapOuts:
         try:
             if last_bytes < saved.nbytes:
                 saved.swap_out(PartialForm(saved.nbytes - last_bytes, self._context.streams))
-            elif not (self._codecs and self._went_encoded(saved)):
+            elif not (self.codecs and self._went_encoded(saved)):
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if last_bytes < saved.nbytes or not self._went_to_pageable(saved, refusal):
@@ -203,7 +203,7 @@ class SwapOuts:
     def swap_out_alone(self, saved: SavedStorage) -> None:
         """Queue its copy out alone; where the host takes no more it stays."""
         try:
-            if not (self._codecs and self._went_encoded(saved)):
+            if not (self.codecs and self._went_encoded(saved)):
                 saved.swap_out()
         except (HostMemoryExhausted, TransferFailed) as refusal:
             if not self._went_to_pageable(saved, refusal):
@@ -247,7 +247,7 @@ class SwapOuts:
         if saved.device.data_ptr() % UNIT_BYTES:
             return None
         dtype, totals = str(saved.dtype), self._context.metrics.totals
-        candidates = {codec.name: codec for codec in self._codecs if codec.applies_to(saved.dtype)}
+        candidates = {codec.name: codec for codec in self.codecs if codec.applies_to(saved.dtype)}
         name = self._codec_rule.choose(
             candidates,
             encoded={name: totals.encoded[name, dtype] for name in candidates},

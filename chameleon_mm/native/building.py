@@ -21,10 +21,10 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("stays", "reclaim", "memory")
+HELPERS = ("stays", "planned", "reclaim", "memory")
 """Names of the helpers, each of a source beside this file."""
 
-OF_CUDA = ("reclaim", "memory")
+OF_CUDA = ("planned", "reclaim", "memory")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")
@@ -128,7 +128,8 @@ def _command(compiler: str) -> list[str]:
 def _libraries(name: str) -> list[str]:
     """Options for the linker, and for the parts of a source that are for CUDA."""
     folder = Path(torch.__file__).parent / "lib"
-    of_cuda = ["-DWITH_CUDA", "-lc10_cuda"] if name in OF_CUDA and torch.version.cuda is not None else []
+    # Needed whether or not anything of it is called by name: it brings the runtime that torch uses.
+    of_cuda = ["-DWITH_CUDA", "-Wl,--no-as-needed", "-lc10_cuda"] if name in OF_CUDA and torch.version.cuda is not None else []
     return [f"-L{folder}", *of_cuda, "-ltorch_python", "-ltorch_cpu", "-lc10"]
 
 

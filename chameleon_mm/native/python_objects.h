@@ -11,9 +11,15 @@ struct Ref {  // one owned reference, possibly null
   Ref() = default;
   explicit Ref(PyObject* owned) : it(owned) {}
   Ref(const Ref&) = delete;
+  Ref(Ref&& other) noexcept : it(other.it) { other.it = nullptr; }
   Ref& operator=(const Ref&) = delete;
   ~Ref() { Py_XDECREF(it); }
   explicit operator bool() const { return it != nullptr; }
+  PyObject* taken() {  // the reference, which is the caller's from then on
+    PyObject* out = it;
+    it = nullptr;
+    return out;
+  }
 };
 
 // Forget an error that the Python function will meet again. Not an interrupt, which comes once: whoever finds it set returns null.

@@ -1,0 +1,227 @@
+// The records and handles of what autograd saves: SavedBytes, SavedStorage, Claim and SwappedView, made as their Python classes do.
+// A part of planned.cpp.
+
+// Note the thread and the number of its next differentiable operator: as `current_operator` tells them.
+void note_operator(Parts& p) {
+  p.thread = get_number(p.this_thread, n_number);
+  p.operators = (long long)at::sequence_number::peek();
+}
+
+PyObject* type_name(PyObject* argument, const at::Tensor& t) {  // Tensor.type(), which is one for all GPUs
+  static PyObject* names[(size_t)at::ScalarType::NumOptions] = {};
+  PyObject*& name = names[(size_t)t.scalar_type()];
+  if (!name) name = call_method(argument, n_type).taken();
+  return Py_NewRef(name);
+}
+
+PyObject* numbers(c10::IntArrayRef values) {
+  Ref tuple(need(PyTuple_New((Py_ssize_t)values.size())));
+  for (size_t i = 0; i < values.size(); i++) PyTuple_SET_ITEM(tuple.it, (Py_ssize_t)i, new_number(values[i]));
+  return tuple.taken();
+}
+
+Ref probe_of(PyObject* argument, const at::Tensor& t, PyObject* shape) {  // VersionProbe
+  Ref probe(Probe.make()), origin(Origin.make()), type(type_name(argument, t));
+  const auto& node = t.grad_fn();
+  give(origin.it, Origin._ref, PyWeakref_NewRef(argument, nullptr));
+  give(origin.it, Origin._name, PyUnicode_FromString(node ? node->name().c_str() : ""));
+  give(origin.it, Origin._node_number, node ? PyLong_FromUnsignedLongLong(node->sequence_nr()) : PyLong_FromLong(-1));
+  set_number(origin.it, Origin._output_nr, (long long)t.output_nr());
+  set_number(probe.it, Probe.expected, t._version()), give(probe.it, Probe.alias, alias_of(t));
+  give(probe.it, Probe._what, PyTuple_Pack(2, type.it, shape)), set(probe.it, Probe._origin, origin.it);
+  return probe;
+}
+
+// SavedBytes, of a tensor that covers all bytes from its first to its last.
+Ref bytes_of(PyObject* probe, PyObject* counter, const at::Tensor& t, PyObject* shape, PyObject* stride) {
+  Ref bytes(Bytes.make()), geometry(need(Py_BuildValue("(nOOL)", (Py_ssize_t)t.element_size(), shape, stride, (long long)t.storage_offset())));
+  const long long begin = t.storage_offset() * (long long)t.element_size();
+  set(bytes.it, Bytes.probe, probe), give(bytes.it, Bytes._counter, PyWeakref_NewRef(counter, nullptr));
+  set(bytes.it, Bytes._geometry, geometry.it), set(bytes.it, Bytes._solid, Py_True);
+  set_number(bytes.it, Bytes._begin, begin), set_number(bytes.it, Bytes._end, begin + (long long)t.nbytes());
+  return bytes;
+}
+
+// SavedStorage, of a storage that `t` covers, without a checksum.
+Ref record_of(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tensor& t, PyObject* epoch, PyObject* index) {
+  Ref made(Storage.make()), last(LastSave.make()), first(need(PyWeakref_NewRef(storage, nullptr))), id(need(PyLong_FromVoidPtr(storage)));
+  Ref nbytes(new_number((long long)t.storage().nbytes())), one(new_number(1)), none(new_number(-1));
+  PyObject* s = made.it;
+  give(s, Storage._saved_bytes, PyList_New(1));
+  PyList_SET_ITEM(field(s, Storage._saved_bytes), 0, Py_NewRef(bytes));
+  for (const auto at : {Storage._lent, Storage._out, Storage._block, Storage._checksum, Storage._in, Storage._read, Storage._arrived_on,
+                        Storage._began_in, Storage.traced, Storage.planned})
+    set(s, at, Py_None);
+  for (const auto at : {Storage.copies, Storage.views, Storage.uses_left}) set(s, at, one.it);
+  set(s, Storage.nbytes, nbytes.it), set(s, Storage._saved_nbytes, nbytes.it), set(s, Storage.epoch, epoch), set(s, Storage.index, index);
+  set(s, Storage.first, first.it), set(s, Storage.latest, first.it), set(s, Storage.storage_id, id.it);
+  set(s, Storage._device, storage), set(s, Storage._context, p.context), set(s, Storage.form, whole_form);
+  set(s, Storage.alloc_stream, p.main), set(s, Storage.state, State.on_device), set(s, Storage.last_save, last.it);
+  set(s, Storage.dtype, (PyObject*)torch::getTHPDtype(t.scalar_type())), set_number(s, Storage.swap_in_number, 0);
+  set(s, Storage.op_is_over, Py_False), set(s, Storage.is_held_for_recipes, Py_False), set(s, Storage._noted_in, none.it);
+  set(last.it, LastSave.storage, first.it), set(last.it, LastSave.epoch, none.it), set_number(last.it, LastSave.hook, 0);
+  set_number(last.it, LastSave.num_claims, 0), set(last.it, LastSave.lent, Py_None);
+  return made;
+}
+
+Ref claim_on(const Parts& p, PyObject* saved) {  // Claim
+  Ref claim(Claim.make()), end(End.make());
+  set(end.it, End.saved, saved), set(end.it, End.retire, p.on_claim_end);
+  set(claim.it, Claim.saved, saved), set(claim.it, Claim._end, end.it);
+  return claim;
+}
+
+// SwappedView
+Ref view_of(PyObject* claim, PyObject* probe, const at::Tensor& t, PyObject* shape, PyObject* stride, PyObject* saved_at) {
+  Ref view(View.make());
+  set(view.it, View.claim, claim), set(view.it, View.probe, probe), set(view.it, View.saved_at, saved_at);
+  set(view.it, View._dtype, (PyObject*)torch::getTHPDtype(t.scalar_type())), set(view.it, View._shape, shape);
+  set(view.it, View._stride, stride), set_number(view.it, View._offset, t.storage_offset());
+  set(view.it, View._conj, Py_False), set(view.it, View._neg, Py_False), set_number(view.it, View.swap_in_number, -1);
+  return view;
+}
+
+// SwappedView.rebuild, of what is neither conjugate nor negative.
+Ref rebuild(PyObject* handle, PyObject* storage) {
+  const at::Tensor& alias = THPVariable_Unpack(field(field(handle, View.probe), Probe.alias));
+  c10::SmallVector<int64_t, 6> all[2];
+  for (int i = 0; i < 2; i++) {
+    PyObject* tuple = field(handle, i ? View._stride : View._shape);
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tuple); k++) all[i].push_back(as_number(PyTuple_GET_ITEM(tuple, k)));
+  }
+  return Ref(view_over(storage_of(storage), alias, all[0], all[1], field_number(handle, View._offset)));
+}
+
+// Executor._count_use, in a step that follows its plan.
+void count_use(const Parts& p, PyObject* handle, PyObject* saved) {
+  if (equals(field(saved, Storage.epoch), get_number(p.registry, n_epoch))) {
+    put(p.executor, n__used_any, Py_True);
+    Ref current(get(p.order, n__current));
+    if (!PyDict_SetDefault(current.it, field(saved, Storage.index), Py_None)) throw Raised{};
+  }
+  PyObject* number = field(saved, Storage.swap_in_number);
+  if (field_number(handle, View.swap_in_number) != as_number(number))
+    set_number(saved, Storage.uses_left, field_number(saved, Storage.uses_left) - 1);
+  set(handle, View.swap_in_number, number);
+}
+
+// Whether `facts_of` has nothing to say of a tensor but its size, and all bytes from its first to its last are its own.
+bool is_plain(const Parts& p, const at::Tensor& t) {
+  static const c10::DispatchKeySet wrapped{
+      c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
+      c10::DispatchKey::Batched, c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot};
+  const auto* impl = t.unsafeGetTensorImpl();
+  if (!impl->has_storage() || t.is_inference() || t.layout() != c10::kStrided || t.is_nested() || t.is_quantized()) return false;
+  if (t._is_zerotensor() || t.is_conj() || t.is_neg() || t.key_set().has_any(wrapped) || impl->has_symbolic_sizes_strides()) return false;
+  if (!t.is_cuda() || t.device().index() != p.device_index || !t.is_non_overlapping_and_dense() || !t.numel()) return false;
+  const at::TensorBase& holder = t.is_view() ? t._base() : static_cast<const at::TensorBase&>(t);
+  if (holder.requires_grad() ? holder.is_leaf() : t.requires_grad()) return false;
+  return (long long)t.storage().nbytes() >= p.least_bytes;
+}
+
+bool is_protected(const Parts& p, PyObject* storage, PyObject* id) {
+  const int known = PyDict_Contains(p.protected_refs, id);
+  need(known);
+  return known && is_true(call(p.is_protected, storage).it);
+}
+
+// The live claim on all of a storage whose copy has the bytes of `t`: `Claims.find_whole`; null: there is none, or it takes Python.
+Ref shared_claim(PyObject* reference, PyObject* storage, PyObject* counter, const at::Tensor& t) {
+  Ref claim(call(reference));
+  if (Py_TYPE(claim.it) != Claim.type) return Ref();
+  PyObject* saved = field(claim.it, Claim.saved);
+  if (!Storage.made(saved) || call(field(saved, Storage.first)).it != storage) return Ref();
+  if ((size_t)field_number(saved, Storage._saved_nbytes) != t.storage().nbytes()) return Ref();
+  const long long begin = t.storage_offset() * (long long)t.element_size(), end = begin + (long long)t.nbytes();
+  PyObject* all = field(saved, Storage._saved_bytes);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); i++) {
+    PyObject *earlier = PyList_GET_ITEM(all, i), *probe = field(earlier, Bytes.probe);
+    if (has_moved(probe) || field_number(probe, Probe.expected) != (long long)t._version()) continue;
+    const bool covers = field(earlier, Bytes._solid) == Py_True && field_number(earlier, Bytes._begin) <= begin &&
+                        end <= field_number(earlier, Bytes._end);
+    if (covers && call(field(earlier, Bytes._counter)).it == counter) return claim;
+  }
+  return Ref();
+}
+
+// Executor._new_claim and what is noted of it.
+Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tensor& t) {
+  Ref epoch(get(p.registry, n_epoch)), index(get(p.registry, n_next_index)), key(need(PyTuple_Pack(2, epoch.it, index.it)));
+  Ref made(record_of(p, storage, bytes, t, epoch.it, index.it)), claim(claim_on(p, made.it));
+  PyObject *id = field(made.it, Storage.storage_id), *last = field(made.it, Storage.last_save);
+  Ref reference(need(PyWeakref_NewRef(claim.it, nullptr))), by(current_operator(p)), entry(need(PyTuple_Pack(2, made.it, by.it)));
+  need(PyDict_SetItem(get(p.registry, n__storages).it, key.it, made.it));
+  add_to(p.registry, n_next_index, 1), add_to(p.registry, n_of_epoch, 1);
+  put(p.executor, n__saved_any, Py_True);
+  append(get(p.outs, n_fresh).it, entry.it);
+  need(PyDict_SetItem(get(p.claims, n__last_saves).it, id, last));
+  set_number(last, LastSave.num_claims, 1);
+  need(PyDict_SetItem(get(p.claims, n_by_storage).it, id, reference.it));
+  return claim;
+}
+
+// PlanFollower.on_save, where a storage is saved for the first time in the step.
+void note_first_save(const Parts& p, const Step& step, PyObject* made, PyObject* hook, PyObject* epoch) {
+  set(made, Storage._noted_in, epoch);
+  need(PyDict_SetItem(get(p.director, n__first_saves).it, hook, made));
+  Ref actions(get(step.schedule.it, n_storage_actions)), storages(get(p.director, n__storages));
+  PyObject* action = PyDict_GetItemWithError(actions.it, hook);
+  if (!action) return;
+  set(made, Storage.planned, action);
+  need(PyDict_SetItem(storages.it, PyTuple_GET_ITEM(action, 0), made));
+}
+
+// What becomes of a save here: its handle; null without an error: it is Python's.
+Ref saved(Hooks* h, PyObject* argument) {
+  Parts& p = h->p;
+  if ((PyObject*)Py_TYPE(argument) != THPVariableClass) return Ref();
+  const at::Tensor& t = THPVariable_Unpack(argument);
+  if (!is_plain(p, t) || !is_here(h)) return Ref();
+  Ref counter(t.is_view() ? need(THPVariable_Wrap(t._base())) : Py_NewRef(argument)), storage(need(THPStorage_Wrap(t.storage())));
+  if ((PyObject*)Py_TYPE(counter.it) != THPVariableClass) return Ref();
+  Ref id(need(PyLong_FromVoidPtr(storage.it)));
+  if (is_protected(p, storage.it, id.it)) return Ref();
+  TriedLock lock(p);
+  if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
+  Step step;
+  if (!step.follows(p)) return Ref();
+  note_operator(p);
+
+  const long long epoch = get_number(p.registry, n_epoch);
+  Ref by_storage(get(p.claims, n_by_storage)), claim;
+  PyObject* reference = PyDict_GetItemWithError(by_storage.it, id.it);
+  long long since = NEW_STORAGE;
+  if (reference) {
+    claim.it = shared_claim(reference, storage.it, counter.it, t).taken();
+    if (!claim) return Ref();
+    PyObject *made = field(claim.it, Claim.saved), *last = field(made, Storage.last_save);
+    if (field_number(made, Storage._noted_in) != epoch || field_number(last, LastSave.epoch) != epoch) return Ref();
+    since = step.hook - field_number(last, LastSave.hook);
+  } else if (t.nbytes() != t.storage().nbytes() || PyDict_Contains(get(p.claims, n__last_saves).it, id.it)) {
+    return Ref();
+  }
+  if (!save_agrees(p, step, t, since)) return Ref();
+
+  Ref shape(get(argument, n_shape)), stride(numbers(t.strides())), probe(probe_of(argument, t, shape.it)), hook(new_number(step.hook));
+  if (claim) {
+    PyObject* made = field(claim.it, Claim.saved);
+    for (const auto at : {Storage.views, Storage.uses_left}) set_number(made, at, field_number(made, at) + 1);
+  } else {
+    claim.it = new_claim(p, storage.it, bytes_of(probe.it, counter.it, t, shape.it, stride.it).it, t).taken();
+  }
+  add_to(p.counts, n_saves, 1);
+  Ref over(finished(p)), made(Py_NewRef(field(claim.it, Claim.saved)));
+  PyObject* last = field(made.it, Storage.last_save);
+  Ref last_epoch(new_number(epoch));
+  set(last, LastSave.epoch, last_epoch.it), set(last, LastSave.hook, hook.it);
+  set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
+  Ref due(locate(p, step));
+  if (since == NEW_STORAGE) note_first_save(p, step, made.it, hook.it, last_epoch.it);
+  Ref back(carry_out(p, due.it, over.it));
+  check_memory(p, step);
+  prefetch_planned(p, back.it);
+  Ref saved_at(need(Py_BuildValue("(LO)", epoch, hook.it)));
+  Ref view(view_of(claim.it, probe.it, t, shape.it, stride.it, saved_at.it));
+  lock.finish();
+  return view;
+}

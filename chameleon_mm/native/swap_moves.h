@@ -1,0 +1,304 @@
+// The way of one saved storage out and back, as saved/saved_storage.py and transfer/copy_queue.py have it, without the interpreter.
+//
+// Each function stands for the Python function that its comment names. One that returns a truth value has changed nothing where that
+// is false: then the Python function is called. All rules of order are those of Python, and are said at the same places.
+#pragma once
+
+#include "swap_device.h"
+
+#include <ATen/SequenceNumber.h>
+
+#include <algorithm>
+
+namespace swap {
+
+#define SWAP_PARTS(X)                                                                                                     \
+  X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
+  X(registry) X(claims) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock) X(queue_out)           \
+  X(queue_in) X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
+  X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
+  X(profiler_is_on) X(compiler) X(deque) X(hook_actions) X(main)
+
+// What the hooks of one session work with.
+struct Parts {
+#define PART(name) PyObject* name = nullptr;
+  SWAP_PARTS(PART)
+#undef PART
+  long long least_bytes = 0;
+  int device_index = 0;
+  int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`
+  void* main_handle = nullptr;
+  long long thread = 0, operators = 0;  // of the hook that runs: as `current_operator` has them
+};
+
+class Locked {  // a lock, waited for
+ public:
+  explicit Locked(PyObject* lock) : lock_(lock) { call_method(lock, n_acquire); }
+  ~Locked() {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Ref done(PyObject_CallMethodNoArgs(lock_, n_release));
+    if (!done) PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  PyObject* lock_;
+};
+
+inline Py_ssize_t size_of(PyObject* container) {
+  const Py_ssize_t size = PyObject_Size(container);
+  if (size < 0) throw Raised{};
+  return size;
+}
+
+inline Ref front_of(PyObject* deque) { return Ref(need(PySequence_GetItem(deque, 0))); }
+
+inline void append(PyObject* deque, PyObject* it) { call_method(deque, n_append, it); }
+
+// Whether the error that is set is one of `kind`, which is forgotten then. Another one is thrown.
+inline void forgive(PyObject* kind) {
+  if (!PyErr_ExceptionMatches(kind)) throw Raised{};
+  PyErr_Clear();
+}
+
+// ----------------------------------------------------------------------------------------------------------------- copy queues
+
+// CopyQueue._hand_over_piece, of a move that is not timed.
+inline bool hand_over_piece(PyObject* queue, PyObject* move) {
+  PyObject *dst = field(move, Move.dst), *src = field(move, Move.src);
+  if (field(move, Move.timed) != Py_False || !THPVariable_Check(dst) || !THPVariable_Check(src)) return false;
+  Ref stream(get(queue, n_stream)), running(get(queue, n__running)), queued(get(queue, n_queued));
+  if (!Stream.made(stream.it)) return false;
+  const long long begin = field_number(move, Move.next_byte), nbytes = field_number(move, Move.nbytes);
+  const long long end = std::min(begin + get_number(queue, n__piece_bytes), nbytes);
+  Ref done;
+  try {
+    PyObject* after = field(move, Move.after);
+    for (Py_ssize_t i = 0; begin == 0 && i < PyTuple_GET_SIZE(after); i++)
+      wait(stream.it, PyTuple_GET_ITEM(after, i));  // orders the copy after its source was written and its destination's last use
+    char* to = (char*)THPVariable_Unpack(dst).data_ptr() + begin;
+    const char* from = (const char*)THPVariable_Unpack(src).data_ptr() + begin;
+    if (end > begin) copy(stream.it, to, from, end - begin);
+    done.it = record(stream.it);  // orders the reuse of both buffers after this piece
+  } catch (const Raised&) {
+    forgive(PyExc_RuntimeError);  // Python asks the device again, and does what is to be done when it refuses
+    return false;
+  }
+  if (begin == 0) give(move, Move.after, PyTuple_New(0));
+  set_number(move, Move.next_byte, end);
+  append(running.it, done.it);
+  if (end < nbytes) return true;
+  set(move, Move.done, done.it);
+  if (size_of(queued.it) && front_of(queued.it).it == move) {
+    set(move, Move.dst, Py_None), set(move, Move.src, Py_None);
+    call_method(queued.it, n_popleft);
+  } else {
+    call_method(queue, n__dequeue, move);
+  }
+  return true;
+}
+
+// CopyQueue.hand_over
+inline void hand_over(PyObject* queue) {
+  Ref queued(get(queue, n_queued)), running(get(queue, n__running));
+  const long long limit = get_number(queue, n__limit), batched_below = get_number(queue, n__batch_below_bytes);
+  while (size_of(queued.it)) {
+    while (size_of(running.it) && is_complete(front_of(running.it).it)) call_method(running.it, n_popleft);
+    if (size_of(running.it) >= limit) return;
+    Ref front(front_of(queued.it));
+    const bool alone = size_of(queued.it) == 1 || field_number(front.it, Move.nbytes) >= batched_below;
+    if (!alone || !hand_over_piece(queue, front.it)) call_method(queue, n__hand_over_front);
+  }
+}
+
+// CopyQueue.submit, of a new move between these buffers, once these events are complete.
+inline Ref submit(const Parts& p, PyObject* queue, PyObject* dst, PyObject* src, PyObject* after, long long nbytes) {
+  Ref move(Move.make());
+  set(move.it, Move.dst, dst), set(move.it, Move.src, src), set(move.it, Move.after, after), set_number(move.it, Move.nbytes, nbytes);
+  set_number(move.it, Move.next_byte, 0), set(move.it, Move.timed, Py_False), set(move.it, Move.done, Py_None);
+  set(move.it, Move.cancelled, Py_False), set(move.it, Move.failed, Py_False), give(move.it, Move.pieces, PyObject_CallNoArgs(p.deque));
+  Locked lock(p.copy_lock);
+  append(get(queue, n_queued).it, move.it);
+  try {
+    hand_over(queue);
+  } catch (const Raised&) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Ref failed(PyObject_CallMethodOneArg(queue, n__fail, move.it));  // the caller never learns of it, and gives both buffers to others
+    if (!failed) PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    throw;
+  }
+  return move;
+}
+
+// CopyQueue.issue, and `issue_in_order` of a move that is next or handed over.
+inline Ref issue(const Parts& p, PyObject* queue, PyObject* move, bool in_order) {
+  Locked lock(p.copy_lock);
+  if (in_order && field(move, Move.done) == Py_None) {
+    Ref queued(get(queue, n_queued));
+    if (!size_of(queued.it) || front_of(queued.it).it != move) return call_method(queue, n_issue_in_order, move);
+  }
+  if (field(move, Move.failed) != Py_False) return call_method(queue, n_issue, move);
+  while (field(move, Move.done) == Py_None)
+    if (!hand_over_piece(queue, move)) call_method(queue, n__hand_over_piece, move);
+  return Ref(Py_NewRef(field(move, Move.done)));
+}
+
+// ------------------------------------------------------------------------------------------------------------- saved storages
+
+inline bool moves_whole(const Parts& p, PyObject* saved) {
+  return Storage.made(saved) && field(saved, Storage._lent) == Py_None && field(saved, Storage.form) == whole_form &&
+         field(saved, Storage.alloc_stream) == p.main;
+}
+
+inline long long version_of(PyObject* t) {
+  if (!THPVariable_Check(t)) throw Raised{};
+  return THPVariable_Unpack(t)._version();
+}
+
+inline bool has_moved(PyObject* probe) {  // VersionProbe.moved
+  return version_of(field(probe, Probe.alias)) != field_number(probe, Probe.expected);
+}
+
+inline const c10::Storage& storage_of(PyObject* storage) { return THPStorage_Unpack(storage); }
+
+inline bool is_copyable(PyObject* saved) {  // SavedStorage.is_copyable
+  PyObject* device = field(saved, Storage._device);
+  if (device == Py_None || (long long)storage_of(device).nbytes() != field_number(saved, Storage.nbytes)) return false;
+  PyObject* all = field(saved, Storage._saved_bytes);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); i++)
+    if (!has_moved(field(PyList_GET_ITEM(all, i), Bytes.probe))) return true;
+  return false;
+}
+
+// calling_thread.call_site
+inline Ref call_site(const Parts& p) {
+  PyFrameObject* frame = PyEval_GetFrame();
+  if (!frame) return Ref(Py_NewRef(Py_None));
+  Ref code((PyObject*)PyFrame_GetCode(frame));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p.of_hooks); i++) {
+    const Py_ssize_t starts = PyUnicode_Tailmatch(
+        ((PyCodeObject*)code.it)->co_filename, PyTuple_GET_ITEM(p.of_hooks, i), 0, PY_SSIZE_T_MAX, -1);
+    if (starts) return call(p.call_site);
+  }
+  Ref id(need(PyLong_FromVoidPtr(frame))), instruction(new_number(PyFrame_GetLasti(frame)));
+  return Ref(need(PyTuple_Pack(2, id.it, instruction.it)));
+}
+
+inline Ref current_operator(const Parts& p) { return Ref(need(Py_BuildValue("(LL)", p.thread, p.operators))); }
+
+// SwapOuts.swap_out_planned, of a storage that moves as it is, in a step that is not timed.
+inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_bytes) {
+  if (!moves_whole(p, saved)) return false;
+  const bool may = field(saved, Storage.state) == State.on_device && field(saved, Storage.op_is_over) == Py_True;
+  if (!may || !is_copyable(saved)) return true;
+  const long long nbytes = field_number(saved, Storage.nbytes);
+  if (last_bytes < nbytes) return false;
+  Ref move, block(PyObject_CallMethodOneArg(p.pool, n_allocate, field(saved, Storage.nbytes)));
+  if (!block) {
+    forgive(PyExc_RuntimeError);  // as the pool is full: Python asks again, and does what is to be done then
+    return false;
+  }
+  if (!PyObject_TypeCheck(block.it, Block.type)) return false;
+  const at::Tensor& memory = THPVariable_Unpack(field(block.it, Block._memory));
+  const long long start = memory.storage_offset() + field_number(block.it, Block._start);
+  Ref dst(flat(memory.storage(), c10::DispatchKey::CPU, start, nbytes));
+  Ref src(flat(storage_of(field(saved, Storage._device)), c10::DispatchKey::CUDA, 0, nbytes));
+  // Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
+  PyObject* pending = field(block.it, Block.pending_events);
+  Ref after(need(PyTuple_New(1 + PyTuple_GET_SIZE(pending))));
+  PyTuple_SET_ITEM(after.it, 0, record(p.main));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pending); i++) PyTuple_SET_ITEM(after.it, i + 1, Py_NewRef(PyTuple_GET_ITEM(pending, i)));
+  Ref out(submit(p, p.queue_out, dst.it, src.it, after.it, nbytes));
+  if (field(out.it, Move.failed) != Py_False) {
+    call_method(block.it, n_release);
+    return false;  // Python tries it once more, and does what is to be done when it is refused
+  }
+  set(saved, Storage._block, block.it), set(saved, Storage._out, out.it);
+  add_to(p.totals, n_bytes_swapped_out, nbytes);
+  Ref operator_(current_operator(p)), site(call_site(p));
+  give(saved, Storage._began_in, PyTuple_Pack(2, operator_.it, site.it));
+  set(saved, Storage.state, State.swapping_out);
+  append(get(p.planned_queue, n_entries).it, saved);
+  add_to(p.planned_queue, n_pending_bytes, nbytes);
+  Ref lending(get(p.budget, n_lending));
+  if (lending.it != Py_None) append(get(lending.it, n__waiting).it, saved);
+  return true;
+}
+
+// SavedStorage.reclaim in the plan's order, in a step that is not timed.
+inline bool reclaim(const Parts& p, PyObject* saved) {
+  if (!moves_whole(p, saved)) return false;
+  PyObject* out = field(saved, Storage._out);
+  if (!Move.made(out)) return false;
+  try {
+    Ref done(issue(p, p.queue_out, out, true));
+    wait(p.main, done.it);  // Note [Reclaim]: the next owner of the device memory comes after the copy
+  } catch (const Raised&) {
+    forgive(PyExc_RuntimeError);
+    return false;
+  }
+  set(saved, Storage._device, Py_None);
+  add_to(p.totals, n_bytes_reclaimed, field_number(saved, Storage.nbytes));
+  set(saved, Storage.state, field(saved, Storage._block) == Py_None ? State.retired : State.on_host);
+  return true;
+}
+
+inline long long allocated_size(long long nbytes) { return (nbytes + 511) / 512 * 512; }  // units.allocated_size
+
+// SwapIns.prefetch: SavedStorage.swap_in and what is noted of it.
+inline bool prefetch(const Parts& p, PyObject* saved) {
+  PyObject *block = field(saved, Storage._block), *out = field(saved, Storage._out);
+  if (!PyObject_TypeCheck(block, Block.type) || !Move.made(out) || field(out, Move.done) == Py_None) return false;
+  const long long nbytes = field_number(saved, Storage.nbytes);
+  at::Tensor whole;
+  try {
+    whole = at::empty({nbytes}, at::TensorOptions(at::kByte).device(at::kCUDA, p.device_index));
+  } catch (const c10::OutOfMemoryError&) {
+    return false;
+  }
+  Ref dst(need(THPVariable_Wrap(whole))), storage(need(THPStorage_Wrap(whole.storage())));
+  const at::Tensor& memory = THPVariable_Unpack(field(block, Block._memory));
+  Ref src(flat(memory.storage(), c10::DispatchKey::CPU, memory.storage_offset() + field_number(block, Block._start), nbytes));
+  // Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be complete before
+  // the host copy is read.
+  Ref owner_is_done(record(p.main)), after(need(PyTuple_Pack(2, owner_is_done.it, field(out, Move.done))));
+  Ref back(submit(p, p.queue_in, dst.it, src.it, after.it, nbytes));
+  if (field(back.it, Move.failed) != Py_False) return true;  // nobody needs it yet
+  set(saved, Storage._in, back.it), set(saved, Storage._device, storage.it), set(saved, Storage.alloc_stream, p.main);
+  give(saved, Storage.latest, PyWeakref_NewRef(storage.it, nullptr)), set(saved, Storage._arrived_on, Py_None);
+  set_number(saved, Storage.swap_in_number, field_number(saved, Storage.swap_in_number) + 1);
+  set(saved, Storage.uses_left, field(saved, Storage.views));
+  set(saved, Storage.state, State.swapping_in);
+  add_to(p.totals, n_bytes_swapped_in, nbytes), add_to(p.totals, n_prefetches, 1);
+  add_to(p.budget, n__taken, allocated_size(nbytes)), add_to(p.budget, n__allocated, allocated_size(nbytes));
+  return true;
+}
+
+// SwapIns._restore_held, of what is on the device or on its way there: SavedStorage.arrive. Null: it is Python's.
+inline Ref restore(const Parts& p, PyObject* saved) {
+  if (!moves_whole(p, saved)) return Ref();
+  PyObject *state = field(saved, Storage.state), *device = field(saved, Storage._device);
+  if (device == Py_None) return Ref();
+  if (state == State.swapping_in || state == State.restored) {
+    PyObject* move = field(saved, Storage._in);
+    if (!Move.made(move) || field(move, Move.failed) != Py_False || field(saved, Storage._block) == Py_None) return Ref();
+    Ref arrived(issue(p, p.queue_in, move, false));
+    set(saved, Storage._read, arrived.it);
+    if (field(saved, Storage._arrived_on) != p.main) {
+      if (!is_complete(arrived.it)) wait(p.main, arrived.it);  // Note [Swap-in]: use after the bytes are there
+      set(saved, Storage._arrived_on, p.main);
+    }
+    set(saved, Storage.state, State.restored);
+  } else if (state != State.on_device) {
+    return Ref();
+  }
+  add_to(p.totals, n_uses_on_device, 1);
+  return Ref(Py_NewRef(device));
+}
+
+}  // namespace swap

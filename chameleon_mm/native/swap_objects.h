@@ -1,0 +1,240 @@
+// Python objects that the hooks of a planned step read and write: attributes by name, fields of the classes that have slots.
+#pragma once
+
+#include "python_objects.h"
+
+#include <structmember.h>
+
+namespace swap {
+
+using python_objects::forget_error;
+using python_objects::Ref;
+using python_objects::slot;
+using python_objects::to_number;
+
+struct Raised {};  // an error of Python's is set
+
+inline PyObject* need(PyObject* owned) {
+  if (!owned) throw Raised{};
+  return owned;
+}
+
+inline void need(int status) {
+  if (status < 0) throw Raised{};
+}
+
+inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
+
+// Names of attributes and methods, interned once.
+#define SWAP_NAMES(X)                                                                                                      \
+  X(_OF_HOOKS) X(__contains__) X(_allocated) X(_batch_below_bytes) X(_checked_at) X(_count_use) X(_counted) X(_cumulative) \
+  X(_cumulative_at_begin) X(_current) X(_current_autograd_node) X(_cursor) X(_dequeue) X(_diverged) X(_due) X(_epoch)      \
+  X(_fail) X(_first_saves) X(_growing) X(_growth_bytes) X(_had_plan) X(_hand_over_front) X(_hand_over_piece) X(_in)        \
+  X(_known) X(_last_saves) X(_least_bytes) X(_limit) X(_limits) X(_lock) X(_make_room) X(_memory) X(_out) X(_pack_waiting) \
+  X(_piece_bytes) X(_plan_forecast) X(_planned) X(_profiler_is_on) X(_reached) X(_read_allocated) X(_recorder)             \
+  X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_schedule) X(_seen) X(_small) X(_steps) X(_storages) X(_taken)    \
+  X(_unused) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate) X(allocated_until) X(append)           \
+  X(at_rest_until) X(budget) X(by_storage) X(bytes_reclaimed) X(bytes_swapped_in) X(bytes_swapped_out) X(call_site)        \
+  X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(ended) \
+  X(entries) X(epoch) X(errors) X(followed) X(forecast) X(fresh) X(get_eval_frame_callback) X(growth) X(growth_bytes)      \
+  X(hand_over_all_out) X(hbm_budget_bytes) X(headroom) X(highest_forecast) X(hook_counts) X(hook_lock) X(index) X(ins)     \
+  X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes)               \
+  X(memory_is_short) X(memory_limit) X(metrics) X(nbytes) X(next_index) X(number) X(of_epoch) X(on_claim_end) X(order)     \
+  X(out_at) X(outs) X(parts) X(peak_seen_bytes) X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by)             \
+  X(prefetch_after) X(prefetch_planned) X(prefetches) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim)           \
+  X(reclaim_complete) X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle)      \
+  X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) X(streams) X(swap_out) X(swap_out_planned)        \
+  X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(uses_on_device) X(wait)
+#define DECLARE(name) inline PyObject* n_##name = nullptr;
+SWAP_NAMES(DECLARE)
+#undef DECLARE
+
+inline bool intern_names() {
+#define INTERN(name) \
+  if (!n_##name && !(n_##name = PyUnicode_InternFromString(#name))) return false;
+  SWAP_NAMES(INTERN)
+#undef INTERN
+  return true;
+}
+
+// --- attributes
+
+inline Ref get(PyObject* of, PyObject* name) { return Ref(need(PyObject_GetAttr(of, name))); }
+
+inline void put(PyObject* of, PyObject* name, PyObject* value) { need(PyObject_SetAttr(of, name, value)); }
+
+inline long long as_number(PyObject* number) {
+  long long value = 0;
+  if (!to_number(number, value)) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "planned hooks: expected a whole number, got %R", number);
+    throw Raised{};
+  }
+  return value;
+}
+
+inline long long get_number(PyObject* of, PyObject* name) { return as_number(get(of, name).it); }
+
+inline PyObject* new_number(long long value) { return need(PyLong_FromLongLong(value)); }
+
+inline void put_number(PyObject* of, PyObject* name, long long value) { put(of, name, Ref(new_number(value)).it); }
+
+inline void add_to(PyObject* of, PyObject* name, long long more) { put_number(of, name, get_number(of, name) + more); }
+
+inline bool is_true(PyObject* it) {
+  const int truth = PyObject_IsTrue(it);
+  need(truth);
+  return truth != 0;
+}
+
+inline bool get_truth(PyObject* of, PyObject* name) { return is_true(get(of, name).it); }
+
+// --- calls
+
+template <typename... Arguments>
+Ref call(PyObject* function, Arguments... arguments) {
+  PyObject* all[] = {nullptr, arguments...};
+  return Ref(need(PyObject_Vectorcall(function, all + 1, sizeof...(arguments) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)));
+}
+
+template <typename... Arguments>
+Ref call_method(PyObject* of, PyObject* name, Arguments... arguments) {
+  PyObject* all[] = {of, arguments...};
+  return Ref(need(PyObject_VectorcallMethod(name, all, (1 + sizeof...(arguments)) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)));
+}
+
+// --- fields of classes with slots: the class, and where in an object each is
+
+inline Py_ssize_t offset_of(PyObject* type, const char* name) {
+  Ref descriptor(need(PyObject_GetAttrString(type, name)));
+  if (Py_TYPE(descriptor.it) != &PyMemberDescr_Type) {
+    PyErr_Format(PyExc_TypeError, "planned hooks: expected a slot named %s, got %R", name, descriptor.it);
+    throw Raised{};
+  }
+  return ((PyMemberDescrObject*)descriptor.it)->d_member->offset;
+}
+
+inline PyObject* class_of(const char* module, const char* name) {
+  Ref found(need(PyImport_ImportModule(module)));
+  return need(PyObject_GetAttrString(found.it, name));
+}
+
+#define SLOTTED(Name, module, name, FIELDS)                                \
+  struct Name {                                                            \
+    PyTypeObject* type = nullptr;                                          \
+    FIELDS(SLOTTED_OFFSET)                                                 \
+    void load() {                                                          \
+      PyObject* found = class_of("chameleon_mm." module, name);            \
+      FIELDS(SLOTTED_FIND)                                                 \
+      type = (PyTypeObject*)found;                                         \
+    }                                                                      \
+    bool made(PyObject* it) const { return Py_TYPE(it) == type; }          \
+    PyObject* make() const { return need(type->tp_alloc(type, 0)); }       \
+  };
+#define SLOTTED_OFFSET(field) Py_ssize_t field = 0;
+#define SLOTTED_FIND(field) field = offset_of(found, #field);
+
+#define STORAGE_FIELDS(X)                                                                                                      \
+  X(_arrived_on) X(_began_in) X(_block) X(_checksum) X(_context) X(_device) X(_in) X(_lent) X(_noted_in) X(_out) X(_read)     \
+  X(_saved_bytes) X(_saved_nbytes) X(alloc_stream) X(copies) X(dtype) X(epoch) X(first) X(form) X(index)                      \
+  X(is_held_for_recipes) X(last_save) X(latest) X(nbytes) X(op_is_over) X(planned) X(state) X(storage_id) X(swap_in_number)   \
+  X(traced) X(uses_left) X(views)
+SLOTTED(StorageClass, "saved.saved_storage", "SavedStorage", STORAGE_FIELDS)
+
+#define LAST_SAVE_FIELDS(X) X(epoch) X(hook) X(lent) X(num_claims) X(storage)
+SLOTTED(LastSaveClass, "saved.save_record", "LastSave", LAST_SAVE_FIELDS)
+
+#define PROBE_FIELDS(X) X(_origin) X(_what) X(alias) X(expected)
+SLOTTED(ProbeClass, "saved.version", "VersionProbe", PROBE_FIELDS)
+
+#define ORIGIN_FIELDS(X) X(_name) X(_node_number) X(_output_nr) X(_ref)
+SLOTTED(OriginClass, "saved.version", "Origin", ORIGIN_FIELDS)
+
+#define BYTES_FIELDS(X) X(_begin) X(_counter) X(_end) X(_geometry) X(_solid) X(probe)
+SLOTTED(BytesClass, "saved.version", "SavedBytes", BYTES_FIELDS)
+
+#define CLAIM_FIELDS(X) X(_end) X(saved)
+SLOTTED(ClaimClass, "saved.claims", "Claim", CLAIM_FIELDS)
+
+#define END_FIELDS(X) X(retire) X(saved)
+SLOTTED(EndClass, "saved.claims", "_End", END_FIELDS)
+
+#define VIEW_FIELDS(X) X(_conj) X(_dtype) X(_neg) X(_offset) X(_shape) X(_stride) X(claim) X(probe) X(saved_at) X(swap_in_number)
+SLOTTED(ViewClass, "saved.handles", "SwappedView", VIEW_FIELDS)
+
+#define MOVE_FIELDS(X) X(after) X(cancelled) X(done) X(dst) X(failed) X(nbytes) X(next_byte) X(pieces) X(src) X(timed)
+SLOTTED(MoveClass, "transfer.copy_queue", "Move", MOVE_FIELDS)
+
+#define EVENT_FIELDS(X) X(raw) X(timed)
+SLOTTED(EventClass, "device.cuda.stream", "CudaEvent", EVENT_FIELDS)
+
+#define STREAM_FIELDS(X) X(_device) X(_handle) X(raw)
+SLOTTED(StreamClass, "device.cuda.stream", "CudaStream", STREAM_FIELDS)
+
+#define BLOCK_FIELDS(X) X(_memory) X(_start) X(nbytes) X(pending_events)
+SLOTTED(BlockClass, "pinned.block", "PinnedBlock", BLOCK_FIELDS)
+
+#define CURSOR_FIELDS(X) X(_at) X(_due) X(_hooks) X(next_hook)
+SLOTTED(CursorClass, "adaptive.hook_schedule", "ScheduleCursor", CURSOR_FIELDS)
+
+#define LIGHT_FIELDS(X) X(_features) X(_last_used) X(_number) X(num_hooks)
+SLOTTED(LightClass, "profiler.light", "LightProfiler", LIGHT_FIELDS)
+
+struct States {
+  PyObject *on_device, *swapping_out, *on_host, *swapping_in, *restored, *retired;
+  void load() {
+    Ref state(class_of("chameleon_mm.saved.state", "State"));
+    auto find = [&](const char* name) { return need(PyObject_GetAttrString(state.it, name)); };
+    on_device = find("ON_DEVICE"), swapping_out = find("SWAPPING_OUT"), on_host = find("ON_HOST");
+    swapping_in = find("SWAPPING_IN"), restored = find("RESTORED"), retired = find("RETIRED");
+  }
+};
+
+inline StorageClass Storage;
+inline LastSaveClass LastSave;
+inline ProbeClass Probe;
+inline OriginClass Origin;
+inline BytesClass Bytes;
+inline ClaimClass Claim;
+inline EndClass End;
+inline ViewClass View;
+inline MoveClass Move;
+inline EventClass Event;
+inline StreamClass Stream;
+inline BlockClass Block;
+inline CursorClass Cursor;
+inline LightClass Light;
+inline States State;
+inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
+
+inline void load_classes() {
+  if (whole_form) return;
+  Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load();
+  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), State.load();
+  nothing_due = class_of("chameleon_mm.adaptive.plan_follower", "_NOTHING_DUE");
+  whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
+}
+
+// A field that is set; borrowed.
+inline PyObject* field(PyObject* of, Py_ssize_t at) {
+  PyObject* it = slot(of, at);
+  if (!it) {
+    PyErr_Format(PyExc_AttributeError, "planned hooks: expected a %s that is whole, got one with an empty slot", Py_TYPE(of)->tp_name);
+    throw Raised{};
+  }
+  return it;
+}
+
+inline long long field_number(PyObject* of, Py_ssize_t at) { return as_number(field(of, at)); }
+
+// Set a field; takes the reference.
+inline void give(PyObject* to, Py_ssize_t at, PyObject* owned) {
+  PyObject* before = slot(to, at);
+  slot(to, at) = need(owned);
+  Py_XDECREF(before);
+}
+
+inline void set(PyObject* of, Py_ssize_t at, PyObject* value) { give(of, at, Py_NewRef(value)); }
+
+inline void set_number(PyObject* of, Py_ssize_t at, long long value) { give(of, at, PyLong_FromLongLong(value)); }
+
+}  // namespace swap

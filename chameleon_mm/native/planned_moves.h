@@ -4,59 +4,13 @@
 // is false: then the Python function is called. All rules of order are those of Python, and are said at the same places.
 #pragma once
 
-#include "swap_device.h"
+#include "planned_lending.h"
 
 #include <ATen/SequenceNumber.h>
 
 #include <algorithm>
 
 namespace swap {
-
-#define SWAP_PARTS(X)                                                                                                     \
-  X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
-  X(registry) X(claims) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock) X(queue_out)           \
-  X(queue_in) X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
-  X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
-  X(profiler_is_on) X(compiler) X(deque) X(hook_actions) X(main)
-
-// What the hooks of one session work with.
-struct Parts {
-#define PART(name) PyObject* name = nullptr;
-  SWAP_PARTS(PART)
-#undef PART
-  long long least_bytes = 0;
-  int device_index = 0;
-  int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`
-  void* main_handle = nullptr;
-  long long thread = 0, operators = 0;  // of the hook that runs: as `current_operator` has them
-};
-
-class Locked {  // a lock, waited for
- public:
-  explicit Locked(PyObject* lock) : lock_(lock) { call_method(lock, n_acquire); }
-  ~Locked() {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    Ref done(PyObject_CallMethodNoArgs(lock_, n_release));
-    if (!done) PyErr_Clear();
-    PyErr_Restore(type, value, traceback);
-  }
-  Locked(const Locked&) = delete;
-  Locked& operator=(const Locked&) = delete;
-
- private:
-  PyObject* lock_;
-};
-
-inline Py_ssize_t size_of(PyObject* container) {
-  const Py_ssize_t size = PyObject_Size(container);
-  if (size < 0) throw Raised{};
-  return size;
-}
-
-inline Ref front_of(PyObject* deque) { return Ref(need(PySequence_GetItem(deque, 0))); }
-
-inline void append(PyObject* deque, PyObject* it) { call_method(deque, n_append, it); }
 
 // Whether the error that is set is one of `kind`, which is forgotten then. Another one is thrown.
 inline void forgive(PyObject* kind) {
@@ -108,6 +62,17 @@ inline void hand_over(PyObject* queue) {
   while (size_of(queued.it)) {
     while (size_of(running.it) && is_complete(front_of(running.it).it)) call_method(running.it, n_popleft);
     if (size_of(running.it) >= limit) return;
+    Ref front(front_of(queued.it));
+    const bool alone = size_of(queued.it) == 1 || field_number(front.it, Move.nbytes) >= batched_below;
+    if (!alone || !hand_over_piece(queue, front.it)) call_method(queue, n__hand_over_front);
+  }
+}
+
+// CopyQueue.hand_over_all
+inline void hand_over_all(PyObject* queue) {
+  Ref queued(get(queue, n_queued));
+  const long long batched_below = get_number(queue, n__batch_below_bytes);
+  while (size_of(queued.it)) {
     Ref front(front_of(queued.it));
     const bool alone = size_of(queued.it) == 1 || field_number(front.it, Move.nbytes) >= batched_below;
     if (!alone || !hand_over_piece(queue, front.it)) call_method(queue, n__hand_over_front);
@@ -225,14 +190,17 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   set(saved, Storage.state, State.swapping_out);
   append(get(p.planned_queue, n_entries).it, saved);
   add_to(p.planned_queue, n_pending_bytes, nbytes);
-  Ref lending(get(p.budget, n_lending));
-  if (lending.it != Py_None) append(get(lending.it, n__waiting).it, saved);
+  Lending(p, get(p.budget, n_lending).it).add(saved);
   return true;
 }
 
 // SavedStorage.reclaim in the plan's order, in a step that is not timed.
 inline bool reclaim(const Parts& p, PyObject* saved) {
-  if (!moves_whole(p, saved)) return false;
+  if (!Storage.made(saved) || field(saved, Storage.form) != whole_form || field(saved, Storage.alloc_stream) != p.main) return false;
+  if (field(saved, Storage._lent) != Py_None) {
+    take_back(p, saved);
+    if (field(saved, Storage.state) != State.swapping_out) return true;
+  }
   PyObject* out = field(saved, Storage._out);
   if (!Move.made(out)) return false;
   try {

@@ -8,7 +8,7 @@
 // The runtime is the one that torch has loaded, and its headers are not needed: the few functions are declared here.
 #pragma once
 
-#include "swap_objects.h"
+#include "planned_objects.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/Storage.h>

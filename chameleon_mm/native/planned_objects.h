@@ -26,25 +26,27 @@ inline void need(int status) {
 inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
-#define SWAP_NAMES(X)                                                                                                      \
-  X(_OF_HOOKS) X(__contains__) X(_allocated) X(_batch_below_bytes) X(_checked_at) X(_count_use) X(_counted) X(_cumulative) \
-  X(_cumulative_at_begin) X(_current) X(_current_autograd_node) X(_cursor) X(_dequeue) X(_diverged) X(_due) X(_epoch)      \
-  X(_fail) X(_first_saves) X(_growing) X(_growth_bytes) X(_had_plan) X(_hand_over_front) X(_hand_over_piece) X(_in)        \
-  X(_known) X(_last_saves) X(_least_bytes) X(_limit) X(_limits) X(_lock) X(_make_room) X(_memory) X(_out) X(_pack_waiting) \
-  X(_piece_bytes) X(_plan_forecast) X(_planned) X(_profiler_is_on) X(_reached) X(_read_allocated) X(_recorder)             \
-  X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_schedule) X(_seen) X(_small) X(_steps) X(_storages) X(_taken)    \
-  X(_unused) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate) X(allocated_until) X(append)           \
-  X(at_rest_until) X(budget) X(by_storage) X(bytes_reclaimed) X(bytes_swapped_in) X(bytes_swapped_out) X(call_site)        \
-  X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(ended) \
-  X(entries) X(epoch) X(errors) X(followed) X(forecast) X(fresh) X(get_eval_frame_callback) X(growth) X(growth_bytes)      \
-  X(hand_over_all_out) X(hbm_budget_bytes) X(headroom) X(highest_forecast) X(hook_counts) X(hook_lock) X(index) X(ins)     \
-  X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes)               \
-  X(memory_is_short) X(memory_limit) X(metrics) X(nbytes) X(next_index) X(number) X(of_epoch) X(on_claim_end) X(order)     \
-  X(out_at) X(outs) X(parts) X(peak_seen_bytes) X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by)             \
-  X(prefetch_after) X(prefetch_planned) X(prefetches) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim)           \
-  X(reclaim_complete) X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle)      \
-  X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) X(streams) X(swap_out) X(swap_out_planned)        \
-  X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(uses_on_device) X(wait)
+#define SWAP_NAMES(X)                                                                                                        \
+  X(_OF_HOOKS) X(__contains__) X(_allocated) X(_asked) X(_batch_below_bytes) X(_checked_at) X(_count_use) X(_counted)        \
+  X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_cumulative) X(_cumulative_at_begin) X(_current)                    \
+  X(_current_autograd_node) X(_cursor) X(_dequeue) X(_diverged) X(_due) X(_epoch) X(_fail) X(_first_saves) X(_growing)       \
+  X(_growth_bytes) X(_had_plan) X(_hand_over_front) X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) \
+  X(_least_bytes) X(_lent) X(_limit) X(_limits) X(_lock) X(_make_room) X(_memory) X(_num_reclaimed) X(_out) X(_pack_waiting) \
+  X(_piece_bytes) X(_plan_forecast) X(_planned) X(_profiler_is_on) X(_reached) X(_read_allocated) X(_recorder)               \
+  X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_schedule) X(_seen) X(_set) X(_small) X(_steps) X(_storages)        \
+  X(_taken) X(_total_bytes) X(_unused) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)                \
+  X(allocated_until) X(append) X(at_rest_until) X(budget) X(by_storage) X(bytes_reclaimed) X(bytes_reclaimed_by_allocator)   \
+  X(bytes_swapped_in) X(bytes_swapped_out) X(call_site) X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event)      \
+  X(cuda_stream) X(device) X(differs) X(director) X(ended) X(entries) X(epoch) X(errors) X(followed) X(forecast) X(fresh)    \
+  X(get_eval_frame_callback) X(growth) X(growth_bytes) X(hbm_budget_bytes) X(headroom) X(highest_forecast) X(hold)           \
+  X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend)      \
+  X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(memory_limit) X(metrics) X(nbytes) X(next_index)          \
+  X(number) X(of_epoch) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(peak_seen_bytes) X(pending_bytes) X(planned)   \
+  X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(prefetches) X(protected) X(query) X(queued)     \
+  X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry)        \
+  X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream)             \
+  X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type)    \
+  X(uses) X(uses_on_device) X(wait) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -236,5 +238,51 @@ inline void give(PyObject* to, Py_ssize_t at, PyObject* owned) {
 inline void set(PyObject* of, Py_ssize_t at, PyObject* value) { give(of, at, Py_NewRef(value)); }
 
 inline void set_number(PyObject* of, Py_ssize_t at, long long value) { give(of, at, PyLong_FromLongLong(value)); }
+
+#define SWAP_PARTS(X)                                                                                                     \
+  X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
+  X(registry) X(claims) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock) X(queue_out)           \
+  X(queue_in) X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
+  X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
+  X(profiler_is_on) X(compiler) X(history_is_on) X(memory_fraction) X(index) X(deque) X(hook_actions) X(main)
+
+// What the hooks of one session work with.
+struct Parts {
+#define PART(name) PyObject* name = nullptr;
+  SWAP_PARTS(PART)
+#undef PART
+  long long least_bytes = 0;
+  int device_index = 0;
+  int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`
+  void* main_handle = nullptr;
+  long long thread = 0, operators = 0;  // of the hook that runs: as `current_operator` has them
+};
+
+class Locked {  // a lock, waited for
+ public:
+  explicit Locked(PyObject* lock) : lock_(lock) { call_method(lock, n_acquire); }
+  ~Locked() {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    Ref done(PyObject_CallMethodNoArgs(lock_, n_release));
+    if (!done) PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+  }
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+
+ private:
+  PyObject* lock_;
+};
+
+inline Py_ssize_t size_of(PyObject* container) {
+  const Py_ssize_t size = PyObject_Size(container);
+  if (size < 0) throw Raised{};
+  return size;
+}
+
+inline Ref front_of(PyObject* deque) { return Ref(need(PySequence_GetItem(deque, 0))); }
+
+inline void append(PyObject* deque, PyObject* it) { call_method(deque, n_append, it); }
 
 }  // namespace swap

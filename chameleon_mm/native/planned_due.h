@@ -1,0 +1,303 @@
+// Whether a step is as usual, and what is due at each of its hooks: adaptive/plan_follower.py, executor/swap_outs.py and budget.py.
+// A part of planned.cpp.
+
+// --------------------------------------------------------------------------------------------------- whether all is as usual
+
+// Note the only compute stream that has been seen. False: there are several.
+bool note_main(Parts& p) {
+  Ref seen(get(p.streams, n__seen));
+  if (!PyList_CheckExact(seen.it) || PyList_GET_SIZE(seen.it) != 1) return false;
+  PyObject* stream = PyList_GET_ITEM(seen.it, 0);
+  if (stream == p.main) return true;
+  if (!Stream.made(stream)) return false;
+  p.main_id = as_number(Ref(need(PyObject_GetAttrString(field(stream, Stream.raw), "stream_id"))).it);
+  Py_XSETREF(p.main, Py_NewRef(stream));
+  return true;
+}
+
+// Whether the calling thread may swap here and now: its device, stream, modes and process are those of a plain step.
+bool is_here(Hooks* h) {
+  Parts& p = h->p;
+  if (forks != h->forks || c10::impl::TorchDispatchModeTLS::stack_len() != 0 || c10::InferenceMode::is_enabled()) return false;
+  if (!get_truth(p.recording, n_is_over) || is_true(call(p.profiler_is_on).it) || !note_main(p)) return false;
+  if (call(p.compiler).it != Py_None) return false;  // dynamo would compile what is called from here
+  const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+  const auto device = guard.getDevice();
+  if (device.index() != p.device_index || guard.getStream(device).id() != p.main_id) return false;
+  int status = 0;
+  if (cudaStreamIsCapturing(handle_of(p.main), &status) != 0) {
+    cudaGetLastError();
+    return false;
+  }
+  return status == 0;
+}
+
+// Whether the step follows its plan hook for hook, and nothing of it is recorded, timed, predicted or made again.
+struct Step {
+  Ref schedule, planned, cursor;
+  long long hook = 0;
+
+  bool follows(const Parts& p) {
+    PyObject* d = p.director;
+    if (get(d, n__steps).it == Py_None || get(d, n__recorder).it != Py_None || get_truth(d, n__diverged)) return false;
+    if (get_number(d, n__epoch) != get_number(p.registry, n_epoch)) return false;
+    if (get(d, n__due).it != nothing_due || get_truth(p.metrics, n_timed)) return false;
+    if (get(p.budget, n_forecast).it != p.plan_forecast || get(p.budget, n_memory_limit).it != Py_None) return false;
+    schedule.it = get(d, n__schedule).taken();
+    planned.it = get(d, n__planned).taken();
+    cursor.it = get(d, n__cursor).taken();
+    if (schedule.it == Py_None || planned.it == Py_None || !Cursor.made(cursor.it)) return false;
+    if (get(planned.it, n_predicted_by).it != Py_None || get(get(d, n_followed).it, n_recompute).it != Py_None) return false;
+    hook = field_number(p.light, Light.num_hooks);
+    return hook > 0;
+  }
+};
+
+PyObject* feature_at(const Parts& p, long long hook) {  // borrowed; null: not known
+  PyObject* features = field(p.light, Light._features);
+  if (!PyList_CheckExact(features) || hook >= PyList_GET_SIZE(features)) return nullptr;
+  PyObject* feature = PyList_GET_ITEM(features, hook);
+  return PyTuple_CheckExact(feature) ? feature : nullptr;
+}
+
+bool equals(PyObject* number, long long value) { return python_objects::equals(number, value); }
+
+// LightProfiler.saved, but that nothing is noted.
+bool save_agrees(const Parts& p, const Step& step, const at::Tensor& t, long long since) {
+  PyObject* feature = feature_at(p, step.hook);
+  if (!feature || PyTuple_GET_SIZE(feature) != 5 || PyTuple_GET_ITEM(feature, 0) != THPVariableClass) return false;
+  PyObject* shape = PyTuple_GET_ITEM(feature, 1);
+  const auto sizes = t.sizes();
+  if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != (Py_ssize_t)sizes.size()) return false;
+  for (size_t i = 0; i < sizes.size(); i++)
+    if (!equals(PyTuple_GET_ITEM(shape, i), sizes[i])) return false;
+  return PyTuple_GET_ITEM(feature, 2) == (PyObject*)torch::getTHPDtype(t.scalar_type()) &&
+         equals(PyTuple_GET_ITEM(feature, 3), p.operators - field_number(p.light, Light._number)) &&
+         equals(PyTuple_GET_ITEM(feature, 4), since);
+}
+
+// LightProfiler.used, but that nothing is noted.
+bool use_agrees(const Parts& p, const Step& step, long long save) {
+  PyObject* feature = feature_at(p, step.hook);
+  if (!feature || PyTuple_GET_SIZE(feature) != 2) return false;
+  Ref node(call(p.current_node));
+  return PyTuple_GET_ITEM(feature, 0) == (PyObject*)Py_TYPE(node.it) &&
+         equals(PyTuple_GET_ITEM(feature, 1), field_number(p.light, Light._last_used) - save);
+}
+
+// ----------------------------------------------------------------------------------------------- what is due at every hook
+
+// SwapOuts.finished
+Ref finished(const Parts& p) {
+  Ref over(need(PyList_New(0))), fresh(get(p.outs, n_fresh));
+  if (!size_of(fresh.it)) return over;
+  Ref waiting(call(p.deque)), all(need(PySequence_List(fresh.it)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all.it); i++) {
+    PyObject *entry = PyList_GET_ITEM(all.it, i), *saved = PyTuple_GET_ITEM(entry, 0), *by = PyTuple_GET_ITEM(entry, 1);
+    if (!PyObject_TypeCheck(saved, Storage.type)) throw Raised{};
+    if (equals(PyTuple_GET_ITEM(by, 0), p.thread) && as_number(PyTuple_GET_ITEM(by, 1)) < p.operators) {
+      const int known = PySequence_Contains(over.it, saved);
+      need(known);
+      if (!known) need(PyList_Append(over.it, saved));
+    } else if (field(saved, Storage.state) == State.on_device) {
+      append(waiting.it, entry);
+    }
+  }
+  put(p.outs, n_fresh, waiting.it);
+  Ref wait(need(PySequence_List(waiting.it)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wait.it); i++) {  // another operator has saved bytes of it since, and has not ended
+    const Py_ssize_t at = PySequence_Index(over.it, PyTuple_GET_ITEM(PyList_GET_ITEM(wait.it, i), 0));
+    if (at >= 0) need(PySequence_DelItem(over.it, at));
+    else PyErr_Clear();
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(over.it); i++) set(PyList_GET_ITEM(over.it, i), Storage.op_is_over, Py_True);
+  return over;
+}
+
+// ScheduleCursor.advance_to, of a hook from which on something is due.
+Ref advance(PyObject* cursor, PyObject* at, long long hook) {
+  PyObject *hooks = field(cursor, Cursor._hooks), *due = field(cursor, Cursor._due);
+  const Py_ssize_t here = (Py_ssize_t)field_number(cursor, Cursor._at), num = PyList_GET_SIZE(hooks);
+  Ref behind_all(new_number(BEHIND_ALL));
+  PyObject* next = here + 1 < num ? PyList_GET_ITEM(hooks, here + 1) : behind_all.it;
+  if (as_number(next) <= hook) return call_method(cursor, n_advance_to, at);
+  set_number(cursor, Cursor._at, here + 1), set(cursor, Cursor.next_hook, next);
+  return Ref(Py_NewRef(PyList_GET_ITEM(due, here)));
+}
+
+// PlanFollower._locate, of a hook that has the feature of the cached step's: what is due at it; null: nothing.
+Ref locate(const Parts& p, const Step& step) {
+  PyObject* d = p.director;
+  Ref growth(get(step.schedule.it, n_growth)), at(new_number(step.hook));
+  const long long grows = as_number(Ref(need(PyObject_GetItem(growth.it, at.it))).it);
+  put_number(p.plan_forecast, n_growth_bytes, grows + get_number(step.planned.it, n_margin_bytes));
+  Ref due;
+  if (step.hook > get_number(d, n__reached)) {
+    put(d, n__reached, at.it);
+    put(d, n__had_plan, Py_True);
+    if (step.hook >= field_number(step.cursor.it, Cursor.next_hook)) due.it = advance(step.cursor.it, at.it, step.hook).taken();
+  }
+  put(d, n_at_rest_until, field(step.cursor.it, Cursor.next_hook));
+  return due;
+}
+
+// The storage of an action, as long as it is one of this step; null: it is not.
+Ref storage_for(PyObject* storages, PyObject* action) {
+  Ref number(get(action, n_tensor));
+  return Ref(Py_XNewRef(PyDict_GetItemWithError(storages, number.it)));
+}
+
+void reclaim_due(const Parts& p, PyObject* saved, PyObject* action) {
+  PyObject* state = field(saved, Storage.state);
+  const bool again = get_truth(action, n_again), whole = moves_whole(p, saved);
+  if (state == State.restored ? !again : state != State.on_device && state != State.swapping_out) return;
+  if (whole && state == State.restored) {  // SavedStorage.drop_restored
+    set(saved, Storage._device, Py_None);
+    set(saved, Storage.state, State.on_host);
+    return;
+  }
+  if (state == State.swapping_out && reclaim(p, saved)) return;
+  Ref nbytes(get(action, n_nbytes)), one(need(PyTuple_Pack(3, saved, nbytes.it, again ? Py_True : Py_False)));
+  Ref reclaims(need(PyTuple_Pack(1, one.it)));
+  call_method(p.outs, n_carry_out, call(p.hook_actions, reclaims.it).it);
+}
+
+void swap_out_due(const Parts& p, PyObject* saved, PyObject* nbytes) {
+  if (!swap_out_planned(p, saved, as_number(nbytes))) call_method(p.outs, n_swap_out_planned, saved, nbytes);
+}
+
+// PlanFollower.due and SwapOuts.carry_out, in that order of things. Returns what is to be swapped in.
+Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
+  Ref lent(get(p.budget, n_lending)), storages(get(p.director, n__storages)), back;
+  const Lending lending(p, lent.it);
+  lending.settle();
+  const long long reached = get_number(p.director, n__reached);
+  if (due) {
+    for (int kind = 0; kind < 2; kind++) {  // reclaims first, so that their memory is there for what follows
+      PyObject* actions = PyTuple_GET_ITEM(due, kind);
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(actions); i++) {
+        PyObject* action = PyList_GET_ITEM(actions, i);
+        Ref saved(storage_for(storages.it, action));
+        if (!saved) continue;
+        if (kind == 0) reclaim_due(p, saved.it, action);
+        else swap_out_due(p, saved.it, get(action, n_nbytes).it);
+      }
+    }
+    PyObject* ins = PyTuple_GET_ITEM(due, 2);
+    if (PyList_GET_SIZE(ins)) back.it = need(PyList_New(0));
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ins); i++) {
+      Ref saved(storage_for(storages.it, PyList_GET_ITEM(ins, i)));
+      if (saved) need(PyList_Append(back.it, saved.it));
+    }
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(over); i++) {
+    PyObject *saved = PyList_GET_ITEM(over, i), *planned = field(saved, Storage.planned);
+    if (planned == Py_None) {
+      call_method(p.outs, n_swap_out, saved);
+      continue;
+    }
+    PyObject* action = PyTuple_GET_ITEM(planned, 1);
+    if (action != Py_None && get_number(action, n_out_at) <= reached) swap_out_due(p, saved, get(action, n_nbytes).it);
+  }
+  if (size_of(get(p.outs, n__small).it)) call_method(p.outs, n__pack_waiting);
+  if (lending.memory_is_short() && size_of(get(p.queue_out, n_queued).it)) {
+    Locked lock(p.copy_lock);
+    hand_over_all(p.queue_out);
+  }
+  for (PyObject* queue : {p.queue_out, p.queue_in}) {
+    if (!size_of(get(queue, n_queued).it)) continue;
+    Locked lock(p.copy_lock);
+    hand_over(queue);
+  }
+  if (size_of(p.reclaim_entries)) call_method(get(p.budget, n_reclaim).it, n_reclaim_complete);
+  lending.lend();
+  return back;
+}
+
+// CudaDevice.read_memory: what is allocated, and what was in all.
+std::pair<long long, long long> read_memory(const Parts& p) {
+  Ref counted(get(p.device, n__counted));
+  long long before = as_number(PyTuple_GET_ITEM(counted.it, 0));
+  Ref read(call(p.read_allocated));
+  const long long now = as_number(PyTuple_GET_ITEM(read.it, 0)), ever = as_number(PyTuple_GET_ITEM(read.it, 1));
+  const long long last = as_number(PyTuple_GET_ITEM(counted.it, 1));
+  if (ever < last) before += last;
+  if (get(p.device, n__counted).it == counted.it) put(p.device, n__counted, Ref(need(Py_BuildValue("(LL)", before, ever))).it);
+  return {now, before + ever};
+}
+
+// Headroom.record
+void record_growth(PyObject* headroom, long long growth) {
+  Ref growing(get(headroom, n__growing)), known(get(headroom, n__known)), scale(get(headroom, n__scale)), bytes(new_number(growth));
+  const Py_ssize_t at = PyList_GET_SIZE(growing.it);
+  if (scale.it != Py_None && at < PyList_GET_SIZE(known.it)) {
+    const double most = PyFloat_AsDouble(scale.it) * (double)as_number(PyList_GET_ITEM(known.it, at));
+    if ((double)growth > most) {
+      call_method(headroom, n_record, bytes.it);
+      return;
+    }
+  }
+  need(PyList_Append(growing.it, bytes.it));
+}
+
+// PlanFollower.note_growth at the latest hook.
+void note_growth(const Parts& p, const Step& step, long long growth) {
+  PyObject* d = p.director;
+  const long long hook = field_number(p.light, Light.num_hooks) - 1, since = get_number(d, n__checked_at);
+  const long long all = get_number(d, n__growth_bytes) + growth;
+  put_number(d, n__checked_at, hook), put_number(d, n__growth_bytes, 0);
+  if (hook <= since) return;
+  Ref until(get(step.planned.it, n_allocated_until));
+  const long long before = since >= 0 ? as_number(PyList_GET_ITEM(until.it, since)) : 0;
+  const long long more = all - as_number(PyList_GET_ITEM(until.it, hook)) + before;
+  if (!more) return;
+  Ref memory(get(d, n__memory)), differs;
+  differs.it = call_method(memory.it, n_differs, Ref(new_number(more)).it, Ref(new_number(since)).it, Ref(new_number(hook)).it,
+                           step.planned.it, step.schedule.it, p.budget).taken();
+  if (is_true(differs.it)) put(p.budget, n_forecast, get(p.budget, n_highest_forecast).it);
+}
+
+// Budget.check_memory and what the director makes of it.
+void check_memory(const Parts& p, const Step& step) {
+  PyObject* budget = p.budget;
+  Ref limits(get(budget, n__limits)), most(get(limits.it, n_hbm_budget_bytes)), lending(get(budget, n_lending));
+  if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || get(budget, n_forecast).it != p.plan_forecast) {
+    note_growth(p, step, as_number(call_method(budget, n_check_memory).it));
+    return;
+  }
+  const auto [allocated, cumulative] = read_memory(p);
+  Ref last(get(budget, n__cumulative)), since;
+  since.it = last.it == Py_None ? get(budget, n__cumulative_at_begin).taken() : Py_NewRef(last.it);
+  const long long taken = get_number(budget, n__taken);
+  const long long growth = since.it == Py_None ? 0 : std::max(0LL, cumulative - as_number(since.it) - taken);
+  if (last.it != Py_None) record_growth(get(budget, n_headroom).it, growth);
+  Ref now(new_number(allocated)), none(new_number(0));
+  put(budget, n__allocated, now.it), put_number(budget, n__cumulative, cumulative);
+  put(budget, n__unused, none.it), put(budget, n__taken, none.it);
+  if (allocated > get_number(budget, n_peak_seen_bytes)) put(budget, n_peak_seen_bytes, now.it);
+  Ref ahead(get(p.plan_forecast, n_growth_bytes));
+  Lending(p, lending.it).set_limits(most.it, ahead.it, now.it);
+  if (allocated + as_number(ahead.it) > as_number(most.it)) {
+    Ref nobody(need(PyTuple_New(0)));
+    call_method(budget, n__make_room, none.it, ahead.it, nobody.it);
+  }
+  note_growth(p, step, growth);
+}
+
+// SwapIns.prefetch_planned
+void prefetch_planned(const Parts& p, PyObject* due) {
+  if (!due || !PyList_GET_SIZE(due)) return;
+  if (get(p.budget, n_forecast).it != p.plan_forecast) {
+    call_method(p.ins, n_prefetch_planned, due, p.main);
+    return;
+  }
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(due); i++) {
+    PyObject* saved = PyList_GET_ITEM(due, i);
+    if (Storage.made(saved) && field(saved, Storage.form) == whole_form) {
+      if (field(saved, Storage.state) != State.on_host || call(field(saved, Storage.first)).it != Py_None) continue;
+      if (prefetch(p, saved)) continue;
+    }
+    call_method(p.ins, n_prefetch_planned, Ref(need(PyTuple_Pack(1, saved))).it, p.main);
+  }
+}
+

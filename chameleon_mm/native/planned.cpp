@@ -135,11 +135,18 @@ void find_parts(Parts& p, PyObject* executor) {
   p.acquire = get(lock.it, n_acquire).taken(), p.release = get(lock.it, n_release).taken();
   p.ended = get(p.hook_lock, n_ended).taken(), p.errors = get(p.hook_lock, n_errors).taken();
   p.outs = get(of_parts.it, n_outs).taken(), p.registry = get(of_parts.it, n_registry).taken();
-  p.claims = get(of_parts.it, n_claims).taken(), p.budget = get(of_parts.it, n_budget).taken();
+  p.budget = get(of_parts.it, n_budget).taken();
   p.order = get(of_parts.it, n_order).taken(), p.ins = get(of_parts.it, n_ins).taken(), p.context = get(of_parts.it, n_context).taken();
   p.metrics = get(p.context, n_metrics).taken(), p.totals = get(p.metrics, n_totals).taken(), p.pool = get(p.context, n_pool).taken();
   p.transfer = get(p.context, n_transfer).taken(), p.streams = get(p.context, n_streams).taken();
-  p.copy_lock = get(p.transfer, n__lock).taken(), p.queue_out = get(p.transfer, n__out).taken(), p.queue_in = get(p.transfer, n__in).taken();
+  p.copy_lock = get(p.transfer, n__lock).taken();
+  p.out.load(get(p.transfer, n__out).it), p.in.load(get(p.transfer, n__in).it);
+  Ref claims(get(of_parts.it, n_claims));
+  p.storages = get(p.registry, n__storages).taken(), p.by_storage = get(claims.it, n_by_storage).taken();
+  p.last_saves = get(claims.it, n__last_saves).taken();
+  p.lending = get(p.budget, n_lending).taken();
+  p.hook = p.lending == Py_None ? Py_NewRef(Py_None) : get(p.lending, n__hook).taken();
+  p.raw_hook = p.lending == Py_None ? Py_NewRef(Py_None) : get(p.hook, n__hook).taken();
   p.light = get(p.director, n_light).taken(), p.plan_forecast = get(p.director, n__plan_forecast).taken();
   p.on_claim_end = get(executor, n_on_claim_end).taken(), p.read_allocated = get(p.device, n__read_allocated).taken();
   p.protected_refs = get(protects.it, n_refs).taken(), p.is_protected = get(protects.it, n___contains__).taken();
@@ -155,7 +162,7 @@ void find_parts(Parts& p, PyObject* executor) {
   p.deque = class_of("collections", "deque"), p.hook_actions = class_of("chameleon_mm.executor.director", "HookActions");
   p.least_bytes = get_number(executor, n__least_bytes), p.device_index = (int)get_number(p.device, n_index);
   p.main = Py_NewRef(Py_None);
-  if (!Light.made(p.light) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  if (!Light.made(p.light) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }
@@ -193,6 +200,8 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(h->use);
 #define VISIT(name) Py_VISIT(h->p.name);
   SWAP_PARTS(VISIT)
+  for (Queue* q : {&h->p.out, &h->p.in})
+    for (PyObject* part : {q->it, q->queued, q->running, q->stream}) Py_VISIT(part);
   return 0;
 }
 
@@ -202,6 +211,8 @@ int clear(PyObject* self) {
   Py_CLEAR(h->use);
 #define CLEAR(name) Py_CLEAR(h->p.name);
   SWAP_PARTS(CLEAR)
+  for (Queue* q : {&h->p.out, &h->p.in})
+    for (PyObject** part : {&q->it, &q->queued, &q->running, &q->stream}) Py_CLEAR(*part);
   return 0;
 }
 

@@ -87,28 +87,29 @@ bool use_agrees(const Parts& p, const Step& step, long long save) {
 
 // ----------------------------------------------------------------------------------------------- what is due at every hook
 
+Py_ssize_t index_in(PyObject* list, PyObject* it) {  // -1: it is not there
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+    if (PyList_GET_ITEM(list, i) == it) return i;
+  return -1;
+}
+
 // SwapOuts.finished
 Ref finished(const Parts& p) {
   Ref over(need(PyList_New(0))), fresh(get(p.outs, n_fresh));
-  if (!size_of(fresh.it)) return over;
-  Ref waiting(call(p.deque)), all(need(PySequence_List(fresh.it)));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all.it); i++) {
-    PyObject *entry = PyList_GET_ITEM(all.it, i), *saved = PyTuple_GET_ITEM(entry, 0), *by = PyTuple_GET_ITEM(entry, 1);
-    if (!PyObject_TypeCheck(saved, Storage.type)) throw Raised{};
+  std::vector<Ref> waiting;
+  for (Py_ssize_t left = size_of(fresh.it); left > 0; left--) {
+    Ref entry(call_method(fresh.it, n_popleft));
+    PyObject *saved = PyTuple_GET_ITEM(entry.it, 0), *by = PyTuple_GET_ITEM(entry.it, 1);
     if (equals(PyTuple_GET_ITEM(by, 0), p.thread) && as_number(PyTuple_GET_ITEM(by, 1)) < p.operators) {
-      const int known = PySequence_Contains(over.it, saved);
-      need(known);
-      if (!known) need(PyList_Append(over.it, saved));
+      if (index_in(over.it, saved) < 0) need(PyList_Append(over.it, saved));
     } else if (field(saved, Storage.state) == State.on_device) {
-      append(waiting.it, entry);
+      waiting.push_back(std::move(entry));
     }
   }
-  put(p.outs, n_fresh, waiting.it);
-  Ref wait(need(PySequence_List(waiting.it)));
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(wait.it); i++) {  // another operator has saved bytes of it since, and has not ended
-    const Py_ssize_t at = PySequence_Index(over.it, PyTuple_GET_ITEM(PyList_GET_ITEM(wait.it, i), 0));
-    if (at >= 0) need(PySequence_DelItem(over.it, at));
-    else PyErr_Clear();
+  for (const Ref& entry : waiting) {
+    append(fresh.it, entry.it);
+    const Py_ssize_t at = index_in(over.it, PyTuple_GET_ITEM(entry.it, 0));
+    if (at >= 0) need(PySequence_DelItem(over.it, at));  // another operator has saved bytes of it since, and has not ended
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(over.it); i++) set(PyList_GET_ITEM(over.it, i), Storage.op_is_over, Py_True);
   return over;
@@ -168,8 +169,8 @@ void swap_out_due(const Parts& p, PyObject* saved, PyObject* nbytes) {
 
 // PlanFollower.due and SwapOuts.carry_out, in that order of things. Returns what is to be swapped in.
 Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
-  Ref lent(get(p.budget, n_lending)), storages(get(p.director, n__storages)), back;
-  const Lending lending(p, lent.it);
+  Ref storages(get(p.director, n__storages)), back;
+  const Lending lending(p);
   lending.settle();
   const long long reached = get_number(p.director, n__reached);
   if (due) {
@@ -200,14 +201,14 @@ Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
     if (action != Py_None && get_number(action, n_out_at) <= reached) swap_out_due(p, saved, get(action, n_nbytes).it);
   }
   if (size_of(get(p.outs, n__small).it)) call_method(p.outs, n__pack_waiting);
-  if (lending.memory_is_short() && size_of(get(p.queue_out, n_queued).it)) {
+  if (size_of(p.out.queued) && lending.memory_is_short()) {
     Locked lock(p.copy_lock);
-    hand_over_all(p.queue_out);
+    hand_over_all(p.out);
   }
-  for (PyObject* queue : {p.queue_out, p.queue_in}) {
-    if (!size_of(get(queue, n_queued).it)) continue;
+  for (const Queue* queue : {&p.out, &p.in}) {
+    if (!size_of(queue->queued)) continue;
     Locked lock(p.copy_lock);
-    hand_over(queue);
+    hand_over(*queue);
   }
   if (size_of(p.reclaim_entries)) call_method(get(p.budget, n_reclaim).it, n_reclaim_complete);
   lending.lend();
@@ -260,7 +261,7 @@ void note_growth(const Parts& p, const Step& step, long long growth) {
 // Budget.check_memory and what the director makes of it.
 void check_memory(const Parts& p, const Step& step) {
   PyObject* budget = p.budget;
-  Ref limits(get(budget, n__limits)), most(get(limits.it, n_hbm_budget_bytes)), lending(get(budget, n_lending));
+  Ref limits(get(budget, n__limits)), most(get(limits.it, n_hbm_budget_bytes));
   if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || get(budget, n_forecast).it != p.plan_forecast) {
     note_growth(p, step, as_number(call_method(budget, n_check_memory).it));
     return;
@@ -276,7 +277,7 @@ void check_memory(const Parts& p, const Step& step) {
   put(budget, n__unused, none.it), put(budget, n__taken, none.it);
   if (allocated > get_number(budget, n_peak_seen_bytes)) put(budget, n_peak_seen_bytes, now.it);
   Ref ahead(get(p.plan_forecast, n_growth_bytes));
-  Lending(p, lending.it).set_limits(most.it, ahead.it, now.it);
+  Lending(p).set_limits(most.it, ahead.it, now.it);
   if (allocated + as_number(ahead.it) > as_number(most.it)) {
     Ref nobody(need(PyTuple_New(0)));
     call_method(budget, n__make_room, none.it, ahead.it, nobody.it);

@@ -19,39 +19,35 @@ inline void take_back(const Parts& p, PyObject* saved) {
   set(saved, Storage._device, storage.it);
   if (storage.it != Py_None) return;
   const long long nbytes = field_number(saved, Storage.nbytes);
-  add_to(p.totals, n_bytes_reclaimed, nbytes), add_to(p.totals, n_bytes_reclaimed_by_allocator, nbytes);
+  add_number(p.totals, Totals.bytes_reclaimed, nbytes), add_number(p.totals, Totals.bytes_reclaimed_by_allocator, nbytes);
   set(saved, Storage.state, field(saved, Storage._block) == Py_None ? State.retired : State.on_host);
 }
 
 // The allocator's hook of one session, and what is lent to it. Nothing of it is done where the device has none.
 class Lending {
  public:
-  Lending(const Parts& p, PyObject* lending) : p_(p), lending_(lending) {
-    if (lending == Py_None) return;
-    hook_.it = get(lending, n__hook).taken();
-    raw_.it = get(hook_.it, n__hook).taken();
-  }
+  explicit Lending(const Parts& p) : p_(p) {}
 
   // Lending.settle
   void settle() const {
-    if (!raw_ || get_number(raw_.it, n_reclaimed) == get_number(lending_, n__num_reclaimed)) return;
-    call_method(lending_, n_settle);
+    if (p_.lending == Py_None || get_number(p_.raw_hook, n_reclaimed) == get_number(p_.lending, n__num_reclaimed)) return;
+    call_method(p_.lending, n_settle);
   }
 
-  bool memory_is_short() const { return raw_ && get_truth(lending_, n_memory_is_short); }
+  bool memory_is_short() const { return p_.lending != Py_None && get_truth(p_.lending, n_memory_is_short); }
 
   void add(PyObject* saved) const {
-    if (raw_) call_method(get(lending_, n__waiting).it, n_append, saved);
+    if (p_.lending != Py_None) call_method(get(p_.lending, n__waiting).it, n_append, saved);
   }
 
   // Lending.lend, where one stream alone works with what is lent, and no recorder runs.
   void lend() const {
-    if (!raw_) return;
-    if (is_true(call(p_.history_is_on).it) != get_truth(hook_.it, n__history)) {  // the hook is to be told of it first
-      call_method(lending_, n_lend);
+    if (p_.lending == Py_None) return;
+    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {  // the hook is to be told of it first
+      call_method(p_.lending, n_lend);
       return;
     }
-    Ref lent(get(lending_, n__lent)), waiting(get(lending_, n__waiting));
+    Ref lent(get(p_.lending, n__lent)), waiting(get(p_.lending, n__waiting));
     while (size_of(lent.it)) {
       Ref oldest(front_of(lent.it));
       if (Storage.made(oldest.it) ? field(oldest.it, Storage._lent) != Py_None : get_truth(oldest.it, n_is_lent)) break;
@@ -60,7 +56,7 @@ class Lending {
     while (size_of(waiting.it)) {
       Ref next(front_of(waiting.it));
       if (!Storage.made(next.it)) {
-        call_method(lending_, n_lend);
+        call_method(p_.lending, n_lend);
         return;
       }
       PyObject* out = field(next.it, Storage._out);
@@ -74,20 +70,20 @@ class Lending {
 
   // Lending.set_limits, of growth that is known.
   void set_limits(PyObject* limit, PyObject* growth, PyObject* allocated) const {
-    if (!raw_) return;
+    if (p_.lending == Py_None) return;
     const long long most = as_number(limit), grows = as_number(growth);
-    put(lending_, n_memory_is_short, (double)as_number(allocated) > (double)most * SHORT_SHARE ? Py_True : Py_False);
-    Ref asked(get(hook_.it, n__asked)), now(need(PyTuple_Pack(2, limit, growth)));
-    if (is_true(call(p_.history_is_on).it) != get_truth(hook_.it, n__history)) {
-      call_method(hook_.it, n_set_limits, limit, growth);
+    put(p_.lending, n_memory_is_short, (double)as_number(allocated) > (double)most * SHORT_SHARE ? Py_True : Py_False);
+    Ref asked(get(p_.hook, n__asked)), now(need(PyTuple_Pack(2, limit, growth)));
+    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {
+      call_method(p_.hook, n_set_limits, limit, growth);
     } else if (!same(asked.it, now.it)) {  // CudaAllocatorHook.set_limits
-      put(hook_.it, n__asked, now.it);
+      put(p_.hook, n__asked, now.it);
       const double share = PyFloat_AsDouble(call(p_.memory_fraction, p_.index).it);
-      const long long total = get_number(hook_.it, n__total_bytes), bound = std::min(most, (long long)(share * (double)total));
-      Ref before(get(hook_.it, n__set)), set(need(Py_BuildValue("(LL)", bound, std::max(SEGMENT_BYTES, grows))));
+      const long long total = get_number(p_.hook, n__total_bytes), bound = std::min(most, (long long)(share * (double)total));
+      Ref before(get(p_.hook, n__set)), set(need(Py_BuildValue("(LL)", bound, std::max(SEGMENT_BYTES, grows))));
       if (same(before.it, set.it)) return;
-      put(hook_.it, n__set, set.it);
-      call_method(raw_.it, n_set_limits, PyTuple_GET_ITEM(set.it, 0), PyTuple_GET_ITEM(set.it, 1), get(hook_.it, n__history).it);
+      put(p_.hook, n__set, set.it);
+      call_method(p_.raw_hook, n_set_limits, PyTuple_GET_ITEM(set.it, 0), PyTuple_GET_ITEM(set.it, 1), get(p_.hook, n__history).it);
     }
   }
 
@@ -107,7 +103,7 @@ class Lending {
     void* event = event_of(done);
     if (!event || !Stream.made(owner)) return false;
     Ref handle(need(PyLong_FromVoidPtr(event))), id(get(field(owner, Stream.raw), n_stream_id));
-    Ref held(call_method(raw_.it, n_hold, storage, field(done, Event.raw), handle.it, field(owner, Stream._handle), id.it));
+    Ref held(call_method(p_.raw_hook, n_hold, storage, field(done, Event.raw), handle.it, field(owner, Stream._handle), id.it));
     set(saved, Storage._lent, held.it);
     if (held.it == Py_None) return false;
     set(saved, Storage._device, Py_None);
@@ -116,8 +112,6 @@ class Lending {
   }
 
   const Parts& p_;
-  PyObject* lending_;
-  Ref hook_, raw_;
 };
 
 }  // namespace swap

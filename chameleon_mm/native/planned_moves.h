@@ -21,78 +21,73 @@ inline void forgive(PyObject* kind) {
 // ----------------------------------------------------------------------------------------------------------------- copy queues
 
 // CopyQueue._hand_over_piece, of a move that is not timed.
-inline bool hand_over_piece(PyObject* queue, PyObject* move) {
+inline bool hand_over_piece(const Queue& q, PyObject* move) {
   PyObject *dst = field(move, Move.dst), *src = field(move, Move.src);
   if (field(move, Move.timed) != Py_False || !THPVariable_Check(dst) || !THPVariable_Check(src)) return false;
-  Ref stream(get(queue, n_stream)), running(get(queue, n__running)), queued(get(queue, n_queued));
-  if (!Stream.made(stream.it)) return false;
   const long long begin = field_number(move, Move.next_byte), nbytes = field_number(move, Move.nbytes);
-  const long long end = std::min(begin + get_number(queue, n__piece_bytes), nbytes);
+  const long long end = std::min(begin + q.piece_bytes, nbytes);
   Ref done;
   try {
     PyObject* after = field(move, Move.after);
     for (Py_ssize_t i = 0; begin == 0 && i < PyTuple_GET_SIZE(after); i++)
-      wait(stream.it, PyTuple_GET_ITEM(after, i));  // orders the copy after its source was written and its destination's last use
+      wait(q.stream, PyTuple_GET_ITEM(after, i));  // orders the copy after its source was written and its destination's last use
     char* to = (char*)THPVariable_Unpack(dst).data_ptr() + begin;
     const char* from = (const char*)THPVariable_Unpack(src).data_ptr() + begin;
-    if (end > begin) copy(stream.it, to, from, end - begin);
-    done.it = record(stream.it);  // orders the reuse of both buffers after this piece
+    if (end > begin) copy(q.stream, to, from, end - begin);
+    done.it = record(q.stream);  // orders the reuse of both buffers after this piece
   } catch (const Raised&) {
     forgive(PyExc_RuntimeError);  // Python asks the device again, and does what is to be done when it refuses
     return false;
   }
   if (begin == 0) give(move, Move.after, PyTuple_New(0));
   set_number(move, Move.next_byte, end);
-  append(running.it, done.it);
+  append(q.running, done.it);
   if (end < nbytes) return true;
   set(move, Move.done, done.it);
-  if (size_of(queued.it) && front_of(queued.it).it == move) {
+  if (size_of(q.queued) && front_of(q.queued).it == move) {
     set(move, Move.dst, Py_None), set(move, Move.src, Py_None);
-    call_method(queued.it, n_popleft);
+    call_method(q.queued, n_popleft);
   } else {
-    call_method(queue, n__dequeue, move);
+    call_method(q.it, n__dequeue, move);
   }
   return true;
 }
 
+// CopyQueue._hand_over_front
+inline void hand_over_front(const Queue& q) {
+  Ref front(front_of(q.queued));
+  const bool alone = size_of(q.queued) == 1 || field_number(front.it, Move.nbytes) >= q.batched_below;
+  if (!alone || !hand_over_piece(q, front.it)) call_method(q.it, n__hand_over_front);
+}
+
 // CopyQueue.hand_over
-inline void hand_over(PyObject* queue) {
-  Ref queued(get(queue, n_queued)), running(get(queue, n__running));
-  const long long limit = get_number(queue, n__limit), batched_below = get_number(queue, n__batch_below_bytes);
-  while (size_of(queued.it)) {
-    while (size_of(running.it) && is_complete(front_of(running.it).it)) call_method(running.it, n_popleft);
-    if (size_of(running.it) >= limit) return;
-    Ref front(front_of(queued.it));
-    const bool alone = size_of(queued.it) == 1 || field_number(front.it, Move.nbytes) >= batched_below;
-    if (!alone || !hand_over_piece(queue, front.it)) call_method(queue, n__hand_over_front);
+inline void hand_over(const Queue& q) {
+  while (size_of(q.queued)) {
+    while (size_of(q.running) && is_complete(front_of(q.running).it)) call_method(q.running, n_popleft);
+    if (size_of(q.running) >= q.limit) return;
+    hand_over_front(q);
   }
 }
 
 // CopyQueue.hand_over_all
-inline void hand_over_all(PyObject* queue) {
-  Ref queued(get(queue, n_queued));
-  const long long batched_below = get_number(queue, n__batch_below_bytes);
-  while (size_of(queued.it)) {
-    Ref front(front_of(queued.it));
-    const bool alone = size_of(queued.it) == 1 || field_number(front.it, Move.nbytes) >= batched_below;
-    if (!alone || !hand_over_piece(queue, front.it)) call_method(queue, n__hand_over_front);
-  }
+inline void hand_over_all(const Queue& q) {
+  while (size_of(q.queued)) hand_over_front(q);
 }
 
 // CopyQueue.submit, of a new move between these buffers, once these events are complete.
-inline Ref submit(const Parts& p, PyObject* queue, PyObject* dst, PyObject* src, PyObject* after, long long nbytes) {
+inline Ref submit(const Parts& p, const Queue& q, PyObject* dst, PyObject* src, PyObject* after, long long nbytes) {
   Ref move(Move.make());
   set(move.it, Move.dst, dst), set(move.it, Move.src, src), set(move.it, Move.after, after), set_number(move.it, Move.nbytes, nbytes);
   set_number(move.it, Move.next_byte, 0), set(move.it, Move.timed, Py_False), set(move.it, Move.done, Py_None);
   set(move.it, Move.cancelled, Py_False), set(move.it, Move.failed, Py_False), give(move.it, Move.pieces, PyObject_CallNoArgs(p.deque));
   Locked lock(p.copy_lock);
-  append(get(queue, n_queued).it, move.it);
+  append(q.queued, move.it);
   try {
-    hand_over(queue);
+    hand_over(q);
   } catch (const Raised&) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    Ref failed(PyObject_CallMethodOneArg(queue, n__fail, move.it));  // the caller never learns of it, and gives both buffers to others
+    Ref failed(PyObject_CallMethodOneArg(q.it, n__fail, move.it));  // the caller never learns of it, and gives both buffers to others
     if (!failed) PyErr_Clear();
     PyErr_Restore(type, value, traceback);
     throw;
@@ -101,15 +96,13 @@ inline Ref submit(const Parts& p, PyObject* queue, PyObject* dst, PyObject* src,
 }
 
 // CopyQueue.issue, and `issue_in_order` of a move that is next or handed over.
-inline Ref issue(const Parts& p, PyObject* queue, PyObject* move, bool in_order) {
+inline Ref issue(const Parts& p, const Queue& q, PyObject* move, bool in_order) {
   Locked lock(p.copy_lock);
-  if (in_order && field(move, Move.done) == Py_None) {
-    Ref queued(get(queue, n_queued));
-    if (!size_of(queued.it) || front_of(queued.it).it != move) return call_method(queue, n_issue_in_order, move);
-  }
-  if (field(move, Move.failed) != Py_False) return call_method(queue, n_issue, move);
+  if (in_order && field(move, Move.done) == Py_None && (!size_of(q.queued) || front_of(q.queued).it != move))
+    return call_method(q.it, n_issue_in_order, move);
+  if (field(move, Move.failed) != Py_False) return call_method(q.it, n_issue, move);
   while (field(move, Move.done) == Py_None)
-    if (!hand_over_piece(queue, move)) call_method(queue, n__hand_over_piece, move);
+    if (!hand_over_piece(q, move)) call_method(q.it, n__hand_over_piece, move);
   return Ref(Py_NewRef(field(move, Move.done)));
 }
 
@@ -178,19 +171,19 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   Ref after(need(PyTuple_New(1 + PyTuple_GET_SIZE(pending))));
   PyTuple_SET_ITEM(after.it, 0, record(p.main));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pending); i++) PyTuple_SET_ITEM(after.it, i + 1, Py_NewRef(PyTuple_GET_ITEM(pending, i)));
-  Ref out(submit(p, p.queue_out, dst.it, src.it, after.it, nbytes));
+  Ref out(submit(p, p.out, dst.it, src.it, after.it, nbytes));
   if (field(out.it, Move.failed) != Py_False) {
     call_method(block.it, n_release);
     return false;  // Python tries it once more, and does what is to be done when it is refused
   }
   set(saved, Storage._block, block.it), set(saved, Storage._out, out.it);
-  add_to(p.totals, n_bytes_swapped_out, nbytes);
+  add_number(p.totals, Totals.bytes_swapped_out, nbytes);
   Ref operator_(current_operator(p)), site(call_site(p));
   give(saved, Storage._began_in, PyTuple_Pack(2, operator_.it, site.it));
   set(saved, Storage.state, State.swapping_out);
   append(get(p.planned_queue, n_entries).it, saved);
   add_to(p.planned_queue, n_pending_bytes, nbytes);
-  Lending(p, get(p.budget, n_lending).it).add(saved);
+  Lending(p).add(saved);
   return true;
 }
 
@@ -204,14 +197,14 @@ inline bool reclaim(const Parts& p, PyObject* saved) {
   PyObject* out = field(saved, Storage._out);
   if (!Move.made(out)) return false;
   try {
-    Ref done(issue(p, p.queue_out, out, true));
+    Ref done(issue(p, p.out, out, true));
     wait(p.main, done.it);  // Note [Reclaim]: the next owner of the device memory comes after the copy
   } catch (const Raised&) {
     forgive(PyExc_RuntimeError);
     return false;
   }
   set(saved, Storage._device, Py_None);
-  add_to(p.totals, n_bytes_reclaimed, field_number(saved, Storage.nbytes));
+  add_number(p.totals, Totals.bytes_reclaimed, field_number(saved, Storage.nbytes));
   set(saved, Storage.state, field(saved, Storage._block) == Py_None ? State.retired : State.on_host);
   return true;
 }
@@ -235,14 +228,14 @@ inline bool prefetch(const Parts& p, PyObject* saved) {
   // Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be complete before
   // the host copy is read.
   Ref owner_is_done(record(p.main)), after(need(PyTuple_Pack(2, owner_is_done.it, field(out, Move.done))));
-  Ref back(submit(p, p.queue_in, dst.it, src.it, after.it, nbytes));
+  Ref back(submit(p, p.in, dst.it, src.it, after.it, nbytes));
   if (field(back.it, Move.failed) != Py_False) return true;  // nobody needs it yet
   set(saved, Storage._in, back.it), set(saved, Storage._device, storage.it), set(saved, Storage.alloc_stream, p.main);
   give(saved, Storage.latest, PyWeakref_NewRef(storage.it, nullptr)), set(saved, Storage._arrived_on, Py_None);
   set_number(saved, Storage.swap_in_number, field_number(saved, Storage.swap_in_number) + 1);
   set(saved, Storage.uses_left, field(saved, Storage.views));
   set(saved, Storage.state, State.swapping_in);
-  add_to(p.totals, n_bytes_swapped_in, nbytes), add_to(p.totals, n_prefetches, 1);
+  add_number(p.totals, Totals.bytes_swapped_in, nbytes), add_number(p.totals, Totals.prefetches, 1);
   add_to(p.budget, n__taken, allocated_size(nbytes)), add_to(p.budget, n__allocated, allocated_size(nbytes));
   return true;
 }
@@ -255,7 +248,7 @@ inline Ref restore(const Parts& p, PyObject* saved) {
   if (state == State.swapping_in || state == State.restored) {
     PyObject* move = field(saved, Storage._in);
     if (!Move.made(move) || field(move, Move.failed) != Py_False || field(saved, Storage._block) == Py_None) return Ref();
-    Ref arrived(issue(p, p.queue_in, move, false));
+    Ref arrived(issue(p, p.in, move, false));
     set(saved, Storage._read, arrived.it);
     if (field(saved, Storage._arrived_on) != p.main) {
       if (!is_complete(arrived.it)) wait(p.main, arrived.it);  // Note [Swap-in]: use after the bytes are there
@@ -265,7 +258,7 @@ inline Ref restore(const Parts& p, PyObject* saved) {
   } else if (state != State.on_device) {
     return Ref();
   }
-  add_to(p.totals, n_uses_on_device, 1);
+  add_number(p.totals, Totals.uses_on_device, 1);
   return Ref(Py_NewRef(device));
 }
 

@@ -35,18 +35,17 @@ inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
   X(_piece_bytes) X(_plan_forecast) X(_planned) X(_profiler_is_on) X(_reached) X(_read_allocated) X(_recorder)               \
   X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_schedule) X(_seen) X(_set) X(_small) X(_steps) X(_storages)        \
   X(_taken) X(_total_bytes) X(_unused) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)                \
-  X(allocated_until) X(append) X(at_rest_until) X(budget) X(by_storage) X(bytes_reclaimed) X(bytes_reclaimed_by_allocator)   \
-  X(bytes_swapped_in) X(bytes_swapped_out) X(call_site) X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event)      \
-  X(cuda_stream) X(device) X(differs) X(director) X(ended) X(entries) X(epoch) X(errors) X(followed) X(forecast) X(fresh)    \
-  X(get_eval_frame_callback) X(growth) X(growth_bytes) X(hbm_budget_bytes) X(headroom) X(highest_forecast) X(hold)           \
-  X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend)      \
-  X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(memory_limit) X(metrics) X(nbytes) X(next_index)          \
-  X(number) X(of_epoch) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(peak_seen_bytes) X(pending_bytes) X(planned)   \
-  X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(prefetches) X(protected) X(query) X(queued)     \
-  X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry)        \
-  X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream)             \
+  X(allocated_until) X(append) X(at_rest_until) X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims)  \
+  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(ended) X(entries) X(epoch) X(errors)            \
+  X(followed) X(forecast) X(fresh) X(get_eval_frame_callback) X(growth) X(growth_bytes) X(hbm_budget_bytes) X(headroom)      \
+  X(highest_forecast) X(hold) X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order)   \
+  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(memory_limit) X(metrics)         \
+  X(nbytes) X(next_index) X(number) X(of_epoch) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(peak_seen_bytes)       \
+  X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) \
+  X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs)          \
+  X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) \
   X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type)    \
-  X(uses) X(uses_on_device) X(wait) X(withdraw)
+  X(uses) X(wait) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -181,6 +180,10 @@ SLOTTED(CursorClass, "adaptive.hook_schedule", "ScheduleCursor", CURSOR_FIELDS)
 #define LIGHT_FIELDS(X) X(_features) X(_last_used) X(_number) X(num_hooks)
 SLOTTED(LightClass, "profiler.light", "LightProfiler", LIGHT_FIELDS)
 
+#define TOTALS_FIELDS(X)                                                                                                     \
+  X(bytes_reclaimed) X(bytes_reclaimed_by_allocator) X(bytes_swapped_in) X(bytes_swapped_out) X(prefetches) X(uses_on_device)
+SLOTTED(TotalsClass, "saved.metrics", "Totals", TOTALS_FIELDS)
+
 struct States {
   PyObject *on_device, *swapping_out, *on_host, *swapping_in, *restored, *retired;
   void load() {
@@ -205,13 +208,14 @@ inline StreamClass Stream;
 inline BlockClass Block;
 inline CursorClass Cursor;
 inline LightClass Light;
+inline TotalsClass Totals;
 inline States State;
 inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
 
 inline void load_classes() {
   if (whole_form) return;
   Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load();
-  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), State.load();
+  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), Totals.load(), State.load();
   nothing_due = class_of("chameleon_mm.adaptive.plan_follower", "_NOTHING_DUE");
   whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
 }
@@ -239,18 +243,33 @@ inline void set(PyObject* of, Py_ssize_t at, PyObject* value) { give(of, at, Py_
 
 inline void set_number(PyObject* of, Py_ssize_t at, long long value) { give(of, at, PyLong_FromLongLong(value)); }
 
+inline void add_number(PyObject* of, Py_ssize_t at, long long more) { set_number(of, at, field_number(of, at) + more); }
+
 #define SWAP_PARTS(X)                                                                                                     \
   X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
-  X(registry) X(claims) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock) X(queue_out)           \
-  X(queue_in) X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
+  X(registry) X(storages) X(by_storage) X(last_saves) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock)            \
+  X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
   X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
-  X(profiler_is_on) X(compiler) X(history_is_on) X(memory_fraction) X(index) X(deque) X(hook_actions) X(main)
+  X(profiler_is_on) X(compiler) X(history_is_on) X(memory_fraction) X(index) X(lending) X(hook) X(raw_hook) X(deque) X(hook_actions) X(main)
+
+// A copy queue, and what of it stays the same.
+struct Queue {
+  PyObject *it = nullptr, *queued = nullptr, *running = nullptr, *stream = nullptr;
+  long long limit = 0, piece_bytes = 0, batched_below = 0;
+
+  void load(PyObject* queue) {
+    it = Py_NewRef(queue), queued = get(queue, n_queued).taken(), running = get(queue, n__running).taken();
+    stream = get(queue, n_stream).taken(), limit = get_number(queue, n__limit);
+    piece_bytes = get_number(queue, n__piece_bytes), batched_below = get_number(queue, n__batch_below_bytes);
+  }
+};
 
 // What the hooks of one session work with.
 struct Parts {
 #define PART(name) PyObject* name = nullptr;
   SWAP_PARTS(PART)
 #undef PART
+  Queue out, in;
   long long least_bytes = 0;
   int device_index = 0;
   int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`

@@ -150,13 +150,13 @@ Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tens
   Ref made(record_of(p, storage, bytes, t, epoch.it, index.it)), claim(claim_on(p, made.it));
   PyObject *id = field(made.it, Storage.storage_id), *last = field(made.it, Storage.last_save);
   Ref reference(need(PyWeakref_NewRef(claim.it, nullptr))), by(current_operator(p)), entry(need(PyTuple_Pack(2, made.it, by.it)));
-  need(PyDict_SetItem(get(p.registry, n__storages).it, key.it, made.it));
+  need(PyDict_SetItem(p.storages, key.it, made.it));
   add_to(p.registry, n_next_index, 1), add_to(p.registry, n_of_epoch, 1);
   put(p.executor, n__saved_any, Py_True);
   append(get(p.outs, n_fresh).it, entry.it);
-  need(PyDict_SetItem(get(p.claims, n__last_saves).it, id, last));
+  need(PyDict_SetItem(p.last_saves, id, last));
   set_number(last, LastSave.num_claims, 1);
-  need(PyDict_SetItem(get(p.claims, n_by_storage).it, id, reference.it));
+  need(PyDict_SetItem(p.by_storage, id, reference.it));
   return claim;
 }
 
@@ -188,8 +188,8 @@ Ref saved(Hooks* h, PyObject* argument) {
   note_operator(p);
 
   const long long epoch = get_number(p.registry, n_epoch);
-  Ref by_storage(get(p.claims, n_by_storage)), claim;
-  PyObject* reference = PyDict_GetItemWithError(by_storage.it, id.it);
+  Ref claim;
+  PyObject* reference = PyDict_GetItemWithError(p.by_storage, id.it);
   long long since = NEW_STORAGE;
   if (reference) {
     claim.it = shared_claim(reference, storage.it, counter.it, t).taken();
@@ -197,7 +197,7 @@ Ref saved(Hooks* h, PyObject* argument) {
     PyObject *made = field(claim.it, Claim.saved), *last = field(made, Storage.last_save);
     if (field_number(made, Storage._noted_in) != epoch || field_number(last, LastSave.epoch) != epoch) return Ref();
     since = step.hook - field_number(last, LastSave.hook);
-  } else if (t.nbytes() != t.storage().nbytes() || PyDict_Contains(get(p.claims, n__last_saves).it, id.it)) {
+  } else if (t.nbytes() != t.storage().nbytes() || PyDict_Contains(p.last_saves, id.it)) {
     return Ref();
   }
   if (!save_agrees(p, step, t, since)) return Ref();

@@ -41,6 +41,9 @@ class DueActions(NamedTuple):
         return DueActions(*(mine + theirs for mine, theirs in zip(self, later, strict=True)))
 
 
+NO_ACTIONS = DueActions([], [], [], [])
+"""What is due at most hooks: nothing."""
+
 _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
 """Column of `DueActions`, by kind of event."""
 

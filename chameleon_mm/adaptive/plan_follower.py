@@ -19,7 +19,7 @@ from torch import Tensor
 from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
-from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, DueActions, HookSchedule, ScheduleCursor
+from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, NO_ACTIONS, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
 from chameleon_mm.adaptive.planned_step import PlannedStep
@@ -44,17 +44,19 @@ _NONE = -1
 PREDICTIONS = 4
 """Number of times in a step that sizes which were not known yet may make it another one than predicted."""
 
-_NOTHING_DUE = DueActions([], [], [], [])
-
 
 class PlanFollower(Director):
-    """Follows the plan of the cached step that the running one agrees with.
+    """Follows the plan of the cached step that the running one agrees with. `adaptation` says which step is expected, makes
+    plans, and learns from what came."""
 
-    `adaptation` says which step is expected, makes plans, and learns from what came.
-    """
+    plans = True  # so that the executor tells it of every hook
 
-    plans = True
-    """So that the executor tells it of every hook."""
+    __slots__ = (
+        "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
+        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
+        "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
+        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light",
+    )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
         self.adaptation = adaptation
@@ -149,7 +151,7 @@ class PlanFollower(Director):
         self._may_recompute = False
         self._matcher: Matcher | None = None
         self._cursor: ScheduleCursor | None = None
-        self._due = _NOTHING_DUE
+        self._due = NO_ACTIONS
         self._first_bytes = 0
         """Bytes allocated at the first hook."""
         self._memory = StepMemory()
@@ -175,7 +177,8 @@ class PlanFollower(Director):
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            self._note_sendable(self._recorder, finished)
+            for over in finished:
+                self._recorder.sendable(over.traced)
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
@@ -198,7 +201,8 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            self._note_sendable(self._recorder, finished)
+            for over in finished:
+                self._recorder.sendable(over.traced)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
 
@@ -220,11 +224,6 @@ class PlanFollower(Director):
     def note_restored(self, saved: SavedStorage, storage: torch.UntypedStorage) -> None:
         if self._recorder is not None:
             self._recorder.restored(saved.traced, storage)
-
-    @staticmethod
-    def _note_sendable(recorder: Recorder, finished: Sequence[SavedStorage]) -> None:
-        for saved in finished:
-            recorder.sendable(saved.traced)
 
     # --- which hook of the cached step it is
 
@@ -251,7 +250,7 @@ class PlanFollower(Director):
                 self._had_plan = True
                 due = self._cursor.advance_to(cached_hook) if cached_hook >= self._cursor.next_hook else None
                 if due is not None:  # what the step missed before it turned out to be this one comes first
-                    self._due = due if self._due is _NOTHING_DUE else self._due.with_later(due)
+                    self._due = due if self._due is NO_ACTIONS else self._due.with_later(due)
         if not self._diverged and self._recorder is None:
             self.at_rest_until = BEHIND_ALL if self._cursor is None else self._cursor.next_hook
         return cached_hook
@@ -344,7 +343,7 @@ class PlanFollower(Director):
         self._memory = StepMemory()
         # What was due up to the hook before this one, which is counted already.
         missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
-        self._due = missed or _NOTHING_DUE
+        self._due = missed or NO_ACTIONS
         untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
@@ -377,8 +376,8 @@ class PlanFollower(Director):
     # --- what is due
 
     def due(self, finished: Sequence[SavedStorage]) -> HookActions:
-        due, self._due = self._due, _NOTHING_DUE
-        if due is _NOTHING_DUE and not finished:
+        due, self._due = self._due, NO_ACTIONS
+        if due is NO_ACTIONS and not finished:
             return NOTHING_DUE
         reclaims, outs, ins, drops = due
         storages = self._storages

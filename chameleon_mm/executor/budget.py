@@ -23,7 +23,7 @@ import torch
 
 from chameleon_mm.device import Device
 from chameleon_mm.errors import HostMemoryExhausted, TransferFailed
-from chameleon_mm.executor.forecasts import Forecast, HighestForecast, LearnedForecast, PlanForecast
+from chameleon_mm.executor.forecasts import PREFETCH_HORIZON, Forecast, HighestForecast, LearnedForecast, PlanForecast
 from chameleon_mm.executor.memory_limit import PendingSwapOuts, SwapMemoryLimit, swap_out_now
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.policy import Headroom, Limits, UseOrder
@@ -32,9 +32,6 @@ from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.units import allocated_size
-
-PREFETCH_HORIZON = 8
-"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
 
 UNKNOWN_SHARE = 0.5
 """Share of the budget that may be allocated before saved tensors go to pageable memory, which is slow, while no step is known:
@@ -48,6 +45,12 @@ _NO_BOUND = 1 << 62
 
 class Budget:
     """Keeps one device's memory within its budget: checks it, reclaims, and says how much prefetches may take."""
+
+    __slots__ = (
+        "_allocated", "_cumulative", "_cumulative_at_begin", "_device", "_limits", "_metrics", "_order", "_storages",
+        "_swap_outs", "_taken", "_unused", "forecast", "headroom", "highest_forecast", "learned_forecast", "lending",
+        "memory_limit", "peak_at_begin_bytes", "peak_seen_bytes", "planned", "reclaim",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -318,10 +321,7 @@ class Budget:
         """End the step; learn from it if it `completed`. Returns as `check_memory` does."""
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
-        if completed:
-            self.headroom.end_step()
-        else:
-            self.headroom.forget()
+        (self.headroom.end_step if completed else self.headroom.forget)()
         if self.memory_limit is not None:
             self.memory_limit.end_step(completed=completed)
         return growth

@@ -53,6 +53,8 @@ ON_SAVE = NO_HOOK - 1
 class Director:
     """Leaves every storage to the default rule. Not thread-safe: the executor holds its lock."""
 
+    __slots__ = ()
+
     plans = False
     """Whether it is told of every hook, also where nothing moves that is saved or used there."""
     light: LightProfiler | None = None

@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 from chameleon_mm.policy import Headroom
 
+PREFETCH_HORIZON = 8
+"""Checks ahead whose growth a prefetch leaves free: what is prefetched stays on the device at least until the next uses."""
+
 
 class Forecast(ABC):
     """Growth of the model's allocation, in bytes."""
+
+    __slots__ = ()
 
     follows_plan = False
     """Whether a plan has room for what comes, hook for hook."""
@@ -62,6 +67,8 @@ class TraceForecast(Forecast):
 
 class PlanForecast(Forecast):
     """Forecast of a plan that has room for the model and for its own swap-ins."""
+
+    __slots__ = ("growth_bytes",)
 
     follows_plan = True
 

@@ -111,17 +111,18 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
                             return t
         return executor_use(handle)
 
-    save, use = uncompiled(save), uncompiled(use)
+    on_save: _Save = uncompiled(save)
+    on_use: _Use = uncompiled(use)
     if director.light is not None and device.torch_device.type == "cuda" and (planned := native.load("planned")) is not None:
-        save, use = _planned_hooks(planned, save, use, executor)
+        on_save, on_use = _planned_hooks(planned, on_save, on_use, executor)
     stays = native.load("stays")
     if stays is None or plans != (director.light is not None):
-        return save, use
+        return on_save, on_use
     # Functions that C++ calls have no marked frame above them: each is marked itself.
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
     native_hooks: tuple[_Save, _Use] = stays.hooks(
-        save, use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors, limit,
-        totals, is_protected, protected.refs, registry, director, director.light, small, add_small, uncompiled(capturing),
+        on_save, on_use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors,
+        limit, totals, is_protected, protected.refs, registry, director, director.light, small, add_small, uncompiled(capturing),
         KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks

@@ -12,6 +12,7 @@
 
 #include "planned_moves.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -104,7 +105,7 @@ Ref used(Hooks* h, PyObject* handle) {
   if (!step.follows(p)) return Ref();
   PyObject* saved_at = field(handle, View.saved_at);
   const long long at_hook = as_number(PyTuple_GET_ITEM(saved_at, 1));
-  const bool of_step = at_hook != NO_HOOK && equals(PyTuple_GET_ITEM(saved_at, 0), get_number(p.director, n__epoch));
+  const bool of_step = at_hook != NO_HOOK && equals(PyTuple_GET_ITEM(saved_at, 0), field_number(p.director, Follower._epoch));
   const long long save = of_step ? at_hook : EARLIER_STEP;
   if (!use_agrees(p, step, save)) return Ref();
 
@@ -116,7 +117,7 @@ Ref used(Hooks* h, PyObject* handle) {
   check_memory(p, step);
   Ref storage(restore(p, saved.it));
   if (!storage) storage.it = call_method(p.ins, n_restore, saved.it, p.main).taken();
-  const bool follows = get(p.budget, n_forecast).it == p.plan_forecast;
+  const bool follows = field(p.budget, Budget.forecast) == p.plan_forecast;
   if (follows) count_use(p, handle, saved.it);
   else call_method(p.executor, n__count_use, handle, saved.it);
   prefetch_planned(p, back.it);
@@ -162,7 +163,10 @@ void find_parts(Parts& p, PyObject* executor) {
   p.deque = class_of("collections", "deque"), p.hook_actions = class_of("chameleon_mm.executor.director", "HookActions");
   p.least_bytes = get_number(executor, n__least_bytes), p.device_index = (int)get_number(p.device, n_index);
   p.main = Py_NewRef(Py_None);
-  if (!Light.made(p.light) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  Ref reader(PyObject_GetAttrString(p.read_allocated, "func"));  // of a partial, whose function is C's where the helper reads
+  if (!reader) PyErr_Clear();
+  p.reads_here = reader && PyCFunction_Check(reader.it);
+  if (!Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }

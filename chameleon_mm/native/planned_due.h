@@ -39,15 +39,15 @@ struct Step {
 
   bool follows(const Parts& p) {
     PyObject* d = p.director;
-    if (get(d, n__steps).it == Py_None || get(d, n__recorder).it != Py_None || get_truth(d, n__diverged)) return false;
-    if (get_number(d, n__epoch) != get_number(p.registry, n_epoch)) return false;
-    if (get(d, n__due).it != nothing_due || get_truth(p.metrics, n_timed)) return false;
-    if (get(p.budget, n_forecast).it != p.plan_forecast || get(p.budget, n_memory_limit).it != Py_None) return false;
-    schedule.it = get(d, n__schedule).taken();
-    planned.it = get(d, n__planned).taken();
-    cursor.it = get(d, n__cursor).taken();
+    if (field(d, Follower._steps) == Py_None || field(d, Follower._recorder) != Py_None || (field(d, Follower._diverged) == Py_True)) return false;
+    if (field_number(d, Follower._epoch) != field_number(p.registry, Registry.epoch)) return false;
+    if (field(d, Follower._due) != nothing_due || get_truth(p.metrics, n_timed)) return false;
+    if (field(p.budget, Budget.forecast) != p.plan_forecast || field(p.budget, Budget.memory_limit) != Py_None) return false;
+    schedule.it = Py_NewRef(field(d, Follower._schedule));
+    planned.it = Py_NewRef(field(d, Follower._planned));
+    cursor.it = Py_NewRef(field(d, Follower._cursor));
     if (schedule.it == Py_None || planned.it == Py_None || !Cursor.made(cursor.it)) return false;
-    if (get(planned.it, n_predicted_by).it != Py_None || get(get(d, n_followed).it, n_recompute).it != Py_None) return false;
+    if (get(planned.it, n_predicted_by).it != Py_None || get(field(d, Follower.followed), n_recompute).it != Py_None) return false;
     hook = field_number(p.light, Light.num_hooks);
     return hook > 0;
   }
@@ -131,14 +131,14 @@ Ref locate(const Parts& p, const Step& step) {
   PyObject* d = p.director;
   Ref growth(get(step.schedule.it, n_growth)), at(new_number(step.hook));
   const long long grows = as_number(Ref(need(PyObject_GetItem(growth.it, at.it))).it);
-  put_number(p.plan_forecast, n_growth_bytes, grows + get_number(step.planned.it, n_margin_bytes));
+  set_number(p.plan_forecast, Forecast.growth_bytes, grows + get_number(step.planned.it, n_margin_bytes));
   Ref due;
-  if (step.hook > get_number(d, n__reached)) {
-    put(d, n__reached, at.it);
-    put(d, n__had_plan, Py_True);
+  if (step.hook > field_number(d, Follower._reached)) {
+    set(d, Follower._reached, at.it);
+    set(d, Follower._had_plan, Py_True);
     if (step.hook >= field_number(step.cursor.it, Cursor.next_hook)) due.it = advance(step.cursor.it, at.it, step.hook).taken();
   }
-  put(d, n_at_rest_until, field(step.cursor.it, Cursor.next_hook));
+  set(d, Follower.at_rest_until, field(step.cursor.it, Cursor.next_hook));
   return due;
 }
 
@@ -169,10 +169,10 @@ void swap_out_due(const Parts& p, PyObject* saved, PyObject* nbytes) {
 
 // PlanFollower.due and SwapOuts.carry_out, in that order of things. Returns what is to be swapped in.
 Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
-  Ref storages(get(p.director, n__storages)), back;
+  Ref storages(Py_NewRef(field(p.director, Follower._storages))), back;
   const Lending lending(p);
   lending.settle();
-  const long long reached = get_number(p.director, n__reached);
+  const long long reached = field_number(p.director, Follower._reached);
   if (due) {
     for (int kind = 0; kind < 2; kind++) {  // reclaims first, so that their memory is there for what follows
       PyObject* actions = PyTuple_GET_ITEM(due, kind);
@@ -210,7 +210,7 @@ Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
     Locked lock(p.copy_lock);
     hand_over(*queue);
   }
-  if (size_of(p.reclaim_entries)) call_method(get(p.budget, n_reclaim).it, n_reclaim_complete);
+  if (size_of(p.reclaim_entries)) call_method(field(p.budget, Budget.reclaim), n_reclaim_complete);
   lending.lend();
   return back;
 }
@@ -219,8 +219,16 @@ Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
 std::pair<long long, long long> read_memory(const Parts& p) {
   Ref counted(get(p.device, n__counted));
   long long before = as_number(PyTuple_GET_ITEM(counted.it, 0));
-  Ref read(call(p.read_allocated));
-  const long long now = as_number(PyTuple_GET_ITEM(read.it, 0)), ever = as_number(PyTuple_GET_ITEM(read.it, 1));
+  long long now = 0, ever = 0;
+  if (p.reads_here) {
+    const auto device = static_cast<c10::DeviceIndex>(p.device_index);
+    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device);
+    const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    now = bytes.current, ever = bytes.allocated;
+  } else {
+    Ref read(call(p.read_allocated));
+    now = as_number(PyTuple_GET_ITEM(read.it, 0)), ever = as_number(PyTuple_GET_ITEM(read.it, 1));
+  }
   const long long last = as_number(PyTuple_GET_ITEM(counted.it, 1));
   if (ever < last) before += last;
   if (get(p.device, n__counted).it == counted.it) put(p.device, n__counted, Ref(need(Py_BuildValue("(LL)", before, ever))).it);
@@ -244,39 +252,39 @@ void record_growth(PyObject* headroom, long long growth) {
 // PlanFollower.note_growth at the latest hook.
 void note_growth(const Parts& p, const Step& step, long long growth) {
   PyObject* d = p.director;
-  const long long hook = field_number(p.light, Light.num_hooks) - 1, since = get_number(d, n__checked_at);
-  const long long all = get_number(d, n__growth_bytes) + growth;
-  put_number(d, n__checked_at, hook), put_number(d, n__growth_bytes, 0);
+  const long long hook = field_number(p.light, Light.num_hooks) - 1, since = field_number(d, Follower._checked_at);
+  const long long all = field_number(d, Follower._growth_bytes) + growth;
+  set_number(d, Follower._checked_at, hook), set_number(d, Follower._growth_bytes, 0);
   if (hook <= since) return;
   Ref until(get(step.planned.it, n_allocated_until));
   const long long before = since >= 0 ? as_number(PyList_GET_ITEM(until.it, since)) : 0;
   const long long more = all - as_number(PyList_GET_ITEM(until.it, hook)) + before;
   if (!more) return;
-  Ref memory(get(d, n__memory)), differs;
+  Ref memory(Py_NewRef(field(d, Follower._memory))), differs;
   differs.it = call_method(memory.it, n_differs, Ref(new_number(more)).it, Ref(new_number(since)).it, Ref(new_number(hook)).it,
                            step.planned.it, step.schedule.it, p.budget).taken();
-  if (is_true(differs.it)) put(p.budget, n_forecast, get(p.budget, n_highest_forecast).it);
+  if (is_true(differs.it)) set(p.budget, Budget.forecast, field(p.budget, Budget.highest_forecast));
 }
 
 // Budget.check_memory and what the director makes of it.
 void check_memory(const Parts& p, const Step& step) {
   PyObject* budget = p.budget;
-  Ref limits(get(budget, n__limits)), most(get(limits.it, n_hbm_budget_bytes));
-  if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || get(budget, n_forecast).it != p.plan_forecast) {
+  Ref limits(Py_NewRef(field(budget, Budget._limits))), most(get(limits.it, n_hbm_budget_bytes));
+  if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || field(budget, Budget.forecast) != p.plan_forecast) {
     note_growth(p, step, as_number(call_method(budget, n_check_memory).it));
     return;
   }
   const auto [allocated, cumulative] = read_memory(p);
-  Ref last(get(budget, n__cumulative)), since;
-  since.it = last.it == Py_None ? get(budget, n__cumulative_at_begin).taken() : Py_NewRef(last.it);
-  const long long taken = get_number(budget, n__taken);
+  Ref last(Py_NewRef(field(budget, Budget._cumulative))), since;
+  since.it = last.it == Py_None ? Py_NewRef(field(budget, Budget._cumulative_at_begin)) : Py_NewRef(last.it);
+  const long long taken = field_number(budget, Budget._taken);
   const long long growth = since.it == Py_None ? 0 : std::max(0LL, cumulative - as_number(since.it) - taken);
-  if (last.it != Py_None) record_growth(get(budget, n_headroom).it, growth);
+  if (last.it != Py_None) record_growth(field(budget, Budget.headroom), growth);
   Ref now(new_number(allocated)), none(new_number(0));
-  put(budget, n__allocated, now.it), put_number(budget, n__cumulative, cumulative);
-  put(budget, n__unused, none.it), put(budget, n__taken, none.it);
-  if (allocated > get_number(budget, n_peak_seen_bytes)) put(budget, n_peak_seen_bytes, now.it);
-  Ref ahead(get(p.plan_forecast, n_growth_bytes));
+  set(budget, Budget._allocated, now.it), set_number(budget, Budget._cumulative, cumulative);
+  set(budget, Budget._unused, none.it), set(budget, Budget._taken, none.it);
+  if (allocated > field_number(budget, Budget.peak_seen_bytes)) set(budget, Budget.peak_seen_bytes, now.it);
+  Ref ahead(Py_NewRef(field(p.plan_forecast, Forecast.growth_bytes)));
   Lending(p).set_limits(most.it, ahead.it, now.it);
   if (allocated + as_number(ahead.it) > as_number(most.it)) {
     Ref nobody(need(PyTuple_New(0)));
@@ -288,7 +296,7 @@ void check_memory(const Parts& p, const Step& step) {
 // SwapIns.prefetch_planned
 void prefetch_planned(const Parts& p, PyObject* due) {
   if (!due || !PyList_GET_SIZE(due)) return;
-  if (get(p.budget, n_forecast).it != p.plan_forecast) {
+  if (field(p.budget, Budget.forecast) != p.plan_forecast) {
     call_method(p.ins, n_prefetch_planned, due, p.main);
     return;
   }

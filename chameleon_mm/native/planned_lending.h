@@ -43,15 +43,16 @@ class Lending {
   // Lending.lend, where one stream alone works with what is lent, and no recorder runs.
   void lend() const {
     if (p_.lending == Py_None) return;
-    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {  // the hook is to be told of it first
-      call_method(p_.lending, n_lend);
-      return;
-    }
     Ref lent(get(p_.lending, n__lent)), waiting(get(p_.lending, n__waiting));
     while (size_of(lent.it)) {
       Ref oldest(front_of(lent.it));
       if (Storage.made(oldest.it) ? field(oldest.it, Storage._lent) != Py_None : get_truth(oldest.it, n_is_lent)) break;
       call_method(lent.it, n_popleft);
+    }
+    if (!size_of(waiting.it)) return;
+    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {  // the hook is to be told of it first
+      call_method(p_.lending, n_lend);
+      return;
     }
     while (size_of(waiting.it)) {
       Ref next(front_of(waiting.it));

@@ -236,7 +236,7 @@ inline bool prefetch(const Parts& p, PyObject* saved) {
   set(saved, Storage.uses_left, field(saved, Storage.views));
   set(saved, Storage.state, State.swapping_in);
   add_number(p.totals, Totals.bytes_swapped_in, nbytes), add_number(p.totals, Totals.prefetches, 1);
-  add_to(p.budget, n__taken, allocated_size(nbytes)), add_to(p.budget, n__allocated, allocated_size(nbytes));
+  add_number(p.budget, Budget._taken, allocated_size(nbytes)), add_number(p.budget, Budget._allocated, allocated_size(nbytes));
   return true;
 }
 

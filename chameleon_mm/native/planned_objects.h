@@ -27,25 +27,22 @@ inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
 #define SWAP_NAMES(X)                                                                                                        \
-  X(_OF_HOOKS) X(__contains__) X(_allocated) X(_asked) X(_batch_below_bytes) X(_checked_at) X(_count_use) X(_counted)        \
-  X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_cumulative) X(_cumulative_at_begin) X(_current)                    \
-  X(_current_autograd_node) X(_cursor) X(_dequeue) X(_diverged) X(_due) X(_epoch) X(_fail) X(_first_saves) X(_growing)       \
-  X(_growth_bytes) X(_had_plan) X(_hand_over_front) X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) \
-  X(_least_bytes) X(_lent) X(_limit) X(_limits) X(_lock) X(_make_room) X(_memory) X(_num_reclaimed) X(_out) X(_pack_waiting) \
-  X(_piece_bytes) X(_plan_forecast) X(_planned) X(_profiler_is_on) X(_reached) X(_read_allocated) X(_recorder)               \
-  X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_schedule) X(_seen) X(_set) X(_small) X(_steps) X(_storages)        \
-  X(_taken) X(_total_bytes) X(_unused) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)                \
-  X(allocated_until) X(append) X(at_rest_until) X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims)  \
-  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(ended) X(entries) X(epoch) X(errors)            \
-  X(followed) X(forecast) X(fresh) X(get_eval_frame_callback) X(growth) X(growth_bytes) X(hbm_budget_bytes) X(headroom)      \
-  X(highest_forecast) X(hold) X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order)   \
-  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(memory_limit) X(metrics)         \
-  X(nbytes) X(next_index) X(number) X(of_epoch) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(peak_seen_bytes)       \
-  X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) \
-  X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs)          \
-  X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) \
-  X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type)    \
-  X(uses) X(wait) X(withdraw)
+  X(_OF_HOOKS) X(__contains__) X(_asked) X(_batch_below_bytes) X(_count_use) X(_counted) X(_cuda_getMemoryFraction)          \
+  X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail) X(_growing) X(_hand_over_front)       \
+  X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_lent) X(_limit) X(_lock)       \
+  X(_make_room) X(_num_reclaimed) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast) X(_profiler_is_on)              \
+  X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen) X(_set) X(_small) X(_storages)            \
+  X(_total_bytes) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate) X(allocated_until) X(append)        \
+  X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream)        \
+  X(device) X(differs) X(director) X(ended) X(entries) X(errors) X(fresh) X(get_eval_frame_callback) X(growth)               \
+  X(hbm_budget_bytes) X(hold) X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order)   \
+  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(metrics) X(nbytes) X(next_index) \
+  X(number) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(pending_bytes) X(planned) X(pool) X(popleft)               \
+  X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim)           \
+  X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore)             \
+  X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) X(stream_id) X(streams)           \
+  X(swap_out) X(swap_out_planned) X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait)            \
+  X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -180,6 +177,22 @@ SLOTTED(CursorClass, "adaptive.hook_schedule", "ScheduleCursor", CURSOR_FIELDS)
 #define LIGHT_FIELDS(X) X(_features) X(_last_used) X(_number) X(num_hooks)
 SLOTTED(LightClass, "profiler.light", "LightProfiler", LIGHT_FIELDS)
 
+#define FOLLOWER_FIELDS(X)                                                                                                   \
+  X(_checked_at) X(_cursor) X(_diverged) X(_due) X(_epoch) X(_first_saves) X(_growth_bytes) X(_had_plan) X(_memory)           \
+  X(_planned) X(_reached) X(_recorder) X(_schedule) X(_steps) X(_storages) X(at_rest_until) X(followed)
+SLOTTED(FollowerClass, "adaptive.plan_follower", "PlanFollower", FOLLOWER_FIELDS)
+
+#define BUDGET_FIELDS(X)                                                                                                     \
+  X(_allocated) X(_cumulative) X(_cumulative_at_begin) X(_limits) X(_taken) X(_unused) X(forecast) X(headroom)                \
+  X(highest_forecast) X(memory_limit) X(peak_seen_bytes) X(reclaim)
+SLOTTED(BudgetClass, "executor.budget", "Budget", BUDGET_FIELDS)
+
+#define FORECAST_FIELDS(X) X(growth_bytes)
+SLOTTED(ForecastClass, "executor.forecasts", "PlanForecast", FORECAST_FIELDS)
+
+#define REGISTRY_FIELDS(X) X(epoch) X(next_index) X(of_epoch)
+SLOTTED(RegistryClass, "saved.claims", "StorageRegistry", REGISTRY_FIELDS)
+
 #define TOTALS_FIELDS(X)                                                                                                     \
   X(bytes_reclaimed) X(bytes_reclaimed_by_allocator) X(bytes_swapped_in) X(bytes_swapped_out) X(prefetches) X(uses_on_device)
 SLOTTED(TotalsClass, "saved.metrics", "Totals", TOTALS_FIELDS)
@@ -209,14 +222,19 @@ inline BlockClass Block;
 inline CursorClass Cursor;
 inline LightClass Light;
 inline TotalsClass Totals;
+inline FollowerClass Follower;
+inline BudgetClass Budget;
+inline ForecastClass Forecast;
+inline RegistryClass Registry;
 inline States State;
 inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
 
 inline void load_classes() {
   if (whole_form) return;
   Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load();
-  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), Totals.load(), State.load();
-  nothing_due = class_of("chameleon_mm.adaptive.plan_follower", "_NOTHING_DUE");
+  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), Totals.load(),
+  Follower.load(), Budget.load(), Forecast.load(), Registry.load(), State.load();
+  nothing_due = class_of("chameleon_mm.adaptive.hook_schedule", "NO_ACTIONS");
   whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
 }
 
@@ -270,6 +288,7 @@ struct Parts {
   SWAP_PARTS(PART)
 #undef PART
   Queue out, in;
+  bool reads_here = false;  // whether the helper `memory` reads what torch's allocator has handed out: then so do the hooks
   long long least_bytes = 0;
   int device_index = 0;
   int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`

@@ -3,7 +3,8 @@
 
 // Note the thread and the number of its next differentiable operator: as `current_operator` tells them.
 void note_operator(Parts& p) {
-  p.thread = get_number(p.this_thread, n_number);
+  thread_local const long long thread = get_number(p.this_thread, n_number);
+  p.thread = thread;
   p.operators = (long long)at::sequence_number::peek();
 }
 
@@ -94,7 +95,7 @@ Ref rebuild(PyObject* handle, PyObject* storage) {
 
 // Executor._count_use, in a step that follows its plan.
 void count_use(const Parts& p, PyObject* handle, PyObject* saved) {
-  if (equals(field(saved, Storage.epoch), get_number(p.registry, n_epoch))) {
+  if (equals(field(saved, Storage.epoch), field_number(p.registry, Registry.epoch))) {
     put(p.executor, n__used_any, Py_True);
     Ref current(get(p.order, n__current));
     if (!PyDict_SetDefault(current.it, field(saved, Storage.index), Py_None)) throw Raised{};
@@ -146,12 +147,12 @@ Ref shared_claim(PyObject* reference, PyObject* storage, PyObject* counter, cons
 
 // Executor._new_claim and what is noted of it.
 Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tensor& t) {
-  Ref epoch(get(p.registry, n_epoch)), index(get(p.registry, n_next_index)), key(need(PyTuple_Pack(2, epoch.it, index.it)));
+  Ref epoch(Py_NewRef(field(p.registry, Registry.epoch))), index(get(p.registry, n_next_index)), key(need(PyTuple_Pack(2, epoch.it, index.it)));
   Ref made(record_of(p, storage, bytes, t, epoch.it, index.it)), claim(claim_on(p, made.it));
   PyObject *id = field(made.it, Storage.storage_id), *last = field(made.it, Storage.last_save);
   Ref reference(need(PyWeakref_NewRef(claim.it, nullptr))), by(current_operator(p)), entry(need(PyTuple_Pack(2, made.it, by.it)));
   need(PyDict_SetItem(p.storages, key.it, made.it));
-  add_to(p.registry, n_next_index, 1), add_to(p.registry, n_of_epoch, 1);
+  add_number(p.registry, Registry.next_index, 1), add_number(p.registry, Registry.of_epoch, 1);
   put(p.executor, n__saved_any, Py_True);
   append(get(p.outs, n_fresh).it, entry.it);
   need(PyDict_SetItem(p.last_saves, id, last));
@@ -163,8 +164,8 @@ Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tens
 // PlanFollower.on_save, where a storage is saved for the first time in the step.
 void note_first_save(const Parts& p, const Step& step, PyObject* made, PyObject* hook, PyObject* epoch) {
   set(made, Storage._noted_in, epoch);
-  need(PyDict_SetItem(get(p.director, n__first_saves).it, hook, made));
-  Ref actions(get(step.schedule.it, n_storage_actions)), storages(get(p.director, n__storages));
+  need(PyDict_SetItem(field(p.director, Follower._first_saves), hook, made));
+  Ref actions(get(step.schedule.it, n_storage_actions)), storages(Py_NewRef(field(p.director, Follower._storages)));
   PyObject* action = PyDict_GetItemWithError(actions.it, hook);
   if (!action) return;
   set(made, Storage.planned, action);
@@ -187,7 +188,7 @@ Ref saved(Hooks* h, PyObject* argument) {
   if (!step.follows(p)) return Ref();
   note_operator(p);
 
-  const long long epoch = get_number(p.registry, n_epoch);
+  const long long epoch = field_number(p.registry, Registry.epoch);
   Ref claim;
   PyObject* reference = PyDict_GetItemWithError(p.by_storage, id.it);
   long long since = NEW_STORAGE;

@@ -139,6 +139,7 @@ void find_parts(Parts& p, PyObject* executor) {
   p.budget = get(of_parts.it, n_budget).taken();
   p.order = get(of_parts.it, n_order).taken(), p.ins = get(of_parts.it, n_ins).taken(), p.context = get(of_parts.it, n_context).taken();
   p.metrics = get(p.context, n_metrics).taken(), p.totals = get(p.metrics, n_totals).taken(), p.pool = get(p.context, n_pool).taken();
+  p.ledger = get(p.pool, n__ledger).taken();
   p.transfer = get(p.context, n_transfer).taken(), p.streams = get(p.context, n_streams).taken();
   p.copy_lock = get(p.transfer, n__lock).taken();
   p.out.load(get(p.transfer, n__out).it), p.in.load(get(p.transfer, n__in).it);
@@ -166,7 +167,7 @@ void find_parts(Parts& p, PyObject* executor) {
   Ref reader(PyObject_GetAttrString(p.read_allocated, "func"));  // of a partial, whose function is C's where the helper reads
   if (!reader) PyErr_Clear();
   p.reads_here = reader && PyCFunction_Check(reader.it);
-  if (!Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  if (!Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }
@@ -245,6 +246,7 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OOO:hooks", &save, &use, &executor)) return nullptr;
   return reported([&] {
     load_classes();
+    load_pool_classes();
     PyTypeObject* type = (PyTypeObject*)hooks_type;
     Ref made(need(type->tp_alloc(type, 0)));
     Hooks* h = (Hooks*)made.it;

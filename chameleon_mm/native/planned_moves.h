@@ -5,6 +5,7 @@
 #pragma once
 
 #include "planned_lending.h"
+#include "planned_pool.h"
 
 #include <ATen/SequenceNumber.h>
 
@@ -156,9 +157,11 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   if (!may || !is_copyable(saved)) return true;
   const long long nbytes = field_number(saved, Storage.nbytes);
   if (last_bytes < nbytes) return false;
-  Ref move, block(PyObject_CallMethodOneArg(p.pool, n_allocate, field(saved, Storage.nbytes)));
-  if (!block) {
-    forgive(PyExc_RuntimeError);  // as the pool is full: Python asks again, and does what is to be done then
+  Ref block;
+  try {
+    block.it = allocate(p.pool, p.ledger, field(saved, Storage.nbytes)).taken();
+  } catch (const Raised&) {
+    forgive(PyExc_Exception);  // as the pool is full: Python asks again, and does what is to be done then
     return false;
   }
   if (!PyObject_TypeCheck(block.it, Block.type)) return false;

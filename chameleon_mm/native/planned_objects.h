@@ -26,23 +26,23 @@ inline void need(int status) {
 inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
-#define SWAP_NAMES(X)                                                                                                        \
-  X(_OF_HOOKS) X(__contains__) X(_asked) X(_batch_below_bytes) X(_count_use) X(_counted) X(_cuda_getMemoryFraction)          \
-  X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail) X(_growing) X(_hand_over_front)       \
-  X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_lent) X(_limit) X(_lock)       \
-  X(_make_room) X(_num_reclaimed) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast) X(_profiler_is_on)              \
-  X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen) X(_set) X(_small) X(_storages)            \
-  X(_total_bytes) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate) X(allocated_until) X(append)        \
-  X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream)        \
-  X(device) X(differs) X(director) X(ended) X(entries) X(errors) X(fresh) X(get_eval_frame_callback) X(growth)               \
-  X(hbm_budget_bytes) X(hold) X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order)   \
-  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory_is_short) X(metrics) X(nbytes) X(next_index) \
-  X(number) X(on_claim_end) X(order) X(out_at) X(outs) X(parts) X(pending_bytes) X(planned) X(pool) X(popleft)               \
-  X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim)           \
-  X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore)             \
-  X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(storage_actions) X(stream) X(stream_id) X(streams)           \
-  X(swap_out) X(swap_out_planned) X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait)            \
-  X(withdraw)
+#define SWAP_NAMES(X)                                                                                                       \
+  X(_OF_HOOKS) X(__contains__) X(_asked) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)               \
+  X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)           \
+  X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes)  \
+  X(_ledger) X(_lent) X(_limit) X(_lock) X(_make_room) X(_num_reclaimed) X(_out) X(_pack_waiting) X(_piece_bytes)           \
+  X(_plan_forecast) X(_profiler_is_on) X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen)     \
+  X(_set) X(_small) X(_storages) X(_total_bytes) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)     \
+  X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims)          \
+  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(ended) X(entries) X(errors)           \
+  X(forget_complete) X(fresh) X(get_eval_frame_callback) X(growth) X(hbm_budget_bytes) X(hold) X(hook_counts) X(hook_lock)  \
+  X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend) X(lending) X(light) X(lock)     \
+  X(margin_bytes) X(memory) X(memory_is_short) X(metrics) X(nbytes) X(next_index) X(number) X(on_claim_end) X(order)        \
+  X(out_at) X(outs) X(parts) X(pending) X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after)    \
+  X(prefetch_planned) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed)           \
+  X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits)    \
+  X(settle) X(shape) X(starts) X(storage_actions) X(stream) X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) \
+  X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -168,9 +168,6 @@ SLOTTED(EventClass, "device.cuda.stream", "CudaEvent", EVENT_FIELDS)
 #define STREAM_FIELDS(X) X(_device) X(_handle) X(raw)
 SLOTTED(StreamClass, "device.cuda.stream", "CudaStream", STREAM_FIELDS)
 
-#define BLOCK_FIELDS(X) X(_memory) X(_start) X(nbytes) X(pending_events)
-SLOTTED(BlockClass, "pinned.block", "PinnedBlock", BLOCK_FIELDS)
-
 #define CURSOR_FIELDS(X) X(_at) X(_due) X(_hooks) X(next_hook)
 SLOTTED(CursorClass, "adaptive.hook_schedule", "ScheduleCursor", CURSOR_FIELDS)
 
@@ -218,7 +215,6 @@ inline ViewClass View;
 inline MoveClass Move;
 inline EventClass Event;
 inline StreamClass Stream;
-inline BlockClass Block;
 inline CursorClass Cursor;
 inline LightClass Light;
 inline TotalsClass Totals;
@@ -232,7 +228,7 @@ inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
 inline void load_classes() {
   if (whole_form) return;
   Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load();
-  Move.load(), Event.load(), Stream.load(), Block.load(), Cursor.load(), Light.load(), Totals.load(),
+  Move.load(), Event.load(), Stream.load(), Cursor.load(), Light.load(), Totals.load(),
   Follower.load(), Budget.load(), Forecast.load(), Registry.load(), State.load();
   nothing_due = class_of("chameleon_mm.adaptive.hook_schedule", "NO_ACTIONS");
   whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
@@ -265,7 +261,7 @@ inline void add_number(PyObject* of, Py_ssize_t at, long long more) { set_number
 
 #define SWAP_PARTS(X)                                                                                                     \
   X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
-  X(registry) X(storages) X(by_storage) X(last_saves) X(budget) X(metrics) X(totals) X(context) X(pool) X(transfer) X(copy_lock)            \
+  X(registry) X(storages) X(by_storage) X(last_saves) X(budget) X(metrics) X(totals) X(context) X(pool) X(ledger) X(transfer) X(copy_lock)            \
   X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
   X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
   X(profiler_is_on) X(compiler) X(history_is_on) X(memory_fraction) X(index) X(lending) X(hook) X(raw_hook) X(deque) X(hook_actions) X(main)

@@ -3,8 +3,7 @@
 
 // Note the thread and the number of its next differentiable operator: as `current_operator` tells them.
 void note_operator(Parts& p) {
-  thread_local const long long thread = get_number(p.this_thread, n_number);
-  p.thread = thread;
+  p.thread = get_number(p.this_thread, n_number);
   p.operators = (long long)at::sequence_number::peek();
 }
 

@@ -257,7 +257,13 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   });
 }
 
+PyObject* constants(PyObject*, PyObject*) {
+  return Py_BuildValue("{sLsLsLsLsLsdsL}", "NO_HOOK", NO_HOOK, "EARLIER_STEP", EARLIER_STEP, "NEW_STORAGE", NEW_STORAGE, "BEHIND_ALL",
+                       BEHIND_ALL, "SEGMENT_BYTES", SEGMENT_BYTES, "SHORT_SHARE", SHORT_SHARE, "ALLOCATION_UNIT_BYTES", ALLOCATION_UNIT_BYTES);
+}
+
 PyMethodDef functions[] = {
+    {"constants", constants, METH_NOARGS, "Numbers that Python has too, by their names there."},
     {"hooks", make_hooks, METH_VARARGS, "The two hooks of an executor, and those that do what they do not."}, {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_planned", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

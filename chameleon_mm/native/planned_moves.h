@@ -212,7 +212,11 @@ inline bool reclaim(const Parts& p, PyObject* saved) {
   return true;
 }
 
-inline long long allocated_size(long long nbytes) { return (nbytes + 511) / 512 * 512; }  // units.allocated_size
+constexpr long long ALLOCATION_UNIT_BYTES = 512;  // as in Python, which a test compares
+
+inline long long allocated_size(long long nbytes) {  // units.allocated_size
+  return (nbytes + ALLOCATION_UNIT_BYTES - 1) / ALLOCATION_UNIT_BYTES * ALLOCATION_UNIT_BYTES;
+}
 
 // SwapIns.prefetch: SavedStorage.swap_in and what is noted of it.
 inline bool prefetch(const Parts& p, PyObject* saved) {

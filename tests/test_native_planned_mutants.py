@@ -1,0 +1,101 @@
+"""Each ordering rule of the hooks in C++, broken on purpose: every mutant goes red, as the stand-in names what is not ordered.
+
+A mutant is the helper compiled from its source with one line changed. What a second stream alone could show is not among them:
+with two, the hooks are Python's, whose own mutants are in `test_ordering_mutants_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from chameleon_mm import native
+from chameleon_mm.device.cuda.stream import CudaEvent
+from tests._native import helper
+from tests.cuda_stand_in import control
+from tests.test_native_planned import _untimed, made, plain, same, session_for, steps_in_session, written_after_its_save
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("no_gc", "_untimed"),
+    pytest.mark.skipif(torch.version.cuda is None or not control.is_loaded(), reason="a GPU names no violation"),
+]
+
+__all__ = ["_untimed"]
+
+ORDERS = {
+    "d2h waits for compute": ("planned_moves.h", "(after.it, 0, record(p.main))", "(after.it, 0, record(p.out.stream))"),
+    "compute waits for d2h": ("planned_moves.h", "wait(p.main, done.it);  // Note [Reclaim]", "// Note [Reclaim]"),
+    "h2d waits for compute": ("planned_moves.h", "owner_is_done(record(p.main))", "owner_is_done(record(p.in.stream))"),
+    "compute waits for h2d": ("planned_moves.h", "if (!is_complete(arrived.it)) wait(p.main, arrived.it);", ";"),
+}  # fmt: skip
+"""File, what is in it once, and what the mutant has instead."""
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    control.violations()
+    yield
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    control.violations()  # of a mutant: they are what was asked for
+
+
+def mutate(file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sessions use the helper as compiled from such a source."""
+    source = Path(native.building.__file__).parent
+    for path in (*source.glob("*.h"), *source.glob("*.cpp")):
+        shutil.copy(path, folder)
+    before = (folder / file).read_text()
+    assert before.count(text) == 1
+    (folder / file).write_text(before.replace(text, instead))
+    monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
+    module = helper("planned", monkeypatch)
+    monkeypatch.setattr(native, "load", lambda name: module if name == "planned" else None)
+
+
+def red() -> str:
+    """What says that steps of a chain go wrong: the violations, or "other numbers"; empty: nothing does."""
+    expected, peak = plain("chain")
+    control.violations()
+    got = steps_in_session(session_for(peak), made("chain"))
+    torch.cuda.synchronize()
+    return "\n".join(control.violations()) or ("" if same(expected, got) else "other numbers")
+
+
+@pytest.fixture
+def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No event is found complete by luck, which would make the wait on it needless."""
+    monkeypatch.setattr(CudaEvent, "query", lambda self: False)
+
+
+def test_the_hooks_as_they_are_stay_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = helper("planned", monkeypatch)
+    monkeypatch.setattr(native, "load", lambda name: module if name == "planned" else None)
+    assert red() == ""
+
+
+@pytest.mark.parametrize("rule", ORDERS)
+def test_without_one_order_it_goes_red(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(*ORDERS[rule], tmp_path, monkeypatch)
+    assert red()
+
+
+def test_without_the_versions_check_a_write_goes_unnoticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate("planned.cpp", "if (has_moved(probe) || !is_here(h))", "if (!is_here(h))", tmp_path, monkeypatch)
+    _, peak = plain("chain")
+    model = made("chain")
+    with session_for(peak) as session:
+        for _ in range(4):
+            with session.step():
+                written_after_its_save(model, write=False)
+                model.zero_grad()
+        with session.step():
+            written_after_its_save(model)  # eager raises here
+    model.zero_grad()

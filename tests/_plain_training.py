@@ -128,13 +128,13 @@ def check_session(case: Case, kind: Kind = SIM) -> None:
     raise AssertionError(f"expected a step that follows a plan, got none in any session; of the last: {report}")
 
 
-def trained_in_session(case: Case, room: float, kind: Kind = SIM) -> tuple[Outcome, cm.SwapReport]:
+def trained_in_session(case: Case, room: float, kind: Kind = SIM, *, recompute: bool = True) -> tuple[Outcome, cm.SwapReport]:
     """Within a budget that has room for this share of what forward leaves for backward."""
     budget = budget_of(case, room, kind)
     device = kind.make()
     with device.compute():
         training = Training(case, kind)
-        session = cm.SwapSession(hbm_budget=budget, host_budget="64MiB", device=device, min_bytes=MIN_BYTES)
+        session = cm.SwapSession(budget, "64MiB", device, min_bytes=MIN_BYTES, recompute=recompute)
         with session:
             for _ in range(case.steps):
                 with session.step():

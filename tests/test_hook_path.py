@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import chameleon_mm as cm
+from chameleon_mm.device import Device
 
 PACKAGE = str(Path(cm.__file__).resolve().parent)
 DEVICE = str(Path(PACKAGE) / "device")
@@ -63,11 +64,10 @@ def of_device(frame: FrameType) -> bool:
     return frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(DEVICE)
 
 
-def planned_hooks() -> list[HookPath]:
+def planned_hooks(device: Device) -> list[HookPath]:
     """The hooks of one step of six blocks that follows a plan by which most activations move, and none is recomputed."""
-    device = cm.SimDevice()
     torch.manual_seed(0)
-    with device.compute():
+    with device.compute(), torch.device(device.torch_device.type):
         blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
         model, x = nn.Sequential(*blocks), torch.randn(512, 256)
     paths: list[HookPath] = []
@@ -84,7 +84,7 @@ def planned_hooks() -> list[HookPath]:
 
 
 def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
-    paths = planned_hooks()
+    paths = planned_hooks(cm.SimDevice())
     for kind, most_calls, median_calls, most_files in (("save", 60, 35, 26), ("use", 41, 30, 19)):
         of_kind = [path for path in paths if path.kind == kind]
         assert len(of_kind) == 29
@@ -94,7 +94,7 @@ def test_a_hook_of_a_planned_step_crosses_no_more_than_it_did() -> None:
 
 
 if __name__ == "__main__":
-    found = planned_hooks()
+    found = planned_hooks(cm.SimDevice())
     lines = [f"{path.kind:4}  {path.num_files:3} files  {path.num_calls:4} calls" for path in found]
     longest = max(found, key=lambda path: path.num_calls)
     lines += [f"{count:4}  {file}  {function}" for (file, function), count in sorted(longest.calls.items())]

@@ -1,4 +1,4 @@
-"""Hooks of planned steps in C++ (`native/planned.cpp`): gradients are plain PyTorch's, the state after each hook is Python's."""
+"""Hooks of planned steps in C++ (`native/planned.cpp`): gradients are plain PyTorch's, the state after each is Python's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.allocator_hook import SEGMENT_BYTES
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.hooks import autograd_hooks
-from chameleon_mm.profiler.light import NEW_STORAGE
+from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import EARLIER_STEP
 from chameleon_mm.reclaim import SHORT_SHARE
 from chameleon_mm.saved.handles import NO_HOOK
@@ -31,6 +31,9 @@ from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
 from tests._native import helper
 from tests._op_samples import BareMode
+from tests._plain_models import CASES
+from tests._plain_training import CUDA, differences, trained_in_session, trained_plainly
+from tests.test_hook_path import planned_hooks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gc")]
 
@@ -297,6 +300,7 @@ def test_its_constants_are_pythons(planned: ModuleType) -> None:
         "NO_HOOK": NO_HOOK,
         "EARLIER_STEP": EARLIER_STEP,
         "NEW_STORAGE": NEW_STORAGE,
+        "FIXED_STORAGE": FIXED_STORAGE,
         "BEHIND_ALL": BEHIND_ALL,
         "SEGMENT_BYTES": SEGMENT_BYTES,
         "SHORT_SHARE": SHORT_SHARE,
@@ -380,3 +384,25 @@ def test_in_other_company_the_bits_are_the_same(company: str) -> None:
                     model.zero_grad()
     assert same(expected, got)
     assert session.pool.stats().num_live == 0
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_hook_crosses_few_files_of_ours() -> None:
+    paths = planned_hooks(CudaDevice())
+    saves, uses = (sorted(path.num_calls for path in paths if path.kind == kind) for kind in ("save", "use"))
+    assert len(saves) == len(uses) == 29
+    assert max(path.num_files for path in paths if path.kind == "save") <= 15
+    assert saves[-1] <= 60
+    assert saves[-2] <= 10  # but for the first one, which tells which step it is
+    assert uses[-2] <= 10  # and for the first use, which tells that backward begins
+
+
+@pytest.mark.usefixtures("planned")
+@pytest.mark.parametrize("name", ["llama", "gpt-2, micro-batches", "bert", "llama, autocast", "resnet", "experts"])
+def test_models_train_as_in_plain_pytorch(name: str) -> None:
+    case = CASES[name]
+    expected = trained_plainly(case, CUDA)
+    found, report = trained_in_session(case, 1.0, CUDA, recompute=False)
+    assert differences(expected, found) == []
+    assert report.bytes_swapped_out > 0
+    assert report.plan_cache_hits > 0

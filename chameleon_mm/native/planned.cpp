@@ -31,7 +31,8 @@ using namespace swap;
 
 namespace {
 
-constexpr long long NO_HOOK = -1, EARLIER_STEP = -2, NEW_STORAGE = 0, BEHIND_ALL = 1LL << 62;  // as in Python, which a test compares
+constexpr long long NO_HOOK = -1, EARLIER_STEP = -2, NEW_STORAGE = 0, FIXED_STORAGE = -1;
+constexpr long long BEHIND_ALL = 1LL << 62;  // as in Python, which a test compares
 
 unsigned forks = 0;  // between the process that imported this and the one that runs: a parent's device is no child's
 
@@ -91,9 +92,48 @@ class TriedLock {  // the hooks' lock, taken if it is free; what waited for it i
 
 // ------------------------------------------------------------------------------------------------------------------- the use
 
+// What the director makes of a use, and all that is due then. Returns what is to be swapped in.
+Ref note_use(Parts& p, const Step& step, PyObject* saved_at, PyObject* saved) {
+  const long long at_hook = as_number(PyTuple_GET_ITEM(saved_at, 1));
+  const bool of_step = at_hook != NO_HOOK && equals(PyTuple_GET_ITEM(saved_at, 0), field_number(p.director, Follower._epoch));
+  const long long save = of_step ? at_hook : EARLIER_STEP;
+  const bool moves = saved != Py_None;
+  add_to(p.counts, n_uses, 1);
+  note_operator(p);
+  const bool agrees = step.hook > 0 && use_agrees(p, step, save);
+  if (agrees && !moves && is_at_rest(p, step)) {
+    set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
+    return Ref();
+  }
+  Ref over(finished(p));
+  if (!agrees) {  // as at the first use of a backward
+    call_method(p.director, n_on_use, saved_at, saved, over.it);
+    return advance_in_python(p, over.it, moves);
+  }
+  set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
+  Ref due(locate(p, step));
+  return advance(p, step, due.it, over.it, moves);
+}
+
+// What a use of what stayed gives here: Executor._use_unmoved.
+Ref used_unmoved(Hooks* h, PyObject* handle) {
+  Parts& p = h->p;
+  Ref t(Py_NewRef(field(handle, Kept.tensor)));
+  if (!THPVariable_Check(t.it) || version_of(t.it) != field_number(handle, Kept.expected) || !is_here(h)) return Ref();
+  TriedLock lock(p);
+  if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
+  Step step;
+  if (!step.follows(p)) return Ref();
+  Ref saved_at(Py_NewRef(field(handle, Kept.saved_at))), back(note_use(p, step, saved_at.it, Py_None));
+  prefetch_planned(p, back.it);
+  lock.finish();
+  return t;
+}
+
 // What a use gives here; null without an error: it is Python's.
 Ref used(Hooks* h, PyObject* handle) {
   Parts& p = h->p;
+  if (Kept.made(handle)) return used_unmoved(h, handle);
   if (!View.made(handle) || field(handle, View._conj) != Py_False || field(handle, View._neg) != Py_False) return Ref();
   PyObject *probe = field(handle, View.probe), *claim = field(handle, View.claim);
   if (has_moved(probe) || !is_here(h)) return Ref();
@@ -103,19 +143,7 @@ Ref used(Hooks* h, PyObject* handle) {
   if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
   Step step;
   if (!step.follows(p)) return Ref();
-  PyObject* saved_at = field(handle, View.saved_at);
-  const long long at_hook = as_number(PyTuple_GET_ITEM(saved_at, 1));
-  const bool of_step = at_hook != NO_HOOK && equals(PyTuple_GET_ITEM(saved_at, 0), field_number(p.director, Follower._epoch));
-  const long long save = of_step ? at_hook : EARLIER_STEP;
-  if (!use_agrees(p, step, save)) return Ref();
-
-  add_to(p.counts, n_uses, 1);
-  note_operator(p);
-  Ref over(finished(p));
-  set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
-  Ref due(locate(p, step)), back(carry_out(p, due.it, over.it));
-  check_memory(p, step);
-  Ref storage(restore(p, saved.it));
+  Ref back(note_use(p, step, field(handle, View.saved_at), saved.it)), storage(restore(p, saved.it));
   if (!storage) storage.it = call_method(p.ins, n_restore, saved.it, p.main).taken();
   const bool follows = field(p.budget, Budget.forecast) == p.plan_forecast;
   if (follows) count_use(p, handle, saved.it);
@@ -258,7 +286,8 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
 }
 
 PyObject* constants(PyObject*, PyObject*) {
-  return Py_BuildValue("{sLsLsLsLsLsdsL}", "NO_HOOK", NO_HOOK, "EARLIER_STEP", EARLIER_STEP, "NEW_STORAGE", NEW_STORAGE, "BEHIND_ALL",
+  return Py_BuildValue("{sLsLsLsLsLsLsdsL}", "NO_HOOK", NO_HOOK, "EARLIER_STEP", EARLIER_STEP, "NEW_STORAGE", NEW_STORAGE,
+                       "FIXED_STORAGE", FIXED_STORAGE, "BEHIND_ALL",
                        BEHIND_ALL, "SEGMENT_BYTES", SEGMENT_BYTES, "SHORT_SHARE", SHORT_SHARE, "ALLOCATION_UNIT_BYTES", ALLOCATION_UNIT_BYTES);
 }
 

@@ -32,7 +32,8 @@ bool is_here(Hooks* h) {
   return status == 0;
 }
 
-// Whether the step follows its plan hook for hook, and nothing of it is recorded, timed, predicted or made again.
+// Whether the step follows its plan so far, and nothing of it is recorded, timed, predicted or made again. At its first hook, and
+// where a use is not the one that the plan has, the director is asked in Python.
 struct Step {
   Ref schedule, planned, cursor;
   long long hook = 0;
@@ -49,7 +50,7 @@ struct Step {
     if (schedule.it == Py_None || planned.it == Py_None || !Cursor.made(cursor.it)) return false;
     if (get(planned.it, n_predicted_by).it != Py_None || get(field(d, Follower.followed), n_recompute).it != Py_None) return false;
     hook = field_number(p.light, Light.num_hooks);
-    return hook > 0;
+    return true;
   }
 };
 
@@ -63,9 +64,9 @@ PyObject* feature_at(const Parts& p, long long hook) {  // borrowed; null: not k
 bool equals(PyObject* number, long long value) { return python_objects::equals(number, value); }
 
 // LightProfiler.saved, but that nothing is noted.
-bool save_agrees(const Parts& p, const Step& step, const at::Tensor& t, long long since) {
+bool save_agrees(const Parts& p, const Step& step, PyObject* kind, const at::Tensor& t, long long since) {
   PyObject* feature = feature_at(p, step.hook);
-  if (!feature || PyTuple_GET_SIZE(feature) != 5 || PyTuple_GET_ITEM(feature, 0) != THPVariableClass) return false;
+  if (!feature || PyTuple_GET_SIZE(feature) != 5 || PyTuple_GET_ITEM(feature, 0) != kind) return false;
   PyObject* shape = PyTuple_GET_ITEM(feature, 1);
   const auto sizes = t.sizes();
   if (!PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != (Py_ssize_t)sizes.size()) return false;
@@ -116,7 +117,7 @@ Ref finished(const Parts& p) {
 }
 
 // ScheduleCursor.advance_to, of a hook from which on something is due.
-Ref advance(PyObject* cursor, PyObject* at, long long hook) {
+Ref advance_to(PyObject* cursor, PyObject* at, long long hook) {
   PyObject *hooks = field(cursor, Cursor._hooks), *due = field(cursor, Cursor._due);
   const Py_ssize_t here = (Py_ssize_t)field_number(cursor, Cursor._at), num = PyList_GET_SIZE(hooks);
   Ref behind_all(new_number(BEHIND_ALL));
@@ -136,7 +137,7 @@ Ref locate(const Parts& p, const Step& step) {
   if (step.hook > field_number(d, Follower._reached)) {
     set(d, Follower._reached, at.it);
     set(d, Follower._had_plan, Py_True);
-    if (step.hook >= field_number(step.cursor.it, Cursor.next_hook)) due.it = advance(step.cursor.it, at.it, step.hook).taken();
+    if (step.hook >= field_number(step.cursor.it, Cursor.next_hook)) due.it = advance_to(step.cursor.it, at.it, step.hook).taken();
   }
   set(d, Follower.at_rest_until, field(step.cursor.it, Cursor.next_hook));
   return due;
@@ -249,9 +250,13 @@ void record_growth(PyObject* headroom, long long growth) {
   need(PyList_Append(growing.it, bytes.it));
 }
 
-// PlanFollower.note_growth at the latest hook.
-void note_growth(const Parts& p, const Step& step, long long growth) {
+// PlanFollower.note_growth. `at_hook`: every step like this one checks memory here.
+void note_growth(const Parts& p, const Step& step, long long growth, bool at_hook) {
   PyObject* d = p.director;
+  if (!at_hook) {
+    add_number(d, Follower._growth_bytes, growth);
+    return;
+  }
   const long long hook = field_number(p.light, Light.num_hooks) - 1, since = field_number(d, Follower._checked_at);
   const long long all = field_number(d, Follower._growth_bytes) + growth;
   set_number(d, Follower._checked_at, hook), set_number(d, Follower._growth_bytes, 0);
@@ -267,11 +272,11 @@ void note_growth(const Parts& p, const Step& step, long long growth) {
 }
 
 // Budget.check_memory and what the director makes of it.
-void check_memory(const Parts& p, const Step& step) {
+void check_memory(const Parts& p, const Step& step, bool at_hook) {
   PyObject* budget = p.budget;
   Ref limits(Py_NewRef(field(budget, Budget._limits))), most(get(limits.it, n_hbm_budget_bytes));
   if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || field(budget, Budget.forecast) != p.plan_forecast) {
-    note_growth(p, step, as_number(call_method(budget, n_check_memory).it));
+    note_growth(p, step, as_number(call_method(budget, n_check_memory).it), at_hook);
     return;
   }
   const auto [allocated, cumulative] = read_memory(p);
@@ -290,13 +295,33 @@ void check_memory(const Parts& p, const Step& step) {
     Ref nobody(need(PyTuple_New(0)));
     call_method(budget, n__make_room, none.it, ahead.it, nobody.it);
   }
-  note_growth(p, step, growth);
+  note_growth(p, step, growth, at_hook);
+}
+
+// Whether nothing is due at a hook of what stays, which then is only numbered: `saves_at_rest` and what executor/hooks.py asks before.
+bool is_at_rest(const Parts& p, const Step& step) {
+  return step.hook < field_number(p.director, Follower.at_rest_until) && !size_of(get(p.outs, n_fresh).it) &&
+         !size_of(p.reclaim_entries) && !get_number(p.outs, n_waiting_bytes) && !size_of(p.out.queued) && !size_of(p.in.queued);
+}
+
+// Executor._advance at a hook that is the one of the plan; `moves`: of what moves. Returns what is to be swapped in.
+Ref advance(const Parts& p, const Step& step, PyObject* due, PyObject* over, bool moves) {
+  Ref back(carry_out(p, due, over));
+  if (moves || (due && PyList_GET_SIZE(PyTuple_GET_ITEM(due, 0)))) check_memory(p, step, moves);
+  return back;
+}
+
+// Executor._advance at a hook of autograd's own; `moves`: of what moves.
+Ref advance_in_python(const Parts& p, PyObject* over, bool moves) {
+  PyObject* arguments[] = {p.executor, over, moves ? Py_True : Py_False, Py_True};
+  static PyObject* names = need(Py_BuildValue("(ss)", "check_memory", "at_hook"));
+  return Ref(need(PyObject_VectorcallMethod(n__advance, arguments, 2, names)));
 }
 
 // SwapIns.prefetch_planned
 void prefetch_planned(const Parts& p, PyObject* due) {
-  if (!due || !PyList_GET_SIZE(due)) return;
-  if (field(p.budget, Budget.forecast) != p.plan_forecast) {
+  if (!due || !size_of(due)) return;
+  if (field(p.budget, Budget.forecast) != p.plan_forecast || !PyList_Check(due)) {
     call_method(p.ins, n_prefetch_planned, due, p.main);
     return;
   }

@@ -27,22 +27,23 @@ inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
 #define SWAP_NAMES(X)                                                                                                       \
-  X(_OF_HOOKS) X(__contains__) X(_asked) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)               \
+  X(_OF_HOOKS) X(__contains__) X(_advance) X(_asked) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)   \
   X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)           \
   X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes)  \
   X(_ledger) X(_lent) X(_limit) X(_lock) X(_make_room) X(_num_reclaimed) X(_out) X(_pack_waiting) X(_piece_bytes)           \
   X(_plan_forecast) X(_profiler_is_on) X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen)     \
   X(_set) X(_small) X(_storages) X(_total_bytes) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)     \
   X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims)          \
-  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(ended) X(entries) X(errors)           \
-  X(forget_complete) X(fresh) X(get_eval_frame_callback) X(growth) X(hbm_budget_bytes) X(hold) X(hook_counts) X(hook_lock)  \
-  X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(leaving_bytes) X(lend) X(lending) X(light) X(lock)     \
-  X(margin_bytes) X(memory) X(memory_is_short) X(metrics) X(nbytes) X(next_index) X(number) X(on_claim_end) X(order)        \
-  X(out_at) X(outs) X(parts) X(pending) X(pending_bytes) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after)    \
-  X(prefetch_planned) X(protected) X(query) X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed)           \
-  X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits)    \
-  X(settle) X(shape) X(starts) X(storage_actions) X(stream) X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) \
-  X(tensor) X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait) X(withdraw)
+  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(empty) X(ended) X(entries) X(errors)  \
+  X(forget_complete) X(fresh) X(get) X(get_eval_frame_callback) X(growth) X(hbm_budget_bytes) X(hold) X(hook_counts)        \
+  X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(kept_by_reason) X(leaf) X(leaving_bytes)  \
+  X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory) X(memory_is_short) X(metrics) X(nbytes) X(next_index)       \
+  X(number) X(on_claim_end) X(on_save) X(on_use) X(order) X(out_at) X(outs) X(parameter) X(parts) X(pending)                \
+  X(pending_bytes) X(persistent) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned)        \
+  X(protected) X(query) X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record)        \
+  X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape)        \
+  X(small) X(starts) X(storage_actions) X(stream) X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) X(tensor) \
+  X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait) X(waiting_bytes) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -159,6 +160,9 @@ SLOTTED(EndClass, "saved.claims", "_End", END_FIELDS)
 #define VIEW_FIELDS(X) X(_conj) X(_dtype) X(_neg) X(_offset) X(_shape) X(_stride) X(claim) X(probe) X(saved_at) X(swap_in_number)
 SLOTTED(ViewClass, "saved.handles", "SwappedView", VIEW_FIELDS)
 
+#define KEPT_FIELDS(X) X(expected) X(saved_at) X(tensor)
+SLOTTED(KeptClass, "saved.handles", "KeptTensor", KEPT_FIELDS)
+
 #define MOVE_FIELDS(X) X(after) X(cancelled) X(done) X(dst) X(failed) X(nbytes) X(next_byte) X(pieces) X(src) X(timed)
 SLOTTED(MoveClass, "transfer.copy_queue", "Move", MOVE_FIELDS)
 
@@ -212,6 +216,7 @@ inline BytesClass Bytes;
 inline ClaimClass Claim;
 inline EndClass End;
 inline ViewClass View;
+inline KeptClass Kept;
 inline MoveClass Move;
 inline EventClass Event;
 inline StreamClass Stream;
@@ -227,7 +232,7 @@ inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
 
 inline void load_classes() {
   if (whole_form) return;
-  Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load();
+  Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load(), Kept.load();
   Move.load(), Event.load(), Stream.load(), Cursor.load(), Light.load(), Totals.load(),
   Follower.load(), Budget.load(), Forecast.load(), Registry.load(), State.load();
   nothing_due = class_of("chameleon_mm.adaptive.hook_schedule", "NO_ACTIONS");

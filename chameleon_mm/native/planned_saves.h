@@ -105,7 +105,7 @@ void count_use(const Parts& p, PyObject* handle, PyObject* saved) {
   set(handle, View.swap_in_number, number);
 }
 
-// Whether `facts_of` has nothing to say of a tensor but its size, and all bytes from its first to its last are its own.
+// Whether a tensor is one of this GPU as others are: whatever else it may be, `facts_of` tells.
 bool is_plain(const Parts& p, const at::Tensor& t) {
   static const c10::DispatchKeySet wrapped{
       c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Functionalize,
@@ -113,10 +113,7 @@ bool is_plain(const Parts& p, const at::Tensor& t) {
   const auto* impl = t.unsafeGetTensorImpl();
   if (!impl->has_storage() || t.is_inference() || t.layout() != c10::kStrided || t.is_nested() || t.is_quantized()) return false;
   if (t._is_zerotensor() || t.is_conj() || t.is_neg() || t.key_set().has_any(wrapped) || impl->has_symbolic_sizes_strides()) return false;
-  if (!t.is_cuda() || t.device().index() != p.device_index || !t.is_non_overlapping_and_dense() || !t.numel()) return false;
-  const at::TensorBase& holder = t.is_view() ? t._base() : static_cast<const at::TensorBase&>(t);
-  if (holder.requires_grad() ? holder.is_leaf() : t.requires_grad()) return false;
-  return (long long)t.storage().nbytes() >= p.least_bytes;
+  return t.is_cuda() && t.device().index() == p.device_index;
 }
 
 bool is_protected(const Parts& p, PyObject* storage, PyObject* id) {
@@ -171,57 +168,103 @@ void note_first_save(const Parts& p, const Step& step, PyObject* made, PyObject*
   need(PyDict_SetItem(storages.it, PyTuple_GET_ITEM(action, 0), made));
 }
 
+// What `facts_of` and the rule say of a plain tensor.
+struct Facts {
+  PyObject* reason = nullptr;  // why it stays; null: it moves
+  bool is_unusual = false;     // it is Python's to tell
+};
+
+Facts facts_of(const Parts& p, PyObject* argument, PyObject* base, PyObject* storage, PyObject* id, const at::Tensor& t) {
+  const auto is_one = [](PyObject* it, PyObject* of) { return (PyObject*)Py_TYPE(it) == of; };
+  if (is_one(argument, ParameterClass) || is_one(base, ParameterClass)) return {n_parameter};
+  if (!is_one(base, THPVariableClass)) return {nullptr, true};
+  const at::Tensor& holder = THPVariable_Unpack(base);
+  if (holder.requires_grad() && holder.is_leaf()) return {n_leaf};
+  if (t.requires_grad() && !holder.requires_grad()) return {nullptr, true};  // it may be a part of a parameter
+  if (is_protected(p, storage, id)) return {n_persistent};
+  const long long nbytes = (long long)t.storage().nbytes();
+  if (nbytes < p.least_bytes) return {nbytes ? n_small : n_empty};
+  return {nullptr, !t.is_non_overlapping_and_dense() || !t.numel()};
+}
+
+// The claim on the storage of a tensor that moves, and how many hooks ago it was saved; `claim` null and `since` NEW_STORAGE: there is
+// none yet. False: it takes Python.
+bool find_claim(const Parts& p, const Step& step, PyObject* storage, PyObject* id, PyObject* base, const at::Tensor& t, Ref& claim,
+                long long& since) {
+  since = NEW_STORAGE;
+  PyObject* reference = PyDict_GetItemWithError(p.by_storage, id);
+  if (!reference) return t.nbytes() == t.storage().nbytes() && !PyDict_Contains(p.last_saves, id);
+  claim.it = shared_claim(reference, storage, base, t).taken();
+  if (!claim) return false;
+  PyObject *made = field(claim.it, Claim.saved), *last = field(made, Storage.last_save);
+  const long long epoch = field_number(p.registry, Registry.epoch);
+  since = step.hook - field_number(last, LastSave.hook);
+  return field_number(made, Storage._noted_in) == epoch && field_number(last, LastSave.epoch) == epoch;
+}
+
+// Executor._keep
+Ref kept(const Parts& p, PyObject* argument, PyObject* reason, PyObject* saved_at) {
+  Ref by_reason(get(p.totals, n_kept_by_reason)), count(call_method(by_reason.it, n_get, reason, Ref(new_number(0)).it));
+  need(PyObject_SetItem(by_reason.it, reason, Ref(new_number(as_number(count.it) + 1)).it));
+  PyObject* arguments[] = {argument, saved_at, reason == n_parameter ? Py_True : Py_False};
+  static PyObject* names = need(Py_BuildValue("(s)", "by_reference"));
+  return Ref(need(PyObject_Vectorcall((PyObject*)Kept.type, arguments, 2, names)));
+}
+
 // What becomes of a save here: its handle; null without an error: it is Python's.
 Ref saved(Hooks* h, PyObject* argument) {
   Parts& p = h->p;
-  if ((PyObject*)Py_TYPE(argument) != THPVariableClass) return Ref();
+  PyObject* kind = (PyObject*)Py_TYPE(argument);
+  if (kind != THPVariableClass && kind != ParameterClass) return Ref();
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (!is_plain(p, t) || !is_here(h)) return Ref();
-  Ref counter(t.is_view() ? need(THPVariable_Wrap(t._base())) : Py_NewRef(argument)), storage(need(THPStorage_Wrap(t.storage())));
-  if ((PyObject*)Py_TYPE(counter.it) != THPVariableClass) return Ref();
-  Ref id(need(PyLong_FromVoidPtr(storage.it)));
-  if (is_protected(p, storage.it, id.it)) return Ref();
+  Ref base(t.is_view() ? need(THPVariable_Wrap(t._base())) : Py_NewRef(argument)), storage(need(THPStorage_Wrap(t.storage())));
+  Ref id(need(PyLong_FromVoidPtr(storage.it))), claim, none(Py_NewRef(Py_None));
+  const Facts facts = facts_of(p, argument, base.it, storage.it, id.it, t);
+  if (facts.is_unusual) return Ref();
   TriedLock lock(p);
   if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
   Step step;
   if (!step.follows(p)) return Ref();
   note_operator(p);
+  const bool moves = !facts.reason;
+  long long since = FIXED_STORAGE;
+  if (moves && !find_claim(p, step, storage.it, id.it, base.it, t, claim, since)) return Ref();
+  if (step.hook > 0 && !save_agrees(p, step, kind, t, since)) return Ref();
 
-  const long long epoch = field_number(p.registry, Registry.epoch);
-  Ref claim;
-  PyObject* reference = PyDict_GetItemWithError(p.by_storage, id.it);
-  long long since = NEW_STORAGE;
-  if (reference) {
-    claim.it = shared_claim(reference, storage.it, counter.it, t).taken();
-    if (!claim) return Ref();
-    PyObject *made = field(claim.it, Claim.saved), *last = field(made, Storage.last_save);
-    if (field_number(made, Storage._noted_in) != epoch || field_number(last, LastSave.epoch) != epoch) return Ref();
-    since = step.hook - field_number(last, LastSave.hook);
-  } else if (t.nbytes() != t.storage().nbytes() || PyDict_Contains(p.last_saves, id.it)) {
-    return Ref();
-  }
-  if (!save_agrees(p, step, t, since)) return Ref();
-
-  Ref shape(get(argument, n_shape)), stride(numbers(t.strides())), probe(probe_of(argument, t, shape.it)), hook(new_number(step.hook));
-  if (claim) {
-    PyObject* made = field(claim.it, Claim.saved);
-    for (const auto at : {Storage.views, Storage.uses_left}) set_number(made, at, field_number(made, at) + 1);
-  } else {
-    claim.it = new_claim(p, storage.it, bytes_of(probe.it, counter.it, t, shape.it, stride.it).it, t).taken();
+  Ref shape(get(argument, n_shape)), stride, probe, hook(new_number(step.hook)), epoch(Py_NewRef(field(p.registry, Registry.epoch)));
+  Ref saved_at(need(PyTuple_Pack(2, epoch.it, hook.it)));
+  if (moves) {
+    stride.it = numbers(t.strides()), probe.it = probe_of(argument, t, shape.it).taken();
+    if (claim) {
+      for (const auto at : {Storage.views, Storage.uses_left}) add_number(field(claim.it, Claim.saved), at, 1);
+    } else {
+      claim.it = new_claim(p, storage.it, bytes_of(probe.it, base.it, t, shape.it, stride.it).it, t).taken();
+    }
   }
   add_to(p.counts, n_saves, 1);
-  Ref over(finished(p)), made(Py_NewRef(field(claim.it, Claim.saved)));
-  PyObject* last = field(made.it, Storage.last_save);
-  Ref last_epoch(new_number(epoch));
-  set(last, LastSave.epoch, last_epoch.it), set(last, LastSave.hook, hook.it);
-  set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
-  Ref due(locate(p, step));
-  if (since == NEW_STORAGE) note_first_save(p, step, made.it, hook.it, last_epoch.it);
-  Ref back(carry_out(p, due.it, over.it));
-  check_memory(p, step);
+  if (!moves && is_at_rest(p, step)) {
+    set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
+    Ref handle(kept(p, argument, facts.reason, saved_at.it));
+    lock.finish();
+    return handle;
+  }
+  Ref over(finished(p)), made(Py_NewRef(moves ? field(claim.it, Claim.saved) : Py_None)), back;
+  if (step.hook == 0) {  // which step it is
+    call_method(p.director, n_on_save, argument, made.it, over.it);
+    back.it = advance_in_python(p, over.it, moves).taken();
+  } else {
+    set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
+    if (moves) {
+      PyObject* last = field(made.it, Storage.last_save);
+      set(last, LastSave.epoch, epoch.it), set(last, LastSave.hook, hook.it);
+    }
+    Ref due(locate(p, step));
+    if (moves && since == NEW_STORAGE) note_first_save(p, step, made.it, hook.it, epoch.it);
+    back.it = advance(p, step, due.it, over.it, moves).taken();
+  }
   prefetch_planned(p, back.it);
-  Ref saved_at(need(Py_BuildValue("(LO)", epoch, hook.it)));
-  Ref view(view_of(claim.it, probe.it, t, shape.it, stride.it, saved_at.it));
+  Ref handle(moves ? view_of(claim.it, probe.it, t, shape.it, stride.it, saved_at.it) : kept(p, argument, facts.reason, saved_at.it));
   lock.finish();
-  return view;
+  return handle;
 }

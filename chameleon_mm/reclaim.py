@@ -62,6 +62,8 @@ class Lendable(Reclaimable, Protocol):
 class Lending:
     """Lends buffers on their way out to the allocator of their device, once all of their copy was handed over."""
 
+    __slots__ = ("_hook", "_lent", "_may_lend", "_num_reclaimed", "_waiting", "memory_is_short")
+
     def __init__(self, hook: AllocatorHook, *, may_lend: Callable[[], bool]) -> None:
         """`may_lend()`: whether the stream that owns a buffer is the only one that may have worked with it, and nobody counts
         what is allocated."""
@@ -111,6 +113,8 @@ class Lending:
 
 class ReclaimQueue:
     """Buffers on their way out, oldest first."""
+
+    __slots__ = ("entries", "pending_bytes")
 
     def __init__(self) -> None:
         self.entries: deque[Reclaimable] = deque()

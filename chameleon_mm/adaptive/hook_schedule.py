@@ -51,6 +51,8 @@ _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
 class HookSchedule:
     """A plan by hook, for any number of steps, which do not change it."""
 
+    __slots__ = ("_due", "_hooks", "allocated_bytes", "growth", "held", "held_actions", "plan", "storage_actions")
+
     def __init__(
         self,
         plan: SwapPlan,

@@ -49,6 +49,11 @@ slices would copy it for each."""
 class SwapOuts:
     """Queues the copies of saved storages. Not thread-safe: the executor holds its lock."""
 
+    __slots__ = (
+        "__weakref__", "_budget", "_codec_rule", "_context", "_queued_in", "_queued_out", "_registry", "_rule", "_small",
+        "_staging", "_thresholds", "codecs", "fresh", "waiting_bytes",
+    )  # fmt: skip
+
     def __init__(
         self,
         context: SwapContext,

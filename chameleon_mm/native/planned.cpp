@@ -195,7 +195,8 @@ void find_parts(Parts& p, PyObject* executor) {
   Ref reader(PyObject_GetAttrString(p.read_allocated, "func"));  // of a partial, whose function is C's where the helper reads
   if (!reader) PyErr_Clear();
   p.reads_here = reader && PyCFunction_Check(reader.it);
-  if (!Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  const bool lends = p.lending == Py_None || (LendingOf.made(p.lending) && AllocatorHook.made(p.hook));
+  if (!lends || !Outs.made(p.outs) || !Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }

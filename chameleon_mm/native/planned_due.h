@@ -96,7 +96,7 @@ Py_ssize_t index_in(PyObject* list, PyObject* it) {  // -1: it is not there
 
 // SwapOuts.finished
 Ref finished(const Parts& p) {
-  Ref over(need(PyList_New(0))), fresh(get(p.outs, n_fresh));
+  Ref over(need(PyList_New(0))), fresh(Py_NewRef(field(p.outs, Outs.fresh)));
   std::vector<Ref> waiting;
   for (Py_ssize_t left = size_of(fresh.it); left > 0; left--) {
     Ref entry(call_method(fresh.it, n_popleft));
@@ -130,8 +130,8 @@ Ref advance_to(PyObject* cursor, PyObject* at, long long hook) {
 // PlanFollower._locate, of a hook that has the feature of the cached step's: what is due at it; null: nothing.
 Ref locate(const Parts& p, const Step& step) {
   PyObject* d = p.director;
-  Ref growth(get(step.schedule.it, n_growth)), at(new_number(step.hook));
-  const long long grows = as_number(Ref(need(PyObject_GetItem(growth.it, at.it))).it);
+  Ref at(new_number(step.hook));
+  const long long grows = as_number(PyList_GET_ITEM(field(step.schedule.it, Schedule.growth), step.hook));
   set_number(p.plan_forecast, Forecast.growth_bytes, grows + get_number(step.planned.it, n_margin_bytes));
   Ref due;
   if (step.hook > field_number(d, Follower._reached)) {
@@ -201,7 +201,7 @@ Ref carry_out(const Parts& p, PyObject* due, PyObject* over) {
     PyObject* action = PyTuple_GET_ITEM(planned, 1);
     if (action != Py_None && get_number(action, n_out_at) <= reached) swap_out_due(p, saved, get(action, n_nbytes).it);
   }
-  if (size_of(get(p.outs, n__small).it)) call_method(p.outs, n__pack_waiting);
+  if (size_of(field(p.outs, Outs._small))) call_method(p.outs, n__pack_waiting);
   if (size_of(p.out.queued) && lending.memory_is_short()) {
     Locked lock(p.copy_lock);
     hand_over_all(p.out);
@@ -300,8 +300,8 @@ void check_memory(const Parts& p, const Step& step, bool at_hook) {
 
 // Whether nothing is due at a hook of what stays, which then is only numbered: `saves_at_rest` and what executor/hooks.py asks before.
 bool is_at_rest(const Parts& p, const Step& step) {
-  return step.hook < field_number(p.director, Follower.at_rest_until) && !size_of(get(p.outs, n_fresh).it) &&
-         !size_of(p.reclaim_entries) && !get_number(p.outs, n_waiting_bytes) && !size_of(p.out.queued) && !size_of(p.in.queued);
+  return step.hook < field_number(p.director, Follower.at_rest_until) && !size_of(field(p.outs, Outs.fresh)) &&
+         !size_of(p.reclaim_entries) && !field_number(p.outs, Outs.waiting_bytes) && !size_of(p.out.queued) && !size_of(p.in.queued);
 }
 
 // Executor._advance at a hook that is the one of the plan; `moves`: of what moves. Returns what is to be swapped in.

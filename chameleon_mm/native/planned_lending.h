@@ -30,27 +30,27 @@ class Lending {
 
   // Lending.settle
   void settle() const {
-    if (p_.lending == Py_None || get_number(p_.raw_hook, n_reclaimed) == get_number(p_.lending, n__num_reclaimed)) return;
+    if (p_.lending == Py_None || get_number(p_.raw_hook, n_reclaimed) == field_number(p_.lending, LendingOf._num_reclaimed)) return;
     call_method(p_.lending, n_settle);
   }
 
-  bool memory_is_short() const { return p_.lending != Py_None && get_truth(p_.lending, n_memory_is_short); }
+  bool memory_is_short() const { return p_.lending != Py_None && (field(p_.lending, LendingOf.memory_is_short) == Py_True); }
 
   void add(PyObject* saved) const {
-    if (p_.lending != Py_None) call_method(get(p_.lending, n__waiting).it, n_append, saved);
+    if (p_.lending != Py_None) append(field(p_.lending, LendingOf._waiting), saved);
   }
 
   // Lending.lend, where one stream alone works with what is lent, and no recorder runs.
   void lend() const {
     if (p_.lending == Py_None) return;
-    Ref lent(get(p_.lending, n__lent)), waiting(get(p_.lending, n__waiting));
+    Ref lent(Py_NewRef(field(p_.lending, LendingOf._lent))), waiting(Py_NewRef(field(p_.lending, LendingOf._waiting)));
     while (size_of(lent.it)) {
       Ref oldest(front_of(lent.it));
       if (Storage.made(oldest.it) ? field(oldest.it, Storage._lent) != Py_None : get_truth(oldest.it, n_is_lent)) break;
       call_method(lent.it, n_popleft);
     }
     if (!size_of(waiting.it)) return;
-    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {  // the hook is to be told of it first
+    if (is_true(call(p_.history_is_on).it) != (field(p_.hook, AllocatorHook._history) == Py_True)) {  // the hook is to be told of it first
       call_method(p_.lending, n_lend);
       return;
     }
@@ -73,18 +73,18 @@ class Lending {
   void set_limits(PyObject* limit, PyObject* growth, PyObject* allocated) const {
     if (p_.lending == Py_None) return;
     const long long most = as_number(limit), grows = as_number(growth);
-    put(p_.lending, n_memory_is_short, (double)as_number(allocated) > (double)most * SHORT_SHARE ? Py_True : Py_False);
-    Ref asked(get(p_.hook, n__asked)), now(need(PyTuple_Pack(2, limit, growth)));
-    if (is_true(call(p_.history_is_on).it) != get_truth(p_.hook, n__history)) {
+    set(p_.lending, LendingOf.memory_is_short, (double)as_number(allocated) > (double)most * SHORT_SHARE ? Py_True : Py_False);
+    Ref asked(Py_NewRef(field(p_.hook, AllocatorHook._asked))), now(need(PyTuple_Pack(2, limit, growth)));
+    if (is_true(call(p_.history_is_on).it) != (field(p_.hook, AllocatorHook._history) == Py_True)) {
       call_method(p_.hook, n_set_limits, limit, growth);
     } else if (!same(asked.it, now.it)) {  // CudaAllocatorHook.set_limits
-      put(p_.hook, n__asked, now.it);
+      swap::set(p_.hook, AllocatorHook._asked, now.it);
       const double share = PyFloat_AsDouble(call(p_.memory_fraction, p_.index).it);
-      const long long total = get_number(p_.hook, n__total_bytes), bound = std::min(most, (long long)(share * (double)total));
-      Ref before(get(p_.hook, n__set)), set(need(Py_BuildValue("(LL)", bound, std::max(SEGMENT_BYTES, grows))));
+      const long long total = field_number(p_.hook, AllocatorHook._total_bytes), bound = std::min(most, (long long)(share * (double)total));
+      Ref before(Py_NewRef(field(p_.hook, AllocatorHook._set))), set(need(Py_BuildValue("(LL)", bound, std::max(SEGMENT_BYTES, grows))));
       if (same(before.it, set.it)) return;
-      put(p_.hook, n__set, set.it);
-      call_method(p_.raw_hook, n_set_limits, PyTuple_GET_ITEM(set.it, 0), PyTuple_GET_ITEM(set.it, 1), get(p_.hook, n__history).it);
+      swap::set(p_.hook, AllocatorHook._set, set.it);
+      call_method(p_.raw_hook, n_set_limits, PyTuple_GET_ITEM(set.it, 0), PyTuple_GET_ITEM(set.it, 1), field(p_.hook, AllocatorHook._history));
     }
   }
 

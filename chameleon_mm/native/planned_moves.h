@@ -98,6 +98,7 @@ inline Ref submit(const Parts& p, const Queue& q, PyObject* dst, PyObject* src, 
 
 // CopyQueue.issue, and `issue_in_order` of a move that is next or handed over.
 inline Ref issue(const Parts& p, const Queue& q, PyObject* move, bool in_order) {
+  if (field(move, Move.failed) == Py_False && field(move, Move.done) != Py_None) return Ref(Py_NewRef(field(move, Move.done)));
   Locked lock(p.copy_lock);
   if (in_order && field(move, Move.done) == Py_None && (!size_of(q.queued) || front_of(q.queued).it != move))
     return call_method(q.it, n_issue_in_order, move);
@@ -184,8 +185,8 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   Ref operator_(current_operator(p)), site(call_site(p));
   give(saved, Storage._began_in, PyTuple_Pack(2, operator_.it, site.it));
   set(saved, Storage.state, State.swapping_out);
-  append(get(p.planned_queue, n_entries).it, saved);
-  add_to(p.planned_queue, n_pending_bytes, nbytes);
+  append(field(p.planned_queue, ReclaimQueue.entries), saved);
+  add_number(p.planned_queue, ReclaimQueue.pending_bytes, nbytes);
   Lending(p).add(saved);
   return true;
 }

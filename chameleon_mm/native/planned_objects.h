@@ -27,23 +27,22 @@ inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
 #define SWAP_NAMES(X)                                                                                                       \
-  X(_OF_HOOKS) X(__contains__) X(_advance) X(_asked) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)   \
+  X(_OF_HOOKS) X(__contains__) X(_advance) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)             \
   X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)           \
-  X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_history) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes)  \
-  X(_ledger) X(_lent) X(_limit) X(_lock) X(_make_room) X(_num_reclaimed) X(_out) X(_pack_waiting) X(_piece_bytes)           \
-  X(_plan_forecast) X(_profiler_is_on) X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen)     \
-  X(_set) X(_small) X(_storages) X(_total_bytes) X(_used_any) X(_waiting) X(acquire) X(advance_to) X(again) X(allocate)     \
-  X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site) X(carry_out) X(check_memory) X(claims)          \
-  X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(empty) X(ended) X(entries) X(errors)  \
-  X(forget_complete) X(fresh) X(get) X(get_eval_frame_callback) X(growth) X(hbm_budget_bytes) X(hold) X(hook_counts)        \
-  X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(kept_by_reason) X(leaf) X(leaving_bytes)  \
-  X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory) X(memory_is_short) X(metrics) X(nbytes) X(next_index)       \
-  X(number) X(on_claim_end) X(on_save) X(on_use) X(order) X(out_at) X(outs) X(parameter) X(parts) X(pending)                \
-  X(pending_bytes) X(persistent) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned)        \
-  X(protected) X(query) X(queued) X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record)        \
-  X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape)        \
-  X(small) X(starts) X(storage_actions) X(stream) X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) X(tensor) \
-  X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait) X(waiting_bytes) X(withdraw)
+  X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_ledger)   \
+  X(_limit) X(_lock) X(_make_room) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast) X(_profiler_is_on)            \
+  X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen) X(_storages) X(_used_any) X(acquire)     \
+  X(advance_to) X(again) X(allocate) X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site) X(carry_out) \
+  X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(empty)      \
+  X(ended) X(entries) X(errors) X(forget_complete) X(get) X(get_eval_frame_callback) X(hbm_budget_bytes) X(hold)            \
+  X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(kept_by_reason) X(leaf)    \
+  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory) X(metrics) X(nbytes) X(next_index)         \
+  X(number) X(on_claim_end) X(on_save) X(on_use) X(order) X(out_at) X(outs) X(parameter) X(parts) X(pending) X(persistent)  \
+  X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) X(queued)       \
+  X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry)       \
+  X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(small) X(starts) X(stream)            \
+  X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) X(tensor) X(this_thread) X(timed) X(totals) X(transfer)   \
+  X(type) X(uses) X(wait) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -191,6 +190,21 @@ SLOTTED(BudgetClass, "executor.budget", "Budget", BUDGET_FIELDS)
 #define FORECAST_FIELDS(X) X(growth_bytes)
 SLOTTED(ForecastClass, "executor.forecasts", "PlanForecast", FORECAST_FIELDS)
 
+#define LENDING_FIELDS(X) X(_hook) X(_lent) X(_num_reclaimed) X(_waiting) X(memory_is_short)
+SLOTTED(LendingClass, "reclaim", "Lending", LENDING_FIELDS)
+
+#define ALLOCATOR_HOOK_FIELDS(X) X(_asked) X(_history) X(_hook) X(_set) X(_total_bytes)
+SLOTTED(AllocatorHookClass, "device.cuda.allocator_hook", "CudaAllocatorHook", ALLOCATOR_HOOK_FIELDS)
+
+#define RECLAIM_QUEUE_FIELDS(X) X(entries) X(pending_bytes)
+SLOTTED(ReclaimQueueClass, "reclaim", "ReclaimQueue", RECLAIM_QUEUE_FIELDS)
+
+#define SCHEDULE_FIELDS(X) X(growth) X(storage_actions)
+SLOTTED(ScheduleClass, "adaptive.hook_schedule", "HookSchedule", SCHEDULE_FIELDS)
+
+#define OUTS_FIELDS(X) X(_small) X(fresh) X(waiting_bytes)
+SLOTTED(OutsClass, "executor.swap_outs", "SwapOuts", OUTS_FIELDS)
+
 #define REGISTRY_FIELDS(X) X(epoch) X(next_index) X(of_epoch)
 SLOTTED(RegistryClass, "saved.claims", "StorageRegistry", REGISTRY_FIELDS)
 
@@ -227,6 +241,11 @@ inline FollowerClass Follower;
 inline BudgetClass Budget;
 inline ForecastClass Forecast;
 inline RegistryClass Registry;
+inline LendingClass LendingOf;
+inline AllocatorHookClass AllocatorHook;
+inline ReclaimQueueClass ReclaimQueue;
+inline ScheduleClass Schedule;
+inline OutsClass Outs;
 inline States State;
 inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
 
@@ -234,7 +253,8 @@ inline void load_classes() {
   if (whole_form) return;
   Storage.load(), LastSave.load(), Probe.load(), Origin.load(), Bytes.load(), Claim.load(), End.load(), View.load(), Kept.load();
   Move.load(), Event.load(), Stream.load(), Cursor.load(), Light.load(), Totals.load(),
-  Follower.load(), Budget.load(), Forecast.load(), Registry.load(), State.load();
+  Follower.load(), Budget.load(), Forecast.load(), Registry.load(),
+  LendingOf.load(), AllocatorHook.load(), ReclaimQueue.load(), Schedule.load(), Outs.load(), State.load();
   nothing_due = class_of("chameleon_mm.adaptive.hook_schedule", "NO_ACTIONS");
   whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
 }

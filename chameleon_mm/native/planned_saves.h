@@ -150,7 +150,7 @@ Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tens
   need(PyDict_SetItem(p.storages, key.it, made.it));
   add_number(p.registry, Registry.next_index, 1), add_number(p.registry, Registry.of_epoch, 1);
   put(p.executor, n__saved_any, Py_True);
-  append(get(p.outs, n_fresh).it, entry.it);
+  append(field(p.outs, Outs.fresh), entry.it);
   need(PyDict_SetItem(p.last_saves, id, last));
   set_number(last, LastSave.num_claims, 1);
   need(PyDict_SetItem(p.by_storage, id, reference.it));
@@ -161,7 +161,7 @@ Ref new_claim(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tens
 void note_first_save(const Parts& p, const Step& step, PyObject* made, PyObject* hook, PyObject* epoch) {
   set(made, Storage._noted_in, epoch);
   need(PyDict_SetItem(field(p.director, Follower._first_saves), hook, made));
-  Ref actions(get(step.schedule.it, n_storage_actions)), storages(Py_NewRef(field(p.director, Follower._storages)));
+  Ref actions(Py_NewRef(field(step.schedule.it, Schedule.storage_actions))), storages(Py_NewRef(field(p.director, Follower._storages)));
   PyObject* action = PyDict_GetItemWithError(actions.it, hook);
   if (!action) return;
   set(made, Storage.planned, action);

@@ -30,6 +30,8 @@ def helper() -> ModuleType | None:
 class CudaAllocatorHook:
     """Hook in the caching allocator of one GPU, for one session."""
 
+    __slots__ = ("_asked", "_history", "_hook", "_index", "_set", "_total_bytes")
+
     def __init__(self, module: ModuleType, index: int) -> None:
         self._hook: Any = module.Hook(index)
         self._index = index

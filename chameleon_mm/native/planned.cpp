@@ -108,7 +108,7 @@ Ref note_use(Parts& p, const Step& step, PyObject* saved_at, PyObject* saved) {
   Ref over(finished(p));
   if (!agrees) {  // as at the first use of a backward
     call_method(p.director, n_on_use, saved_at, saved, over.it);
-    return advance_in_python(p, over.it, moves);
+    return advance_as_told(p, over.it, moves);
   }
   set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
   Ref due(locate(p, step));

@@ -311,8 +311,13 @@ Ref advance(const Parts& p, const Step& step, PyObject* due, PyObject* over, boo
   return back;
 }
 
-// Executor._advance at a hook of autograd's own; `moves`: of what moves.
-Ref advance_in_python(const Parts& p, PyObject* over, bool moves) {
+// Executor._advance once Python's director was told of the hook: here where the step follows its plan all the same.
+Ref advance_as_told(const Parts& p, PyObject* over, bool moves) {
+  Ref due(Py_NewRef(field(p.director, Follower._due)));
+  set(p.director, Follower._due, nothing_due);
+  Step step;
+  if (step.follows(p)) return advance(p, step, due.it == nothing_due ? nullptr : due.it, over, moves);
+  set(p.director, Follower._due, due.it);
   PyObject* arguments[] = {p.executor, over, moves ? Py_True : Py_False, Py_True};
   static PyObject* names = need(Py_BuildValue("(ss)", "check_memory", "at_hook"));
   return Ref(need(PyObject_VectorcallMethod(n__advance, arguments, 2, names)));

@@ -252,7 +252,7 @@ Ref saved(Hooks* h, PyObject* argument) {
   Ref over(finished(p)), made(Py_NewRef(moves ? field(claim.it, Claim.saved) : Py_None)), back;
   if (step.hook == 0) {  // which step it is
     call_method(p.director, n_on_save, argument, made.it, over.it);
-    back.it = advance_in_python(p, over.it, moves).taken();
+    back.it = advance_as_told(p, over.it, moves).taken();
   } else {
     set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
     if (moves) {

@@ -30,6 +30,9 @@ WORKERS ?= $(shell n=$(CORES); [ $$n -gt 8 ] && n=8; echo $$n)
 # Each process begins with a part of the files, so that what a file's tests share is made once, and ends with others' rest.
 SHARED = -n $(WORKERS) --dist worksteal
 
+# Files whose tests run on the stand-in once more, with the helpers.
+NATIVE_ON_CUDA = $(addprefix tests/test_,hooks.py late_errors.py odd_uses.py threads.py plan_session.py annotations.py)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-slow test-thorough test-native test-cuda check format gpu gpu-smoke clean distclean
@@ -53,8 +56,9 @@ test-thorough: $(STAMP) $(CUDA_STAMP) ## Run more of what the others sample: mor
 test-cuda: $(CUDA_STAMP) ## Run the tests marked gpu on torch's CUDA build, without a GPU (PYTEST_ARGS="tests/test_swapping.py")
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run $(SHARED) $(PYTEST_ARGS)
 
-test-native: $(STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
+test-native: $(STAMP) $(CUDA_STAMP) ## Run tests of the hooks with the C++ helpers, which are compiled first
 	@$(BIN)/python -m pytest --native $(SHARED) -m "$(MARKERS)" tests/test_hooks.py tests/test_late_errors.py $(PYTEST_ARGS)
+	@$(CUDA_VENV)/bin/python -m pytest --native $(SHARED) -m "gpu and not thorough" $(NATIVE_ON_CUDA) $(PYTEST_ARGS)
 
 check: $(STAMP) ## Lint, formatting, types, layers
 	$(BIN)/ruff check

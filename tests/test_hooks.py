@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
+from chameleon_mm import native
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
 from tests._fakes import Unwatched
@@ -63,8 +64,8 @@ def test_what_stays_goes_the_short_way_in_planned_steps(device: Device, long_way
             del long_ways[:]
             with session.step():
                 small_chain(device)
-    # The first save and the first use tell which step it is, and where backward begins.
-    assert long_ways == ["save", "use"]
+    # The first save and the first use tell which step it is, and where backward begins: in C++ too, where that helper is built.
+    assert long_ways == ([] if not device.simulated and native.load("planned") else ["save", "use"])
     assert session.report().steps_by_phase["planned"] >= 3
     assert session.report().kept_by_reason["small"] > 0
 

@@ -365,7 +365,7 @@ def test_in_other_company_the_bits_are_the_same(company: str) -> None:
                 if number < STEPS - 2:
                     got.append(gradients(model))
                 elif company == "mode":
-                    with BareMode():  # type: ignore[no-untyped-call]
+                    with BareMode():  # type: ignore[no-untyped-call]  # torch's
                         got.append(gradients(model))
                 elif company == "profiler":
                     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):

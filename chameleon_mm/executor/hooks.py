@@ -113,7 +113,7 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
 
     on_save: _Save = uncompiled(save)
     on_use: _Use = uncompiled(use)
-    if director.light is not None and device.torch_device.type == "cuda" and (planned := native.load("planned")) is not None:
+    if director.light is not None and not device.simulated and (planned := native.load("planned")) is not None:
         on_save, on_use = _planned_hooks(planned, on_save, on_use, executor)
     stays = native.load("stays")
     if stays is None or plans != (director.light is not None):
@@ -122,8 +122,8 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
     native_hooks: tuple[_Save, _Use] = stays.hooks(
         on_save, on_use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors,
-        limit, totals, is_protected, protected.refs, registry, director, director.light, small, add_small, uncompiled(capturing),
-        KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
+        limit, totals, is_protected, protected.refs, registry, director, director.light, small, add_small,
+        uncompiled(capturing), KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks
 

@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 
 class LastSave:
-    """The step and hook in which a storage was saved last, shared by all records of the storage."""
+    """The step and hook in which a storage was saved last, shared by all records of the storage. No `__init__`: one is made at
+    every save."""
 
     __slots__ = ("epoch", "hook", "lent", "num_claims", "storage")
 
-    def __init__(self, storage: weakref.ref[torch.UntypedStorage]) -> None:
-        self.storage = storage
-        self.epoch, self.hook = -1, 0
-        self.num_claims = 0
-        """Number of live claims on the storage."""
-        self.lent: weakref.ref[DeviceCopy] | None = None
-        """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
-        references, which the allocator does not know of."""
+    storage: weakref.ref[torch.UntypedStorage]
+    epoch: int
+    hook: int
+    num_claims: int
+    """Number of live claims on the storage."""
+    lent: weakref.ref[DeviceCopy] | None
+    """Its record that has lent it to the allocator. Only while that is the only record: others find the storage by weak
+    references, which the allocator does not know of."""
 
 
 class SaveRecord:
@@ -82,8 +83,9 @@ class SaveRecord:
         """Its record in the trace, where the step that saved it is recorded."""
         self.planned: StorageAction | None = None
         """Its action in the plan; None: no plan knows it."""
-        self.last_save = LastSave(self.first)
+        last = self.last_save = LastSave()
         """The latest save of the storage, shared with its other records."""
+        last.storage, last.epoch, last.hook, last.num_claims, last.lent = self.first, -1, 0, 0, None
         self._noted_in = -1
         """The last step in which the profiler saw a save of it."""
         self.is_held_for_recipes = False

@@ -113,7 +113,7 @@ def measure(device: Device, *, saves: int, repeats: int) -> Results:
     results.notes += [
         f"{saves} saved tensors in a step, {format_size(TENSOR_BYTES)} each; the host's work, not the link's",
         "the steps of warm-up left out; a step's own beginning and end are not in it",
-        f"the hooks of what stays: {'C++' if native.load('stays') else 'Python; `chameleon-mm native` builds them in C++'}",
+        f"helpers in C++: {', '.join(filter(native.load, native.HELPERS)) or 'none; `chameleon-mm native` builds them'}",
         _beneath(device),
     ]
     samples = interleave(peers(device, saves), warmup=0, repeats=repeats, limit_s=_LIMIT_S)

@@ -77,7 +77,7 @@ A part that is missing is a finding, not an error.
 """
 _NATIVE = """\
 Builds what part of the library has a faster form in C++, for the Python and the torch that run this command, with the
-compiler of this machine. It takes a quarter of a minute; sessions made from then on use it. Nothing needs it: without a
+compiler of this machine. It takes a minute; sessions made from then on use it. Nothing needs it: without a
 compiler the same is done in Python. To be run again after an update of torch, Python or this library.
 """
 _PLAN = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -45,6 +45,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def planned(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper, which sessions use from then on."""
     return helper("planned", monkeypatch)
+
+
+@pytest.fixture
+def _planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = native.load
+    monkeypatch.setattr(native, "load", lambda name: load(name) if name == "planned" else None)
 
 
 @pytest.fixture(params=[(), ("memory",), ("memory", "reclaim")], ids=["alone", "memory", "memory and reclaim"])
@@ -383,6 +389,8 @@ def test_in_other_company_the_bits_are_the_same(company: str) -> None:
                     got.append([loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)])
                     model.zero_grad()
     assert same(expected, got)
+    assert session.report().plan_cache_hits > 0
+    assert session.report().bytes_swapped_out > 0
     assert session.pool.stats().num_live == 0
 
 
@@ -406,3 +414,18 @@ def test_models_train_as_in_plain_pytorch(name: str) -> None:
     assert differences(expected, found) == []
     assert report.bytes_swapped_out > 0
     assert report.plan_cache_hits > 0
+
+
+@pytest.mark.usefixtures("planned", "_planned_alone")
+def test_what_the_helper_does_not_know_stays_pythons() -> None:
+    model = made("blocks")
+    budget = torch.cuda.memory_allocated() + (64 << 20)
+    plain_session = cm.SwapSession(budget, device=CudaDevice(), model=model)
+    assert not isinstance(plain_session._save, FunctionType)
+    # A device that counts for parameters too, and a size beyond what the helper counts with.
+    for session in (
+        cm.SwapSession(budget, device=CudaDevice(), model=model, parameters="swap"),
+        cm.SwapSession(budget, device=CudaDevice(), min_bytes=1 << 63),
+        cm.SwapSession(budget, device=CudaDevice(), verify=True),
+    ):
+        assert isinstance(session._save, FunctionType)

@@ -1,7 +1,8 @@
 """Each ordering rule of the hooks in C++, broken on purpose: every mutant goes red, as the stand-in names what is not ordered.
 
 A mutant is the helper compiled from its source with one line changed. What a second stream alone could show is not among them:
-with two, the hooks are Python's, whose own mutants are in `test_ordering_mutants_cuda.py`.
+with two, the hooks are Python's, whose own mutants are in `test_ordering_mutants_cuda.py`. So are the waits that one stream's other
+waits include: a host block's for its last use, and a copy back's for the copy out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import pytest
 import torch
 
 from chameleon_mm import native
-from chameleon_mm.device.cuda.stream import CudaEvent
 from tests._native import helper
 from tests.cuda_stand_in import control
 from tests.test_native_planned import _untimed, made, plain, same, session_for, steps_in_session, written_after_its_save
@@ -67,12 +67,6 @@ def red() -> str:
     got = steps_in_session(session_for(peak), made("chain"))
     torch.cuda.synchronize()
     return "\n".join(control.violations()) or ("" if same(expected, got) else "other numbers")
-
-
-@pytest.fixture
-def _far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No event is found complete by luck, which would make the wait on it needless."""
-    monkeypatch.setattr(CudaEvent, "query", lambda self: False)
 
 
 def test_the_hooks_as_they_are_stay_green(monkeypatch: pytest.MonkeyPatch) -> None:

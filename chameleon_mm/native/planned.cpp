@@ -190,13 +190,14 @@ void find_parts(Parts& p, PyObject* executor) {
   p.history_is_on = get(autograd.it, n__cuda_isHistoryEnabled).taken();
   p.memory_fraction = get(autograd.it, n__cuda_getMemoryFraction).taken(), p.index = get(p.device, n_index).taken();
   p.deque = class_of("collections", "deque"), p.hook_actions = class_of("chameleon_mm.executor.director", "HookActions");
+  Ref device_class(class_of("chameleon_mm.device.cuda.device", "CudaDevice"));
   p.least_bytes = get_number(executor, n__least_bytes), p.device_index = (int)get_number(p.device, n_index);
   p.main = Py_NewRef(Py_None);
   Ref reader(PyObject_GetAttrString(p.read_allocated, "func"));  // of a partial, whose function is C's where the helper reads
   if (!reader) PyErr_Clear();
   p.reads_here = reader && PyCFunction_Check(reader.it);
   const bool lends = p.lending == Py_None || (LendingOf.made(p.lending) && AllocatorHook.made(p.hook));
-  if (!lends || !Outs.made(p.outs) || !Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  if ((PyObject*)Py_TYPE(p.device) != device_class.it || !lends || !Outs.made(p.outs) || !Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }

@@ -149,6 +149,10 @@ Ref storage_for(PyObject* storages, PyObject* action) {
   return Ref(Py_XNewRef(PyDict_GetItemWithError(storages, number.it)));
 }
 
+void swap_out_due(const Parts& p, PyObject* saved, PyObject* nbytes) {
+  if (!swap_out_planned(p, saved, as_number(nbytes))) call_method(p.outs, n_swap_out_planned, saved, nbytes);
+}
+
 void reclaim_due(const Parts& p, PyObject* saved, PyObject* action) {
   PyObject* state = field(saved, Storage.state);
   const bool again = get_truth(action, n_again), whole = moves_whole(p, saved);
@@ -159,13 +163,13 @@ void reclaim_due(const Parts& p, PyObject* saved, PyObject* action) {
     return;
   }
   if (state == State.swapping_out && reclaim(p, saved)) return;
-  Ref nbytes(get(action, n_nbytes)), one(need(PyTuple_Pack(3, saved, nbytes.it, again ? Py_True : Py_False)));
-  Ref reclaims(need(PyTuple_Pack(1, one.it)));
-  call_method(p.outs, n_carry_out, call(p.hook_actions, reclaims.it).it);
-}
-
-void swap_out_due(const Parts& p, PyObject* saved, PyObject* nbytes) {
-  if (!swap_out_planned(p, saved, as_number(nbytes))) call_method(p.outs, n_swap_out_planned, saved, nbytes);
+  if (again && state == State.restored && !PyObject_CallMethodNoArgs(saved, n_drop_restored)) forgive(out_of_memory);
+  if (field(saved, Storage.state) == State.on_device) swap_out_due(p, saved, get(action, n_nbytes).it);
+  if (field(saved, Storage.state) != State.swapping_out) return;
+  PyObject* arguments[] = {saved, Py_True};
+  Ref done(need(PyObject_VectorcallMethod(n_reclaim, arguments, 1, in_plan_order)));
+  Ref stays(get(field(saved, Storage.form), n_device_bytes));
+  if (is_true(stays.it)) call_method(p.budget, n_note_allocated, stays.it);
 }
 
 // PlanFollower.due and SwapOuts.carry_out, in that order of things. Returns what is to be swapped in.
@@ -275,7 +279,8 @@ void note_growth(const Parts& p, const Step& step, long long growth, bool at_hoo
 void check_memory(const Parts& p, const Step& step, bool at_hook) {
   PyObject* budget = p.budget;
   Ref limits(Py_NewRef(field(budget, Budget._limits))), most(get(limits.it, n_hbm_budget_bytes));
-  if (most.it == Py_None || get(limits.it, n_leaving_bytes).it != Py_None || field(budget, Budget.forecast) != p.plan_forecast) {
+  long long budget_bytes = 0;
+  if (!to_number(most.it, budget_bytes) || get(limits.it, n_leaving_bytes).it != Py_None || field(budget, Budget.forecast) != p.plan_forecast) {
     note_growth(p, step, as_number(call_method(budget, n_check_memory).it), at_hook);
     return;
   }
@@ -319,8 +324,7 @@ Ref advance_as_told(const Parts& p, PyObject* over, bool moves) {
   if (step.follows(p)) return advance(p, step, due.it == nothing_due ? nullptr : due.it, over, moves);
   set(p.director, Follower._due, due.it);
   PyObject* arguments[] = {p.executor, over, moves ? Py_True : Py_False, Py_True};
-  static PyObject* names = need(Py_BuildValue("(ss)", "check_memory", "at_hook"));
-  return Ref(need(PyObject_VectorcallMethod(n__advance, arguments, 2, names)));
+  return Ref(need(PyObject_VectorcallMethod(n__advance, arguments, 2, check_memory_at_hook)));
 }
 
 // SwapIns.prefetch_planned

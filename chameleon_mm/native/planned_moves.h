@@ -85,7 +85,7 @@ inline Ref submit(const Parts& p, const Queue& q, PyObject* dst, PyObject* src, 
   append(q.queued, move.it);
   try {
     hand_over(q);
-  } catch (const Raised&) {
+  } catch (...) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     Ref failed(PyObject_CallMethodOneArg(q.it, n__fail, move.it));  // the caller never learns of it, and gives both buffers to others
@@ -158,14 +158,8 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   if (!may || !is_copyable(saved)) return true;
   const long long nbytes = field_number(saved, Storage.nbytes);
   if (last_bytes < nbytes) return false;
-  Ref block;
-  try {
-    block.it = allocate(p.pool, p.ledger, field(saved, Storage.nbytes)).taken();
-  } catch (const Raised&) {
-    forgive(PyExc_Exception);  // as the pool is full: Python asks again, and does what is to be done then
-    return false;
-  }
-  if (!PyObject_TypeCheck(block.it, Block.type)) return false;
+  Ref block(allocate(p.pool, p.ledger, field(saved, Storage.nbytes)));
+  if (!block) return false;  // Python reserves more, or does what is to be done where the host has no more
   const at::Tensor& memory = THPVariable_Unpack(field(block.it, Block._memory));
   const long long start = memory.storage_offset() + field_number(block.it, Block._start);
   Ref dst(flat(memory.storage(), c10::DispatchKey::CPU, start, nbytes));
@@ -178,7 +172,9 @@ inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_byt
   Ref out(submit(p, p.out, dst.it, src.it, after.it, nbytes));
   if (field(out.it, Move.failed) != Py_False) {
     call_method(block.it, n_release);
-    return false;  // Python tries it once more, and does what is to be done when it is refused
+    Ref words(need(PyUnicode_FromFormat("a saved tensor of %lld bytes could not be swapped out; it stays on the device", nbytes)));
+    call_method(p.outs, n__note_refusal, call(transfer_failed, words.it).it);
+    return true;
   }
   set(saved, Storage._block, block.it), set(saved, Storage._out, out.it);
   add_number(p.totals, Totals.bytes_swapped_out, nbytes);
@@ -226,9 +222,10 @@ inline bool prefetch(const Parts& p, PyObject* saved) {
   const long long nbytes = field_number(saved, Storage.nbytes);
   at::Tensor whole;
   try {
+    const Unlocked others_go_on;  // the allocator may wait for the device
     whole = at::empty({nbytes}, at::TensorOptions(at::kByte).device(at::kCUDA, p.device_index));
   } catch (const c10::OutOfMemoryError&) {
-    return false;
+    return true;  // nobody needs it yet
   }
   Ref dst(need(THPVariable_Wrap(whole))), storage(need(THPStorage_Wrap(whole.storage())));
   const at::Tensor& memory = THPVariable_Unpack(field(block, Block._memory));

@@ -26,23 +26,23 @@ inline void need(int status) {
 inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
-#define SWAP_NAMES(X)                                                                                                       \
-  X(_OF_HOOKS) X(__contains__) X(_advance) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)             \
-  X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)           \
-  X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_ledger)   \
-  X(_limit) X(_lock) X(_make_room) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast) X(_profiler_is_on)            \
-  X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen) X(_storages) X(_used_any) X(acquire)     \
-  X(advance_to) X(again) X(allocate) X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site) X(carry_out) \
-  X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream) X(device) X(differs) X(director) X(drain) X(empty)      \
-  X(ended) X(entries) X(errors) X(forget_complete) X(get) X(get_eval_frame_callback) X(hbm_budget_bytes) X(hold)            \
-  X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order) X(kept_by_reason) X(leaf)    \
-  X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory) X(metrics) X(nbytes) X(next_index)         \
-  X(number) X(on_claim_end) X(on_save) X(on_use) X(order) X(out_at) X(outs) X(parameter) X(parts) X(pending) X(persistent)  \
-  X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after) X(prefetch_planned) X(protected) X(query) X(queued)       \
-  X(raise_oldest) X(reclaim) X(reclaim_complete) X(reclaimed) X(recompute) X(record) X(recording) X(refs) X(registry)       \
-  X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits) X(settle) X(shape) X(small) X(starts) X(stream)            \
-  X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) X(tensor) X(this_thread) X(timed) X(totals) X(transfer)   \
-  X(type) X(uses) X(wait) X(withdraw)
+#define SWAP_NAMES(X)                                                                                                        \
+  X(_OF_HOOKS) X(__contains__) X(_advance) X(_bases) X(_batch_below_bytes) X(_chunks) X(_count_use) X(_counted)              \
+  X(_cuda_getMemoryFraction) X(_cuda_isHistoryEnabled) X(_current) X(_current_autograd_node) X(_dequeue) X(_fail)            \
+  X(_growing) X(_hand_over_front) X(_hand_over_piece) X(_hook) X(_in) X(_known) X(_last_saves) X(_least_bytes) X(_ledger)    \
+  X(_limit) X(_lock) X(_make_room) X(_note_refusal) X(_out) X(_pack_waiting) X(_piece_bytes) X(_plan_forecast)               \
+  X(_profiler_is_on) X(_read_allocated) X(_retire_ended) X(_running) X(_saved_any) X(_scale) X(_seen) X(_storages)           \
+  X(_used_any) X(acquire) X(advance_to) X(again) X(allocated_until) X(append) X(base) X(budget) X(by_storage) X(call_site)   \
+  X(check_memory) X(claims) X(context) X(cuda_event) X(cuda_stream) X(device) X(device_bytes) X(differs) X(director)         \
+  X(drain) X(drop_restored) X(empty) X(ended) X(entries) X(errors) X(forget_complete) X(get) X(get_eval_frame_callback)      \
+  X(hbm_budget_bytes) X(hold) X(hook_counts) X(hook_lock) X(index) X(ins) X(is_lent) X(is_over) X(issue) X(issue_in_order)   \
+  X(kept_by_reason) X(leaf) X(leaving_bytes) X(lend) X(lending) X(light) X(lock) X(margin_bytes) X(memory) X(metrics)        \
+  X(nbytes) X(next_index) X(note_allocated) X(number) X(on_claim_end) X(on_save) X(on_use) X(order) X(out_at) X(outs)        \
+  X(parameter) X(parts) X(pending) X(persistent) X(planned) X(pool) X(popleft) X(predicted_by) X(prefetch_after)             \
+  X(prefetch_planned) X(protected) X(query) X(queued) X(raise_oldest) X(rebuild) X(reclaim) X(reclaim_complete) X(reclaimed) \
+  X(recompute) X(record) X(recording) X(refs) X(registry) X(release) X(restore) X(retire_if_idle) X(saves) X(set_limits)     \
+  X(settle) X(shape) X(small) X(starts) X(stream) X(stream_id) X(streams) X(swap_out) X(swap_out_planned) X(take) X(tensor)  \
+  X(this_thread) X(timed) X(totals) X(transfer) X(type) X(uses) X(wait) X(withdraw)
 #define DECLARE(name) inline PyObject* n_##name = nullptr;
 SWAP_NAMES(DECLARE)
 #undef DECLARE
@@ -247,7 +247,8 @@ inline ReclaimQueueClass ReclaimQueue;
 inline ScheduleClass Schedule;
 inline OutsClass Outs;
 inline States State;
-inline PyObject *whole_form = nullptr, *nothing_due = nullptr;
+inline PyObject *whole_form = nullptr, *nothing_due = nullptr, *out_of_memory = nullptr, *transfer_failed = nullptr;
+inline PyObject *in_plan_order = nullptr, *check_memory_at_hook = nullptr, *by_reference = nullptr;  // names of arguments, for calls
 
 inline void load_classes() {
   if (whole_form) return;
@@ -256,6 +257,9 @@ inline void load_classes() {
   Follower.load(), Budget.load(), Forecast.load(), Registry.load(),
   LendingOf.load(), AllocatorHook.load(), ReclaimQueue.load(), Schedule.load(), Outs.load(), State.load();
   nothing_due = class_of("chameleon_mm.adaptive.hook_schedule", "NO_ACTIONS");
+  transfer_failed = class_of("chameleon_mm.errors", "TransferFailed"), out_of_memory = class_of("torch", "OutOfMemoryError");
+  in_plan_order = need(Py_BuildValue("(s)", "in_plan_order")), by_reference = need(Py_BuildValue("(s)", "by_reference"));
+  check_memory_at_hook = need(Py_BuildValue("(ss)", "check_memory", "at_hook"));
   whole_form = class_of("chameleon_mm.saved.form", "WHOLE");
 }
 
@@ -315,6 +319,17 @@ struct Parts {
   int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`
   void* main_handle = nullptr;
   long long thread = 0, operators = 0;  // of the hook that runs: as `current_operator` has them
+};
+
+class Unlocked {  // without the GIL
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() { PyEval_RestoreThread(state_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_;
 };
 
 class Locked {  // a lock, waited for

@@ -101,15 +101,14 @@ inline Ref take_block(PyObject* pool, PyObject* ledger, PyObject* nbytes) {
   return block;
 }
 
-// PinnedPool.allocate
+// PinnedPool.allocate, of what is reserved and free; null: there is none.
 inline Ref allocate(PyObject* pool, PyObject* ledger, PyObject* nbytes) {
   Ref block;
   {
     Locked lock(field(ledger, Ledger.lock));
     block.it = take_block(pool, ledger, nbytes).taken();
   }
-  if (!block) return call_method(pool, n_allocate, nbytes);
-  if (PyTuple_GET_SIZE(field(block.it, Block.pending_events))) call_method(block.it, n_forget_complete);
+  if (block && PyTuple_GET_SIZE(field(block.it, Block.pending_events))) call_method(block.it, n_forget_complete);
   return block;
 }
 

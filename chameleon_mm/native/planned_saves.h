@@ -89,7 +89,12 @@ Ref rebuild(PyObject* handle, PyObject* storage) {
     PyObject* tuple = field(handle, i ? View._stride : View._shape);
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(tuple); k++) all[i].push_back(as_number(PyTuple_GET_ITEM(tuple, k)));
   }
-  return Ref(view_over(storage_of(storage), alias, all[0], all[1], field_number(handle, View._offset)));
+  const int64_t offset = field_number(handle, View._offset);
+  int64_t last = offset;
+  for (size_t i = 0; i < all[0].size(); i++) last += (all[0][i] - 1) * all[1][i];
+  const c10::Storage& there = storage_of(storage);
+  if ((last + 1) * (int64_t)alias.element_size() > (int64_t)there.nbytes()) return call_method(handle, n_rebuild, storage);
+  return Ref(view_over(there, alias, all[0], all[1], offset));
 }
 
 // Executor._count_use, in a step that follows its plan.
@@ -207,8 +212,7 @@ Ref kept(const Parts& p, PyObject* argument, PyObject* reason, PyObject* saved_a
   Ref by_reason(get(p.totals, n_kept_by_reason)), count(call_method(by_reason.it, n_get, reason, Ref(new_number(0)).it));
   need(PyObject_SetItem(by_reason.it, reason, Ref(new_number(as_number(count.it) + 1)).it));
   PyObject* arguments[] = {argument, saved_at, reason == n_parameter ? Py_True : Py_False};
-  static PyObject* names = need(Py_BuildValue("(s)", "by_reference"));
-  return Ref(need(PyObject_Vectorcall((PyObject*)Kept.type, arguments, 2, names)));
+  return Ref(need(PyObject_Vectorcall((PyObject*)Kept.type, arguments, 2, by_reference)));
 }
 
 // What becomes of a save here: its handle; null without an error: it is Python's.

@@ -1,8 +1,8 @@
 """Each ordering rule of the hooks in C++, broken on purpose: every mutant goes red, as the stand-in names what is not ordered.
 
-A mutant is the helper compiled from its source with one line changed. What only a second stream could show is not among them,
-as the hooks are Python's there (`test_ordering_mutants_cuda.py` has their mutants); nor are the waits that one stream's other waits
-include: a host block's for its last use, and a copy back's for the copy out.
+A mutant is the helper compiled from its source with one line changed. Not among them is what only a second stream could show:
+the hooks are Python's there, and `test_ordering_mutants_cuda.py` has their mutants. Nor are the waits that one stream's other
+waits include: a host block's for its last use, and a copy back's for the copy out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The C++ helpers for tests: built once for these sources, and kept from run to run.
 
 module = helper("reclaim", monkeypatch)       # built and loaded; skips where nothing can be compiled
+only(["reclaim"], monkeypatch)                # whatever else is built is not found from then on
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,12 @@ from chameleon_mm.errors import NativeBuildError
 
 BUILDS = Path("~", ".cache", "chameleon_mm", "tests_native").expanduser()
 """Builds of this version of the sources, kept from run to run."""
+
+
+def only(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have devices and sessions find no helpers but these."""
+    load = native.load
+    monkeypatch.setattr(native, "load", lambda name: load(name) if name in names else None)
 
 
 def helper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:

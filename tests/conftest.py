@@ -13,8 +13,9 @@ import gc
 import importlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from chameleon_mm import native
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
+from chameleon_mm.executor import Executor
 from chameleon_mm.profiler.dispatch_state import remove
 from tests._native import BUILDS
 from tests.cuda_stand_in import control
@@ -129,3 +131,37 @@ def no_gc() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the hooks that went the executor's way."""
+    seen: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(Executor, name)
+
+        def run(executor: Executor, argument: Any) -> Any:
+            seen.append(name)
+            return method(executor, argument)
+
+        return run
+
+    for name in ("save", "use"):
+        monkeypatch.setattr(Executor, name, noted(name))
+    return seen
+
+
+@pytest.fixture
+def fresh_blocks() -> Iterator[None]:
+    """Empties torch's caching allocator, whose blocks bring along the streams that used them, and forgets what the stand-in has
+    to say; and again at the end, where a mutant has been wrong on purpose."""
+    _forget_blocks()
+    yield
+    _forget_blocks()
+
+
+def _forget_blocks() -> None:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    control.violations()

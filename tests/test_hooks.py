@@ -14,29 +14,9 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm import native
 from chameleon_mm.device import Device
-from chameleon_mm.executor import Executor
 from tests._fakes import Unwatched
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-@pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the hooks that went the executor's way."""
-    seen: list[str] = []
-
-    def noted(name: str) -> Callable[..., Any]:
-        method = getattr(Executor, name)
-
-        def run(executor: Executor, argument: Any) -> Any:
-            seen.append(name)
-            return method(executor, argument)
-
-        return run
-
-    for name in ("save", "use"):
-        monkeypatch.setattr(Executor, name, noted(name))
-    return seen
 
 
 def small_chain(device: Device) -> Tensor:

@@ -28,7 +28,7 @@ from chameleon_mm.profiler.step_record import EARLIER_STEP
 from chameleon_mm.saved.classify import ProtectedStorages
 from chameleon_mm.saved.handles import NO_HOOK
 from tests._fakes import Unwatched
-from tests._native import BUILDS, helper
+from tests._native import BUILDS, helper, only
 from tests.test_hooks import Twice, error_of_a_write
 
 
@@ -42,8 +42,8 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def stays(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The helper for what stays, built."""
-    module, load = helper("stays", monkeypatch), native.load
-    monkeypatch.setattr(native, "load", lambda name: load(name) if name == "stays" else None)  # whatever else is built
+    module = helper("stays", monkeypatch)
+    only(["stays"], monkeypatch)
     return module
 
 

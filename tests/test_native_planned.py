@@ -14,12 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import chameleon_mm as cm
-from chameleon_mm import native
 from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL
 from chameleon_mm.adaptive.plan_follower import PlanFollower
 from chameleon_mm.device.cuda import CudaDevice
 from chameleon_mm.device.cuda.allocator_hook import SEGMENT_BYTES
-from chameleon_mm.executor import Executor
 from chameleon_mm.executor.hooks import autograd_hooks
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import EARLIER_STEP
@@ -29,7 +27,7 @@ from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.step_history import StepHistory
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import ALLOCATION_UNIT_BYTES
-from tests._native import helper
+from tests._native import helper, only
 from tests._op_samples import BareMode
 from tests._plain_models import CASES
 from tests._plain_training import CUDA, differences, trained_in_session, trained_plainly
@@ -47,19 +45,12 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return helper("planned", monkeypatch)
 
 
-@pytest.fixture
-def _planned_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = native.load
-    monkeypatch.setattr(native, "load", lambda name: load(name) if name == "planned" else None)
-
-
 @pytest.fixture(params=[(), ("memory",), ("memory", "reclaim")], ids=["alone", "memory", "memory and reclaim"])
 def beside(request: pytest.FixtureRequest, planned: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other helpers that are built, and those that are not."""
     for name in request.param:
         helper(name, monkeypatch)
-    load = native.load
-    monkeypatch.setattr(native, "load", lambda name: load(name) if name in ("planned", *request.param) else None)
+    only(["planned", *request.param], monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +116,7 @@ def made(name: str) -> nn.Module:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    """Of one step, in plain PyTorch or under whatever hooks are on."""
+    """Loss and gradients of one step, in plain PyTorch or under whatever hooks are on."""
     loss = model()
     loss.backward()
     found = [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
@@ -183,21 +174,17 @@ def state_of(session: cm.SwapSession, held: int) -> dict[str, object]:
 def python_hooks(session: cm.SwapSession, monkeypatch: pytest.MonkeyPatch) -> Hooks:
     """The session's hooks without any helper."""
     with monkeypatch.context() as patch:
-        patch.setattr(native, "load", lambda name: None)
+        only([], patch)
         return autograd_hooks(session._executor)
 
 
 def trained(
-    name: str, peak: int, share: float, choose: Callable[[cm.SwapSession], Callable[[], Hooks]], *, host: str = "64MiB"
+    name: str, peak: int, share: float, choose: Callable[[cm.SwapSession], Callable[[], Hooks]]
 ) -> tuple[list[list[Tensor]], list[dict[str, object]], cm.SwapReport]:
     """Gradients of every step, the state after each hook, and the report. `choose(session)()`: the hooks to call now."""
     model = made(name)
-    torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated()
+    session, held = session_for(peak, share), torch.cuda.memory_allocated()
     states: list[dict[str, object]] = []
-    session = cm.SwapSession(
-        held + int(share * peak), host, device=CudaDevice(), min_bytes=4096, recompute=False, thresholds=Thresholds.direct()
-    )
     hooks_now = choose(session)
 
     def watched(which: int) -> Callable[[Any], Any]:
@@ -244,11 +231,8 @@ def test_each_hook_may_take_either_way(name: str, share: float, planned: ModuleT
         got, found, _ = trained(name, peak, share, way)
         for hook, (python, ours) in enumerate(zip(states, found, strict=True)):
             assert {key: value for key, value in ours.items() if value != python[key]} == {}, f"hook {hook}: {python}"
-        for step, (one, other) in enumerate(zip(expected, got, strict=True)):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
-    assert all(
-        torch.equal(a, b) for one, other in zip(expected, by_python, strict=True) for a, b in zip(one, other, strict=True)
-    )
+        assert same(expected, got)
+    assert same(expected, by_python)
 
 
 def steps_in_session(session: cm.SwapSession, model: nn.Module) -> list[list[Tensor]]:
@@ -273,32 +257,19 @@ def same(expected: list[list[Tensor]], got: list[list[Tensor]]) -> bool:
 
 
 @pytest.mark.usefixtures("planned")
-def test_in_planned_steps_python_has_nothing_to_do_but_for_the_first_save_and_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_planned_steps_python_has_nothing_to_do_but_for_the_first_save_and_use(long_ways: list[str]) -> None:
     expected, peak = plain("chain")
-    seen: list[str] = []
-
-    def noted(name: str) -> Callable[[Executor, Any], Any]:
-        method = getattr(Executor, name)
-
-        def run(executor: Executor, argument: Any) -> Any:
-            seen.append(name)
-            return method(executor, argument)
-
-        return run
-
-    for name in ("save", "use"):
-        monkeypatch.setattr(Executor, name, noted(name))
     with session_for(peak) as session:
         model = made("chain")
         for _ in range(STEPS):
-            seen.clear()
+            long_ways.clear()
             with session.step():
                 got = gradients(model)
         assert all(torch.equal(a, b) for a, b in zip(expected[-1], got, strict=True))
     assert session.report().plan_cache_hits > 1
     # The first save and the first use tell which step it is; the leaf is a parameter, which stays.
-    assert seen.count("save") <= 2
-    assert seen.count("use") <= 2
+    assert long_ways.count("save") <= 2
+    assert long_ways.count("use") <= 2
 
 
 def test_its_constants_are_pythons(planned: ModuleType) -> None:
@@ -416,8 +387,9 @@ def test_models_train_as_in_plain_pytorch(name: str) -> None:
     assert report.plan_cache_hits > 0
 
 
-@pytest.mark.usefixtures("planned", "_planned_alone")
-def test_what_the_helper_does_not_know_stays_pythons() -> None:
+@pytest.mark.usefixtures("planned")
+def test_what_the_helper_does_not_know_stays_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(["planned"], monkeypatch)
     model = made("blocks")
     budget = torch.cuda.memory_allocated() + (64 << 20)
     plain_session = cm.SwapSession(budget, device=CudaDevice(), model=model)

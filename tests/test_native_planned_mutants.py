@@ -8,20 +8,19 @@ waits include: a host block's for its last use, and a copy back's for the copy o
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from chameleon_mm import native
-from tests._native import helper
+from tests._native import helper, only
 from tests.cuda_stand_in import control
 from tests.test_native_planned import _untimed, made, plain, same, session_for, steps_in_session, written_after_its_save
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("no_gc", "_untimed"),
+    pytest.mark.usefixtures("no_gc", "_untimed", "fresh_blocks"),
     pytest.mark.skipif(torch.version.cuda is None or not control.is_loaded(), reason="a GPU names no violation"),
 ]
 
@@ -36,17 +35,6 @@ ORDERS = {
 """File, what is in it once, and what the mutant has instead."""
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    control.violations()
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    control.violations()  # of a mutant: they are what was asked for
-
-
 def mutate(file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have sessions use the helper as compiled from such a source."""
     source = Path(native.building.__file__).parent
@@ -56,8 +44,13 @@ def mutate(file: str, text: str, instead: str, folder: Path, monkeypatch: pytest
     assert before.count(text) == 1
     (folder / file).write_text(before.replace(text, instead))
     monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
-    module = helper("planned", monkeypatch)
-    monkeypatch.setattr(native, "load", lambda name: module if name == "planned" else None)
+    use_helper(monkeypatch)
+
+
+def use_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have sessions use the helper, compiled from the source that there is now, and no other."""
+    helper("planned", monkeypatch)
+    only(["planned"], monkeypatch)
 
 
 def red() -> str:
@@ -70,8 +63,7 @@ def red() -> str:
 
 
 def test_the_hooks_as_they_are_stay_green(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = helper("planned", monkeypatch)
-    monkeypatch.setattr(native, "load", lambda name: module if name == "planned" else None)
+    use_helper(monkeypatch)
     assert red() == ""
 
 

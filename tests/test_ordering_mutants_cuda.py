@@ -6,8 +6,6 @@ no event orders, or the numbers, which are not eager's. A GPU would mostly be ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -27,23 +25,11 @@ from tests.cuda_stand_in import control
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.usefixtures("no_gc"),
+    pytest.mark.usefixtures("no_gc", "fresh_blocks"),
     pytest.mark.skipif(torch.version.cuda is None or not control.is_loaded(), reason="a GPU names no violation"),
 ]
 
 SCENARIOS = [one_training_step, host_copy_read_from_another_stream, host_block_reused_from_another_stream]
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache() -> Iterator[None]:
-    """Blocks that the caching allocator kept bring the streams along that used them: each program begins without."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    control.violations()
-    yield
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    control.violations()  # of a mutant: they are what was asked for
 
 
 @pytest.fixture(autouse=True)

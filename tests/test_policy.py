@@ -166,7 +166,7 @@ def test_a_climb_where_none_was_foreseen_leaves_the_rest_unknown() -> None:
 def test_a_larger_step_that_did_not_end_is_forgotten_too() -> None:
     headroom = learned(1, 1)
     headroom.record(9)
-    headroom.forget()
+    headroom.end_step(completed=False)
     headroom.record(2)
     headroom.end_step()
     assert headroom.need() == 2
@@ -185,7 +185,7 @@ def test_a_step_larger_throughout_is_covered_from_its_second_look_on(climb: int,
 def test_a_step_that_did_not_end_teaches_nothing() -> None:
     headroom = learned(1, 2, 3)
     headroom.record(7)
-    headroom.forget()
+    headroom.end_step(completed=False)
     assert headroom.position == 0
     assert headroom.need() is None
     headroom.record(4)

@@ -42,7 +42,7 @@ class DueActions(NamedTuple):
 
 
 NO_ACTIONS = DueActions([], [], [], [])
-"""What is due at most hooks: nothing."""
+"""No actions, which is what most hooks have."""
 
 _COLUMN = {RECLAIM: 0, RECLAIM_IN_PART: 0, OUT: 1, BACK: 2}
 """Column of `DueActions`, by kind of event."""

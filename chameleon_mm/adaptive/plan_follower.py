@@ -177,8 +177,7 @@ class PlanFollower(Director):
             since = NEW_STORAGE if hooks_ago is None else hooks_ago
         expected = self.light.saved(t, since)
         if self._recorder is not None:
-            for over in finished:
-                self._recorder.sendable(over.traced)
+            self._recorder.all_sendable(over.traced for over in finished)
             if first and saved is not None and saved.part is None and saved.device is not None:
                 saved.note_traced(self._recorder.add_claim(saved.device))
             self._recorder.on_save([None if saved is None else saved.traced], feature_hash(self.light.feature))
@@ -201,8 +200,7 @@ class PlanFollower(Director):
         hook = self.light.num_hooks
         expected = self.light.used(save)
         if self._recorder is not None:
-            for over in finished:
-                self._recorder.sendable(over.traced)
+            self._recorder.all_sendable(over.traced for over in finished)
             self._recorder.on_use([None if saved is None else saved.traced], feature_hash(self.light.feature))
         self._locate(hook, save, expected=expected)
 

@@ -321,7 +321,7 @@ class Budget:
         """End the step; learn from it if it `completed`. Returns as `check_memory` does."""
         growth = self._note_growth() if self._cumulative is not None else 0
         self._cumulative = self._cumulative_at_begin = None
-        (self.headroom.end_step if completed else self.headroom.forget)()
+        self.headroom.end_step(completed=completed)
         if self.memory_limit is not None:
             self.memory_limit.end_step(completed=completed)
         return growth

@@ -9,7 +9,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/python_headers.h>
 
-#include <c10/core/CachingDeviceAllocator.h>
+#include "allocator_memory.h"
 
 #include <c10/util/Exception.h>
 
@@ -26,8 +26,7 @@ PyObject* read(PyObject*, PyObject* index) {
   }
   long long now = 0, ever = 0, peak = 0;
   try {
-    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(static_cast<c10::DeviceIndex>(device));
-    const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    const auto bytes = allocated_bytes(static_cast<c10::DeviceIndex>(device));
     now = bytes.current;
     ever = bytes.allocated;
     peak = bytes.peak;

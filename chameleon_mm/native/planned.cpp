@@ -7,16 +7,16 @@
 // A hook is Python's, with nothing noted, where anything about the step, the thread or the tensor is not usual; so is, within a hook,
 // the single thing that is not usual: a form, a part, a refusal, a queue of small moves. So every rule is Python's, and said there.
 //
-// The GIL is held but for copies. A finaliser may run Python code, and with it another thread, wherever an object goes: so the hooks'
+// The GIL is held but for copies and allocations. A finaliser may run Python code, and with it another thread, wherever an object goes: so the hooks'
 // lock is taken here as there, and what the functions use is held by references of their own, or by what the lock guards.
 
+#include "allocator_memory.h"
+#include "hook_type.h"
 #include "planned_moves.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -41,6 +41,12 @@ struct Hooks {
   Parts p;
   PyObject *save, *use;
   unsigned forks;  // when they were made
+
+  template <typename Visit>
+  void each(Visit visit) {
+    visit(save), visit(use);
+    p.each(visit);
+  }
 };
 
 class TriedLock {  // the hooks' lock, taken if it is free; what waited for it is done before it is given back, and after
@@ -51,7 +57,7 @@ class TriedLock {  // the hooks' lock, taken if it is free; what waited for it i
   }
   TriedLock(const TriedLock&) = delete;
   TriedLock& operator=(const TriedLock&) = delete;
-  bool taken() const { return taken_; }
+  bool is_free() const { return taken_ && !size_of(p_.ended) && !size_of(p_.errors); }  // taken, and nothing waits for it
 
   // Give the lock back, and do what HookLock.run does then.
   void finish() {
@@ -100,18 +106,14 @@ Ref note_use(Parts& p, const Step& step, PyObject* saved_at, PyObject* saved) {
   const bool moves = saved != Py_None;
   add_to(p.counts, n_uses, 1);
   note_operator(p);
-  const bool agrees = step.hook > 0 && use_agrees(p, step, save);
-  if (agrees && !moves && is_at_rest(p, step)) {
-    set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
-    return Ref();
-  }
-  Ref over(finished(p));
-  if (!agrees) {  // as at the first use of a backward
+  if (step.hook == 0 || !use_agrees(p, step, save)) {  // as at the first use of a backward
+    Ref over(finished(p));
     call_method(p.director, n_on_use, saved_at, saved, over.it);
     return advance_as_told(p, over.it, moves);
   }
   set_number(p.light, Light._last_used, save), set_number(p.light, Light.num_hooks, step.hook + 1);
-  Ref due(locate(p, step));
+  if (!moves && is_at_rest(p, step)) return Ref();
+  Ref over(finished(p)), due(locate(p, step));
   return advance(p, step, due.it, over.it, moves);
 }
 
@@ -121,9 +123,8 @@ Ref used_unmoved(Hooks* h, PyObject* handle) {
   Ref t(Py_NewRef(field(handle, Kept.tensor)));
   if (!THPVariable_Check(t.it) || version_of(t.it) != field_number(handle, Kept.expected) || !is_here(h)) return Ref();
   TriedLock lock(p);
-  if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
   Step step;
-  if (!step.follows(p)) return Ref();
+  if (!lock.is_free() || !step.follows(p)) return Ref();
   Ref saved_at(Py_NewRef(field(handle, Kept.saved_at))), back(note_use(p, step, saved_at.it, Py_None));
   prefetch_planned(p, back.it);
   lock.finish();
@@ -140,9 +141,8 @@ Ref used(Hooks* h, PyObject* handle) {
   Ref saved(Py_NewRef(field(claim, Claim.saved)));
   if (!Storage.made(saved.it)) return Ref();
   TriedLock lock(p);
-  if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
   Step step;
-  if (!step.follows(p)) return Ref();
+  if (!lock.is_free() || !step.follows(p)) return Ref();
   Ref back(note_use(p, step, field(handle, View.saved_at), saved.it)), storage(restore(p, saved.it));
   if (!storage) storage.it = call_method(p.ins, n_restore, saved.it, p.main).taken();
   const bool follows = field(p.budget, Budget.forecast) == p.plan_forecast;
@@ -168,9 +168,9 @@ void find_parts(Parts& p, PyObject* executor) {
   p.order = get(of_parts.it, n_order).taken(), p.ins = get(of_parts.it, n_ins).taken(), p.context = get(of_parts.it, n_context).taken();
   p.metrics = get(p.context, n_metrics).taken(), p.totals = get(p.metrics, n_totals).taken(), p.pool = get(p.context, n_pool).taken();
   p.ledger = get(p.pool, n__ledger).taken();
-  p.transfer = get(p.context, n_transfer).taken(), p.streams = get(p.context, n_streams).taken();
-  p.copy_lock = get(p.transfer, n__lock).taken();
-  p.out.load(get(p.transfer, n__out).it), p.in.load(get(p.transfer, n__in).it);
+  Ref transfer(get(p.context, n_transfer));
+  p.streams = get(p.context, n_streams).taken(), p.copy_lock = get(transfer.it, n__lock).taken();
+  p.out.load(get(transfer.it, n__out).it), p.in.load(get(transfer.it, n__in).it);
   Ref claims(get(of_parts.it, n_claims));
   p.storages = get(p.registry, n__storages).taken(), p.by_storage = get(claims.it, n_by_storage).taken();
   p.last_saves = get(claims.it, n__last_saves).taken();
@@ -189,7 +189,7 @@ void find_parts(Parts& p, PyObject* executor) {
   p.current_node = get(autograd.it, n__current_autograd_node).taken();
   p.history_is_on = get(autograd.it, n__cuda_isHistoryEnabled).taken();
   p.memory_fraction = get(autograd.it, n__cuda_getMemoryFraction).taken(), p.index = get(p.device, n_index).taken();
-  p.deque = class_of("collections", "deque"), p.hook_actions = class_of("chameleon_mm.executor.director", "HookActions");
+  p.deque = class_of("collections", "deque");
   Ref device_class(class_of("chameleon_mm.device.cuda.device", "CudaDevice"));
   p.least_bytes = get_number(executor, n__least_bytes), p.device_index = (int)get_number(p.device, n_index);
   p.main = Py_NewRef(Py_None);
@@ -197,7 +197,10 @@ void find_parts(Parts& p, PyObject* executor) {
   if (!reader) PyErr_Clear();
   p.reads_here = reader && PyCFunction_Check(reader.it);
   const bool lends = p.lending == Py_None || (LendingOf.made(p.lending) && AllocatorHook.made(p.hook));
-  if ((PyObject*)Py_TYPE(p.device) != device_class.it || !lends || !Outs.made(p.outs) || !Follower.made(p.director) || !Budget.made(p.budget) || !Light.made(p.light) || !Ledger.made(p.ledger) || !Totals.made(p.totals) || !Stream.made(p.out.stream) || !Stream.made(p.in.stream) || !PyTuple_Check(p.of_hooks) || !PyDict_Check(p.protected_refs)) {
+  const bool on_device = (PyObject*)Py_TYPE(p.device) == device_class.it && Stream.made(p.out.stream) && Stream.made(p.in.stream);
+  const bool by_plan = Follower.made(p.director) && Budget.made(p.budget) && Light.made(p.light) && Outs.made(p.outs);
+  const bool counted = Ledger.made(p.ledger) && Totals.made(p.totals) && PyTuple_Check(p.of_hooks) && PyDict_Check(p.protected_refs);
+  if (!lends || !on_device || !by_plan || !counted) {
     PyErr_SetString(PyExc_TypeError, "planned hooks: expected an executor whose director follows plans");
     throw Raised{};
   }
@@ -228,47 +231,6 @@ PyObject* on_use(PyObject* self, PyObject* handle) { return run((Hooks*)self, ha
 
 // ------------------------------------------------------------------------------------------------------------- the type, module
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Hooks* h = (Hooks*)self;
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(h->save);
-  Py_VISIT(h->use);
-#define VISIT(name) Py_VISIT(h->p.name);
-  SWAP_PARTS(VISIT)
-  for (Queue* q : {&h->p.out, &h->p.in})
-    for (PyObject* part : {q->it, q->queued, q->running, q->stream}) Py_VISIT(part);
-  return 0;
-}
-
-int clear(PyObject* self) {
-  Hooks* h = (Hooks*)self;
-  Py_CLEAR(h->save);
-  Py_CLEAR(h->use);
-#define CLEAR(name) Py_CLEAR(h->p.name);
-  SWAP_PARTS(CLEAR)
-  for (Queue* q : {&h->p.out, &h->p.in})
-    for (PyObject** part : {&q->it, &q->queued, &q->running, &q->stream}) Py_CLEAR(*part);
-  return 0;
-}
-
-void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyMethodDef methods[] = {
-    {"save", on_save, METH_O, "on_save: as that of executor/hooks.py."},
-    {"use", on_use, METH_O, "on_use: as that of executor/hooks.py."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot slots[] = {
-    {Py_tp_traverse, (void*)traverse}, {Py_tp_clear, (void*)clear}, {Py_tp_dealloc, (void*)dealloc}, {Py_tp_methods, methods}, {0, nullptr}};
-
-PyType_Spec spec = {"chameleon_mm_planned.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-
 PyObject* hooks_type = nullptr;
 
 PyObject* make_hooks(PyObject*, PyObject* arguments) {
@@ -288,14 +250,16 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
 }
 
 PyObject* constants(PyObject*, PyObject*) {
-  return Py_BuildValue("{sLsLsLsLsLsLsdsL}", "NO_HOOK", NO_HOOK, "EARLIER_STEP", EARLIER_STEP, "NEW_STORAGE", NEW_STORAGE,
-                       "FIXED_STORAGE", FIXED_STORAGE, "BEHIND_ALL",
-                       BEHIND_ALL, "SEGMENT_BYTES", SEGMENT_BYTES, "SHORT_SHARE", SHORT_SHARE, "ALLOCATION_UNIT_BYTES", ALLOCATION_UNIT_BYTES);
+  return Py_BuildValue(
+      "{sLsLsLsLsLsLsdsL}", "NO_HOOK", NO_HOOK, "EARLIER_STEP", EARLIER_STEP, "NEW_STORAGE", NEW_STORAGE, "FIXED_STORAGE",
+      FIXED_STORAGE, "BEHIND_ALL", BEHIND_ALL, "SEGMENT_BYTES", SEGMENT_BYTES, "SHORT_SHARE", SHORT_SHARE, "ALLOCATION_UNIT_BYTES",
+      ALLOCATION_UNIT_BYTES);
 }
 
 PyMethodDef functions[] = {
     {"constants", constants, METH_NOARGS, "Numbers that Python has too, by their names there."},
-    {"hooks", make_hooks, METH_VARARGS, "The two hooks of an executor, and those that do what they do not."}, {nullptr, nullptr, 0, nullptr}};
+    {"hooks", make_hooks, METH_VARARGS, "The two hooks of an executor, and those that do what they do not."},
+    {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_planned", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
@@ -303,7 +267,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_planned", nullptr
 
 PyMODINIT_FUNC PyInit_chameleon_mm_planned() {
   if (!intern_names()) return nullptr;
-  if (!(hooks_type = PyType_FromSpec(&spec))) return nullptr;
+  if (!(hooks_type = python_objects::HookType<Hooks>::make("chameleon_mm_planned.Hooks", on_save, on_use))) return nullptr;
   if (!(raw_event_type = (PyTypeObject*)PyType_FromSpec(&raw_event_spec))) return nullptr;
   pthread_atfork(nullptr, nullptr, [] { forks++; });
   return PyModule_Create(&definition);

@@ -40,7 +40,8 @@ struct Step {
 
   bool follows(const Parts& p) {
     PyObject* d = p.director;
-    if (field(d, Follower._steps) == Py_None || field(d, Follower._recorder) != Py_None || (field(d, Follower._diverged) == Py_True)) return false;
+    if (field(d, Follower._steps) == Py_None || field(d, Follower._recorder) != Py_None) return false;
+    if (field(d, Follower._diverged) == Py_True) return false;
     if (field_number(d, Follower._epoch) != field_number(p.registry, Registry.epoch)) return false;
     if (field(d, Follower._due) != nothing_due || get_truth(p.metrics, n_timed)) return false;
     if (field(p.budget, Budget.forecast) != p.plan_forecast || field(p.budget, Budget.memory_limit) != Py_None) return false;
@@ -226,9 +227,7 @@ std::pair<long long, long long> read_memory(const Parts& p) {
   long long before = as_number(PyTuple_GET_ITEM(counted.it, 0));
   long long now = 0, ever = 0;
   if (p.reads_here) {
-    const auto device = static_cast<c10::DeviceIndex>(p.device_index);
-    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device);
-    const auto& bytes = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+    const auto bytes = allocated_bytes(static_cast<c10::DeviceIndex>(p.device_index));
     now = bytes.current, ever = bytes.allocated;
   } else {
     Ref read(call(p.read_allocated));
@@ -280,7 +279,8 @@ void check_memory(const Parts& p, const Step& step, bool at_hook) {
   PyObject* budget = p.budget;
   Ref limits(Py_NewRef(field(budget, Budget._limits))), most(get(limits.it, n_hbm_budget_bytes));
   long long budget_bytes = 0;
-  if (!to_number(most.it, budget_bytes) || get(limits.it, n_leaving_bytes).it != Py_None || field(budget, Budget.forecast) != p.plan_forecast) {
+  const bool has_budget = to_number(most.it, budget_bytes) && get(limits.it, n_leaving_bytes).it == Py_None;
+  if (!has_budget || field(budget, Budget.forecast) != p.plan_forecast) {
     note_growth(p, step, as_number(call_method(budget, n_check_memory).it), at_hook);
     return;
   }
@@ -296,7 +296,7 @@ void check_memory(const Parts& p, const Step& step, bool at_hook) {
   if (allocated > field_number(budget, Budget.peak_seen_bytes)) set(budget, Budget.peak_seen_bytes, now.it);
   Ref ahead(Py_NewRef(field(p.plan_forecast, Forecast.growth_bytes)));
   Lending(p).set_limits(most.it, ahead.it, now.it);
-  if (allocated + as_number(ahead.it) > as_number(most.it)) {
+  if (allocated + as_number(ahead.it) > budget_bytes) {
     Ref nobody(need(PyTuple_New(0)));
     call_method(budget, n__make_room, none.it, ahead.it, nobody.it);
   }

@@ -3,11 +3,8 @@
 
 #include "python_objects.h"
 
-#include <structmember.h>
-
 namespace swap {
 
-using python_objects::forget_error;
 using python_objects::Ref;
 using python_objects::slot;
 using python_objects::to_number;
@@ -22,8 +19,6 @@ inline PyObject* need(PyObject* owned) {
 inline void need(int status) {
   if (status < 0) throw Raised{};
 }
-
-inline PyObject* borrowed_new(PyObject* it) { return Py_NewRef(it); }
 
 // Names of attributes and methods, interned once.
 #define SWAP_NAMES(X)                                                                                                        \
@@ -103,12 +98,9 @@ Ref call_method(PyObject* of, PyObject* name, Arguments... arguments) {
 // --- fields of classes with slots: the class, and where in an object each is
 
 inline Py_ssize_t offset_of(PyObject* type, const char* name) {
-  Ref descriptor(need(PyObject_GetAttrString(type, name)));
-  if (Py_TYPE(descriptor.it) != &PyMemberDescr_Type) {
-    PyErr_Format(PyExc_TypeError, "planned hooks: expected a slot named %s, got %R", name, descriptor.it);
-    throw Raised{};
-  }
-  return ((PyMemberDescrObject*)descriptor.it)->d_member->offset;
+  Py_ssize_t at = 0;
+  if (!python_objects::slot_offset(type, name, at)) throw Raised{};
+  return at;
 }
 
 inline PyObject* class_of(const char* module, const char* name) {
@@ -168,7 +160,7 @@ SLOTTED(MoveClass, "transfer.copy_queue", "Move", MOVE_FIELDS)
 #define EVENT_FIELDS(X) X(raw) X(timed)
 SLOTTED(EventClass, "device.cuda.stream", "CudaEvent", EVENT_FIELDS)
 
-#define STREAM_FIELDS(X) X(_device) X(_handle) X(raw)
+#define STREAM_FIELDS(X) X(_handle) X(raw)
 SLOTTED(StreamClass, "device.cuda.stream", "CudaStream", STREAM_FIELDS)
 
 #define CURSOR_FIELDS(X) X(_at) X(_due) X(_hooks) X(next_hook)
@@ -288,12 +280,12 @@ inline void set_number(PyObject* of, Py_ssize_t at, long long value) { give(of, 
 
 inline void add_number(PyObject* of, Py_ssize_t at, long long more) { set_number(of, at, field_number(of, at) + more); }
 
-#define SWAP_PARTS(X)                                                                                                     \
-  X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs)  \
-  X(registry) X(storages) X(by_storage) X(last_saves) X(budget) X(metrics) X(totals) X(context) X(pool) X(ledger) X(transfer) X(copy_lock)            \
-  X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected)     \
-  X(plan_forecast) X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node)            \
-  X(profiler_is_on) X(compiler) X(history_is_on) X(memory_fraction) X(index) X(lending) X(hook) X(raw_hook) X(deque) X(hook_actions) X(main)
+#define SWAP_PARTS(X)                                                                                                       \
+  X(executor) X(director) X(device) X(counts) X(recording) X(acquire) X(release) X(hook_lock) X(ended) X(errors) X(outs) X(registry)    \
+  X(storages) X(by_storage) X(last_saves) X(budget) X(metrics) X(totals) X(context) X(pool) X(ledger) X(copy_lock)          \
+  X(streams) X(order) X(ins) X(light) X(on_claim_end) X(read_allocated) X(protected_refs) X(is_protected) X(plan_forecast)  \
+  X(planned_queue) X(reclaim_entries) X(this_thread) X(call_site) X(of_hooks) X(current_node) X(profiler_is_on) X(compiler) \
+  X(history_is_on) X(memory_fraction) X(index) X(lending) X(hook) X(raw_hook) X(deque) X(main)
 
 // A copy queue, and what of it stays the same.
 struct Queue {
@@ -317,8 +309,16 @@ struct Parts {
   long long least_bytes = 0;
   int device_index = 0;
   int64_t main_id = 0;        // torch's number of the only compute stream that was seen, `main`
-  void* main_handle = nullptr;
   long long thread = 0, operators = 0;  // of the hook that runs: as `current_operator` has them
+
+  template <typename Visit>
+  void each(Visit visit) {
+#define EACH(name) visit(name);
+    SWAP_PARTS(EACH)
+#undef EACH
+    for (Queue* q : {&out, &in})
+      for (PyObject** part : {&q->it, &q->queued, &q->running, &q->stream}) visit(*part);
+  }
 };
 
 class Unlocked {  // without the GIL

@@ -223,23 +223,22 @@ Ref saved(Hooks* h, PyObject* argument) {
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (!is_plain(p, t) || !is_here(h)) return Ref();
   Ref base(t.is_view() ? need(THPVariable_Wrap(t._base())) : Py_NewRef(argument)), storage(need(THPStorage_Wrap(t.storage())));
-  Ref id(need(PyLong_FromVoidPtr(storage.it))), claim, none(Py_NewRef(Py_None));
+  Ref id(need(PyLong_FromVoidPtr(storage.it))), claim;
   const Facts facts = facts_of(p, argument, base.it, storage.it, id.it, t);
   if (facts.is_unusual) return Ref();
   TriedLock lock(p);
-  if (!lock.taken() || size_of(p.ended) || size_of(p.errors)) return Ref();
   Step step;
-  if (!step.follows(p)) return Ref();
+  if (!lock.is_free() || !step.follows(p)) return Ref();
   note_operator(p);
   const bool moves = !facts.reason;
   long long since = FIXED_STORAGE;
   if (moves && !find_claim(p, step, storage.it, id.it, base.it, t, claim, since)) return Ref();
   if (step.hook > 0 && !save_agrees(p, step, kind, t, since)) return Ref();
 
-  Ref shape(get(argument, n_shape)), stride, probe, hook(new_number(step.hook)), epoch(Py_NewRef(field(p.registry, Registry.epoch)));
+  Ref shape, stride, probe, hook(new_number(step.hook)), epoch(Py_NewRef(field(p.registry, Registry.epoch)));
   Ref saved_at(need(PyTuple_Pack(2, epoch.it, hook.it)));
   if (moves) {
-    stride.it = numbers(t.strides()), probe.it = probe_of(argument, t, shape.it).taken();
+    shape.it = get(argument, n_shape).taken(), stride.it = numbers(t.strides()), probe.it = probe_of(argument, t, shape.it).taken();
     if (claim) {
       for (const auto at : {Storage.views, Storage.uses_left}) add_number(field(claim.it, Claim.saved), at, 1);
     } else {
@@ -247,8 +246,8 @@ Ref saved(Hooks* h, PyObject* argument) {
     }
   }
   add_to(p.counts, n_saves, 1);
+  if (step.hook > 0) set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
   if (!moves && is_at_rest(p, step)) {
-    set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
     Ref handle(kept(p, argument, facts.reason, saved_at.it));
     lock.finish();
     return handle;
@@ -258,7 +257,6 @@ Ref saved(Hooks* h, PyObject* argument) {
     call_method(p.director, n_on_save, argument, made.it, over.it);
     back.it = advance_as_told(p, over.it, moves).taken();
   } else {
-    set_number(p.light, Light._number, p.operators), set_number(p.light, Light.num_hooks, step.hook + 1);
     if (moves) {
       PyObject* last = field(made.it, Storage.last_save);
       set(last, LastSave.epoch, epoch.it), set(last, LastSave.hook, hook.it);

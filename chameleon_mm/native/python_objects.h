@@ -4,6 +4,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/python_headers.h>
 
+#include <structmember.h>
+
 namespace python_objects {
 
 struct Ref {  // one owned reference, possibly null
@@ -62,6 +64,18 @@ inline bool some_in(PyObject* container) {
 }
 
 inline PyObject*& slot(PyObject* handle, Py_ssize_t at) { return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + at); }
+
+// Where in an object of a class one of its slots is. False, with an error set: the class has none of that name.
+inline bool slot_offset(PyObject* type, const char* name, Py_ssize_t& at) {
+  Ref descriptor(PyObject_GetAttrString(type, name));
+  if (!descriptor) return false;
+  if (Py_TYPE(descriptor.it) != &PyMemberDescr_Type) {
+    PyErr_Format(PyExc_TypeError, "native hooks: expected a slot named %s, got %R", name, descriptor.it);
+    return false;
+  }
+  at = ((PyMemberDescrObject*)descriptor.it)->d_member->offset;
+  return true;
+}
 
 inline bool equals(PyObject* number, long long value) {
   long long it = 0;

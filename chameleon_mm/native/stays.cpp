@@ -8,11 +8,11 @@
 // The GIL is held throughout, but a finaliser may run Python code, and with it another thread, wherever an object is made: so the
 // hooks' lock is taken here as there.
 
+#include "hook_type.h"
 #include "python_objects.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <structmember.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
@@ -60,6 +60,11 @@ struct Hooks {
   bool plans;
   unsigned forks;  // when they were made
   Py_ssize_t tensor_at, expected_at, moved_at, saved_at_at, origin_at;  // offsets of KeptTensor's slots
+
+  template <typename Visit>
+  void each(Visit visit) {
+    for (PyObject*& part : parts) visit(part);
+  }
 };
 
 bool is_over(PyObject* recording) {
@@ -303,47 +308,7 @@ PyObject* on_use(PyObject* self, PyObject* handle) { return run((Hooks*)self, ha
 
 // -------------------------------------------------------------------------------------------------------------- the type, module
 
-int traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  for (PyObject* part : ((Hooks*)self)->parts) Py_VISIT(part);
-  return 0;
-}
-
-int clear(PyObject* self) {
-  for (PyObject*& part : ((Hooks*)self)->parts) Py_CLEAR(part);
-  return 0;
-}
-
-void dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  clear(self);
-  type->tp_free(self);
-  Py_DECREF(type);
-}
-
-PyMethodDef methods[] = {
-    {"save", on_save, METH_O, "on_save: as that of executor/hooks.py."},
-    {"use", on_use, METH_O, "on_use: as that of executor/hooks.py."},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyType_Slot slots[] = {
-    {Py_tp_traverse, (void*)traverse}, {Py_tp_clear, (void*)clear}, {Py_tp_dealloc, (void*)dealloc}, {Py_tp_methods, methods}, {0, nullptr}};
-
-PyType_Spec spec = {"chameleon_mm_stays.Hooks", sizeof(Hooks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
-
 PyObject* hooks_type = nullptr;
-
-bool offset_of(PyObject* type, const char* name, Py_ssize_t& at) {
-  Ref descriptor(PyObject_GetAttrString(type, name));
-  if (!descriptor) return false;
-  if (Py_TYPE(descriptor.it) != &PyMemberDescr_Type) {
-    PyErr_Format(PyExc_TypeError, "native hooks: expected a slot named %s, got %R", name, descriptor.it);
-    return false;
-  }
-  at = ((PyMemberDescrObject*)descriptor.it)->d_member->offset;
-  return true;
-}
 
 PyObject* make_hooks(PyObject*, PyObject* arguments) {
   if (PyTuple_GET_SIZE(arguments) != PARTS) {
@@ -365,9 +330,9 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   h->plans = h->parts[LIGHT] != Py_None;
   h->forks = forks;
   PyObject* kept = h->parts[KEPT_TENSOR];
-  if (!offset_of(kept, "tensor", h->tensor_at) || !offset_of(kept, "expected", h->expected_at) ||
-      !offset_of(kept, "moved", h->moved_at) || !offset_of(kept, "saved_at", h->saved_at_at) ||
-      !offset_of(kept, "_origin", h->origin_at))
+  if (!slot_offset(kept, "tensor", h->tensor_at) || !slot_offset(kept, "expected", h->expected_at) ||
+      !slot_offset(kept, "moved", h->moved_at) || !slot_offset(kept, "saved_at", h->saved_at_at) ||
+      !slot_offset(kept, "_origin", h->origin_at))
     return nullptr;
   Ref save(PyObject_GetAttrString(made.it, "save")), use(PyObject_GetAttrString(made.it, "use"));
   return save && use ? PyTuple_Pack(2, save.it, use.it) : nullptr;
@@ -393,7 +358,7 @@ PyMODINIT_FUNC PyInit_chameleon_mm_stays() {
 #define INTERN(name) \
   if (!(n_##name = PyUnicode_InternFromString(#name))) return nullptr;
   NAMES(INTERN)
-  if (!(hooks_type = PyType_FromSpec(&spec))) return nullptr;
+  if (!(hooks_type = HookType<Hooks>::make("chameleon_mm_stays.Hooks", on_save, on_use))) return nullptr;
   pthread_atfork(nullptr, nullptr, [] { forks++; });
   return PyModule_Create(&definition);
 }

@@ -167,14 +167,9 @@ class Headroom:
             return None
         return ceil(self._scale * max(self._known))
 
-    def end_step(self) -> None:
-        """End the step: the next one is expected to be like it."""
-        self._known, self._growing, self._scale = self._growing, [], 1.0
-
-    def forget(self) -> None:
-        """Learn nothing from the step, which did not end as it began (an exception)."""
-        self._growing = []
-        self.end_step()
+    def end_step(self, *, completed: bool = True) -> None:
+        """End the step: the next one is expected to be like it; like none, where it did not end as it began (an exception)."""
+        self._known, self._growing, self._scale = (self._growing if completed else []), [], 1.0
 
 
 class LargestGrowth:

@@ -235,6 +235,11 @@ class Recorder(StepMode):
         with self._lock:
             return self._log.use(used, feature)
 
+    def all_sendable(self, traced: Iterable[TracedStorage | None]) -> None:
+        """Note as `sendable` does, of each."""
+        for one in traced:
+            self.sendable(one)
+
     def sendable(self, traced: TracedStorage | None) -> None:
         """Note that the operator that saved it is over, as the hook found that is running and has not been told of yet.
 

@@ -75,6 +75,11 @@ class Lending:
         self.memory_is_short = True
         """Whether as much as possible should be lent: copies are handed over at once, rather than when they can begin."""
 
+    @property
+    def has_any(self) -> bool:
+        """Whether it has any buffer, lent or waiting to be."""
+        return bool(self._waiting or self._lent)
+
     def add(self, entry: Lendable) -> None:
         """Note a buffer whose copy was queued."""
         self._waiting.append(entry)

@@ -199,7 +199,7 @@ class SwapSession:
         self._to(Phase.IN_STEP)
         completed = False
         try:
-            timed = self._history.begin(self._budget_now())
+            timed = self._history.begin(self.hbm_budget_bytes if self._runner is None else self._budget_now())
             self._model_swap.begin_step()
             self._executor.begin_step(timed=timed, pack_hook=self._save)
             yield self

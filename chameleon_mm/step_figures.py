@@ -50,23 +50,16 @@ class StepFigures:
         """Share of the copies' time during which compute did not wait for them; None where none was timed."""
         return None if self.copy_us is None or self.stall_us is None else hidden_fraction(self.stall_us, self.copy_us)
 
-    def to_tuple(self) -> tuple[Any, ...]:
-        """Plain tuple of every field, for `from_tuple`: kept for long, it is nothing that the collector looks at."""
-        return tuple(self._plain().values())
-
     @classmethod
     def from_tuple(cls, fields: tuple[Any, ...]) -> StepFigures:
-        """Figures of what `to_tuple` gave."""
+        """Figures of a plain tuple of every field in order, the kind as its text."""
         named = dict(zip(_NAMES, fields, strict=True))
         return cls(**{**named, "kind": StepKind(named["kind"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Dictionary of every figure, ready for JSON."""
-        return {**self._plain(), "hidden_fraction": self.hidden_fraction}
-
-    def _plain(self) -> dict[str, Any]:
-        """Every field by name, as a number, text, truth value or None."""
-        return {**{name: getattr(self, name) for name in _NAMES}, "kind": self.kind.value}
+        fields = {name: getattr(self, name) for name in _NAMES}
+        return {**fields, "kind": self.kind.value, "hidden_fraction": self.hidden_fraction}
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(StepFigures))

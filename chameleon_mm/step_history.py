@@ -78,7 +78,8 @@ class StepHistory:
         self._running: _Running | None = None
         self._pending: deque[_Ended] = deque()
         self._figures: deque[tuple[Any, ...]] = deque(maxlen=MAX_FIGURES)
-        """Figures of the latest steps that were told, by `StepFigures.to_tuple`."""
+        """Figures of the latest steps that were told, as `StepFigures.from_tuple` takes them: kept for long, a plain tuple is
+        nothing that the collector looks at."""
 
     # --- the session's peak
 
@@ -111,7 +112,8 @@ class StepHistory:
         totals, budget = self._metrics.totals, self._executor.budget
         self._running = None
         if self._executor.hook_lock.may_ask_device():
-            self._settle()
+            if self._pending:
+                self._settle()
             self._pool.recent_peak_bytes()
             self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
             budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
@@ -159,37 +161,40 @@ class StepHistory:
 
     def figures(self) -> tuple[StepFigures, ...]:
         """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
-        told = [StepFigures.from_tuple(fields) for fields in list(self._figures)]
-        return (*told, *[self._figures_of(ended) for ended in list(self._pending)])
+        fields = [*list(self._figures), *map(self._figures_of, list(self._pending))]
+        return tuple(map(StepFigures.from_tuple, fields))
 
     def _settle(self, *, all_of_them: bool = False) -> None:
         """Tell the figures of the oldest steps, as far as they are complete."""
         pending = self._pending
-        while pending and (all_of_them or len(pending) > MAX_PENDING or self._is_complete(pending[0])):
+        while pending and (
+            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0].sums) is None or self._metrics.is_complete(sums)
+        ):
             figures = self._figures_of(pending.popleft())
-            self._figures.append(figures.to_tuple())
-            self._progress.tell(figures)
+            self._figures.append(figures)
+            if self._progress.is_listened_to:
+                self._progress.tell(StepFigures.from_tuple(figures))
 
-    def _is_complete(self, ended: _Ended) -> bool:
-        return ended.sums is None or self._metrics.is_complete(ended.sums)
-
-    def _figures_of(self, ended: _Ended) -> StepFigures:
-        sums = ended.sums
-        if sums is not None and not self._metrics.is_complete(sums):
-            sums = None
-        return StepFigures(
-            index=ended.step.index,
-            kind=ended.kind,
-            simulated=self._device.simulated,
-            step_us=None if sums is None else sums.step_us,
-            host_us=ended.host_us,
-            peak_hbm_bytes=ended.peak.at_least_bytes,
-            peak_hbm_at_most_bytes=ended.peak.at_most_bytes,
-            hbm_budget_bytes=ended.step.hbm_budget_bytes,
-            host_bytes=ended.host_bytes,
-            bytes_out=ended.bytes_out,
-            bytes_in=ended.bytes_in,
-            stall_us=None if sums is None else sums.stall_us,
-            copy_us=None if sums is None else sums.copy_us,
-            recompute_us=None if sums is None else sums.recompute_us,
+    def _figures_of(self, ended: _Ended) -> tuple[Any, ...]:
+        """Fields of `StepFigures`, in their order."""
+        sums, step = ended.sums, ended.step
+        if sums is None or not self._metrics.is_complete(sums):
+            step_us = stall_us = copy_us = recompute_us = None
+        else:
+            step_us, stall_us, copy_us, recompute_us = sums.step_us, sums.stall_us, sums.copy_us, sums.recompute_us
+        return (
+            step.index,
+            ended.kind.value,
+            self._device.simulated,
+            step_us,
+            ended.host_us,
+            ended.peak.at_least_bytes,
+            ended.peak.at_most_bytes,
+            step.hbm_budget_bytes,
+            ended.host_bytes,
+            ended.bytes_out,
+            ended.bytes_in,
+            stall_us,
+            copy_us,
+            recompute_us,
         )

@@ -575,4 +575,4 @@ def test_a_step_without_hooks() -> None:
 )
 def test_a_record_that_contradicts_itself_is_refused(features: list[int], save_of: list[int], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        StepRecord(fingerprint=0, features=tuple(features), save_of=array("i", save_of))
+        StepRecord(fingerprint=0, features=tuple(zip(features)), save_of=array("i", save_of))

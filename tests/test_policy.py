@@ -282,7 +282,7 @@ def test_the_reverse_order_names_each_earlier_storage_once(index: int, at_most: 
 def test_a_step_that_did_not_end_leaves_no_uses_behind() -> None:
     order = UseOrder()
     order.used(5)
-    order.forget()
+    order.end_step(completed=False)
     order.used(1)
     order.end_step()
     assert list(order.upcoming(1, 8)) == []

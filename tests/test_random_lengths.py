@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ import chameleon_mm as cm
 from chameleon_mm.adaptive.structure import RECORDED, Structure
 from chameleon_mm.bench._length_models import MODELS, Bert, LengthModel, Llama, batch_of, lengths_of, training_step
 from chameleon_mm.bench._lengths_run import MIN_BYTES, LengthRun, Shape, run_lengths
-from chameleon_mm.profiler.step_record import Feature, StepRecord, sizes_of
+from chameleon_mm.profiler.step_record import StepRecord, sizes_of
 from chameleon_mm.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -146,8 +146,8 @@ def test_a_predicted_step_says_whose_storages_are_saved_again(monkeypatch: pytes
     monkeypatch.setattr(Structure, "predict", keep)
     shapes = [(2, n) for n in (100, 150, 120, 200, 180)]
     run_lengths(MODELS["llama"], shapes, budget_of(MODELS["llama"], (2, 200), 0.6))
-    saves = [feature for record in predicted for feature in record.features if sizes_of(cast("Feature", feature)) is not None]
-    since = [cast("Feature", save)[4] for save in saves]
+    saves = [feature for record in predicted for feature in record.features if sizes_of(feature) is not None]
+    since = [save[4] for save in saves]
     assert len(since) > 100
     assert all(isinstance(hooks, int) for hooks in since)
 

@@ -16,7 +16,7 @@ def step(text: str, fingerprint: int | None = None) -> StepRecord:
     """A step with a save for every letter."""
     return StepRecord(
         fingerprint=hash(text) if fingerprint is None else fingerprint,
-        features=tuple(text),
+        features=tuple(zip(text)),
         save_of=array("i", [NOT_A_USE] * len(text)),
     )
 
@@ -34,7 +34,7 @@ def run(cache: StepCache[str], text: str) -> list[str]:
     guess = cache.begin_step()
     plans = ["-" if guess is None else guess.plan]
     for hook, letter in enumerate(text):
-        follows = cache.follow(hook, letter)
+        follows = cache.follow(hook, (letter,))
         plans.append("-" if not follows or cache.current is None else cache.current.plan)
     cache.end_step(step(text))
     return plans
@@ -90,11 +90,11 @@ def test_hooks_that_agree_need_not_be_told() -> None:
     cache.begin_step()
     assert cache.current is not None
     assert cache.current.plan == "abz"
-    assert cache.follow(2, "c")  # the first two were
+    assert cache.follow(2, ("c",))  # the first two were
     assert (cache.current.plan, cache.agreed) == ("abcdy", 3)
-    assert cache.follow(4, "x")
+    assert cache.follow(4, ("x",))
     assert (cache.current.plan, cache.agreed, may_be(cache)) == ("abcdx", 5, ["abcdx"])
-    assert not cache.follow(5, "x")
+    assert not cache.follow(5, ("x",))
     assert (cache.agreed, cache.diverged) == (5, True)
 
 
@@ -107,17 +107,17 @@ def test_what_a_step_may_be_yet() -> None:
     cache.begin_step()
     seen = [may_be(cache)]
     for hook, letter in enumerate("abcy"):
-        cache.follow(hook, letter)
+        cache.follow(hook, (letter,))
         seen.append(sorted(may_be(cache)))
     assert seen == [["abz", "abcx", "abcy"], *[["abcx", "abcy", "abz"]] * 2, ["abcx", "abcy"], ["abcy"]]
     cache = knowing("abc", "ab")
     cache.begin_step()
-    cache.follow(0, "a")
-    cache.follow(1, "b")
+    cache.follow(0, ("a",))
+    cache.follow(1, ("b",))
     assert may_be(cache) == ["ab", "abc"]  # it may end here, or go on
-    assert cache.follow(2, "c")
+    assert cache.follow(2, ("c",))
     assert may_be(cache) == ["abc"]
-    assert not cache.follow(3, "x")
+    assert not cache.follow(3, ("x",))
     assert may_be(cache) == []
     assert may_be(StepCache[str](2)) == []
 
@@ -172,7 +172,7 @@ def test_a_step_that_did_not_end_teaches_nothing() -> None:
     cache.begin_step()
     cache.abandon_step()
     assert cache.current is None
-    assert not cache.follow(0, "a")
+    assert not cache.follow(0, ("a",))
     guess = cache.begin_step()
     assert guess is not None
     assert guess.plan == "bb"  # the most recently used: nobody knows what came before
@@ -218,7 +218,7 @@ def test_a_step_that_went_is_no_longer_told_apart_from() -> None:
     cache.put(step("zz"), "zz")  # "abxx" goes
     cache.get(hash("abcd"))
     cache.begin_step()
-    cache.follow(0, "a")
+    cache.follow(0, ("a",))
     assert may_be(cache) == ["abcd"]
 
 
@@ -226,7 +226,7 @@ def test_equal_fingerprints_of_different_steps_are_not_mixed_up() -> None:
     cache = StepCache[str](4)
     cache.put(step("ab", fingerprint=7), "ab")
     cache.begin_step()
-    assert [cache.follow(hook, letter) for hook, letter in enumerate("ac")] == [True, False]
+    assert [cache.follow(hook, (letter,)) for hook, letter in enumerate("ac")] == [True, False]
     assert cache.end_step(step("ac", fingerprint=7)) is None
     assert cache.hits == 0
     found = cache.end_step(step("ab", fingerprint=7))

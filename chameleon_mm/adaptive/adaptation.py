@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from time import perf_counter
-from typing import cast
 
 from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.extra_memory import ExtraMemory
@@ -181,7 +180,8 @@ class Adaptation:
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
         trial."""
-        self._learn_times()
+        if self._measuring:
+            self._learn_times()
         self._began_us = self._host_us()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
@@ -201,10 +201,11 @@ class Adaptation:
         is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
         if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
             return False
-        if self.wants_trace(expected):
+        if expected.plan is None and self.wants_trace(expected):
             return True
-        wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
-        return not wasted and any(map(self.wants_trace, self.steps.entries()))
+        if self._wasted_hooks > WASTED_SHARE * self._hooks:
+            return False
+        return any(map(self.wants_trace, [entry for entry in self.steps.entries() if entry.plan is None]))
 
     def wants_trace(self, entry: StepEntry) -> bool:
         """Whether a trace of this cached step is missing."""
@@ -292,11 +293,7 @@ class Adaptation:
     def plan_entry(self, entry: StepEntry) -> None:
         """Have a cached step that was not recorded planned, where it can be predicted."""
         structure = self._structures.of(entry.record) if entry.plan is None else None
-        if (
-            structure is not None
-            and structure.predicts
-            and structure.predict(cast("Sequence[Feature]", entry.record.features)) is not None
-        ):
+        if structure is not None and structure.predicts and structure.predict(entry.record.features) is not None:
             entry.plan = self._predicted(entry.record, structure)
 
     def _predicted(self, record: StepRecord, structure: Structure) -> PlannedStep:
@@ -342,8 +339,9 @@ class Adaptation:
         """Whether the step's plans have to be made again, as its first hook finds that many bytes more on the device than its
         trace has."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
-        plan = None if planned.current is None else planned.current.schedule.plan
-        if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
+        if more_bytes <= 0 or planned.current is None:
+            return False
+        if planned.current.schedule.plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
         self._add_plans(planned)
@@ -352,12 +350,13 @@ class Adaptation:
     def _learn_extra(self, planned: PlannedStep, step: FollowedStep) -> None:
         if planned.predicted_by is not None:
             planned.predicted_by.note_extra(step.extra)
-        extra = planned.note_extra(step.extra, self._spare_bytes)
+        spare_bytes = self._spare_bytes
+        extra = planned.note_extra(step.extra, spare_bytes)
         if step.exceeded_plan:
             extra = planned.extra | step.extra
         if extra is not None:
             planned.reset_for(extra)
-        if planned.learn_inner_memory(step.unused, self._spare_bytes) or planned.has_new_refusals() or extra is not None:
+        if planned.learn_inner_memory(step.unused, spare_bytes) or planned.has_new_refusals() or extra is not None:
             self._add_plans(planned)
 
     def _learn_times(self) -> None:
@@ -388,7 +387,10 @@ class Adaptation:
         self.phase = phase
 
 
-def recomputes(entry: StepEntry) -> bool:
-    """Whether the plan of a cached step that would be followed makes something again."""
-    current = None if entry.plan is None else entry.plan.current
-    return current is not None and current.recompute is not None
+def any_recomputes(entries: Iterable[StepEntry]) -> bool:
+    """Whether the plan that would be followed of any of these cached steps makes something again."""
+    for entry in entries:
+        current = None if entry.plan is None else entry.plan.current
+        if current is not None and current.recompute is not None:
+            return True
+    return False

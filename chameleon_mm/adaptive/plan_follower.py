@@ -16,8 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
-from chameleon_mm.adaptive.extra_memory import ExtraMemory
+from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, any_recomputes
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, NO_ACTIONS, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
@@ -85,14 +84,16 @@ class PlanFollower(Director):
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         recorder = self.adaptation.begin_step(compute)
-        self._forget_step()
+        if self._steps is not None:  # the step before did not end
+            self._forget_step()
+        self.light.begin_step()
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
         if self.adaptation.fallback.by_rule:
             self._diverged = True
         else:
             self._follow(self.adaptation.steps.current, budget)
-            self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
+            self._may_recompute = any_recomputes(self.adaptation.steps.entries())
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
@@ -105,7 +106,7 @@ class PlanFollower(Director):
             followed=self.followed,
             whole=whole,
             recorded_hooks=recorded_hooks,
-            extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
+            extra=self._memory.extra,
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
@@ -123,7 +124,6 @@ class PlanFollower(Director):
 
     def _forget_step(self) -> None:
         """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""
-        self.light.begin_step()
         self._steps = self._recorder = None
         self._entry: StepEntry | None = None
         """The cached step that this one agrees with, or did last."""
@@ -262,7 +262,7 @@ class PlanFollower(Director):
                 self._first_bytes = budget.allocated_bytes()
             if hook == 0 or another:
                 self._compare_memory(budget)
-            self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
+            self._may_recompute = self._may_recompute and any_recomputes(steps.agreeing())
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
@@ -328,21 +328,24 @@ class PlanFollower(Director):
         """Follow `entry` from now on, with which the hooks of the step agree so far."""
         self._entry = entry
         if entry is not None:
-            self.adaptation.plan_entry(entry)
+            if entry.plan is None:
+                self.adaptation.plan_entry(entry)
             self.light.follow(entry.record)
         self._planned = planned = None if entry is None else entry.plan
-        self.followed = None if planned is None else planned.current
-        self._schedule = None if self.followed is None else self.followed.schedule
-        if planned is not None and self.recompute is not None:
-            self.recompute.is_on_trial = not planned.is_decided
+        self.followed = followed = None if planned is None else planned.current
+        self._schedule = None if followed is None else followed.schedule
+        if planned is not None and followed is not None and followed.recompute is not None:
+            followed.recompute.is_on_trial = not planned.is_decided
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
-        self._memory = StepMemory()
-        # What was due up to the hook before this one, which is counted already.
-        missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
+        missed = None
+        if self.light.num_hooks:
+            self._memory = StepMemory()
+            if self._cursor is not None:  # what was due up to the hook before this one, which is counted already
+                missed = self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or NO_ACTIONS
-        untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
+        untouched = not self._first_saves or all(s.state is State.ON_DEVICE for s in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before
@@ -352,9 +355,8 @@ class PlanFollower(Director):
             budget.forecast = budget.highest_forecast  # it may be like no step before
         else:  # a cached step that has no plan within the budget, as the one before it
             budget.forecast = budget.learned_forecast
-        actions = {} if self._schedule is None else self._schedule.storage_actions
         for hook, saved in self._first_saves.items():
-            action = actions.get(hook)
+            action = None if self._schedule is None else self._schedule.storage_actions.get(hook)
             saved.assign(action)
             if action is not None:
                 self._storages[action.tensor] = saved

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from itertools import count
 from math import log
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 
 from chameleon_mm.profiler.light import FIXED_STORAGE, NEW_STORAGE
 from chameleon_mm.profiler.step_record import Feature, StepRecord, save_parts
@@ -105,7 +105,7 @@ class SaveIndex:
 
     def __init__(self, record: StepRecord, hooks: Sequence[int]) -> None:
         """`hooks`: numbers of the hooks that are saves."""
-        saves = [split_feature(cast("Feature", record.features[hook])) for hook in hooks]
+        saves = [split_feature(record.features[hook]) for hook in hooks]
         self.signatures = [*(signature for signature, _, _ in saves), None]
         """Signatures of the saves: what no match differs in. After the last position: the signature of no save."""
         self.operators = [*(operators for _, operators, _ in saves), 0]

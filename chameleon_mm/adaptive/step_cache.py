@@ -190,9 +190,9 @@ class StepCache(Generic[_Plan]):
     # --- what follows what
 
     def _expected(self) -> CachedStep[_Plan] | None:
-        run_ended = self._runs_ended.get(self._run_so_far)
+        before, run_ended = self._before, self._runs_ended.get(self._run_so_far) if self._runs_ended else None
         followers = [run_ended if run_ended is not None and run_ended[1] else None]
-        followers += map(self._followed_by.get, _contexts(self._before))
+        followers += [self._followed_by.get(before[start:]) for start in range(len(before))]  # the last two, the last one
         for follower in followers:
             entry = None if follower is None else self._entries.get(follower[0])
             if entry is not None:
@@ -208,8 +208,11 @@ class StepCache(Generic[_Plan]):
         # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
         if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
             self._note(self._runs_ended, self._run_so_far, fingerprint, once_is_enough=False)
-        for context in _contexts(self._before):
-            self._note(self._followed_by, context, fingerprint, once_is_enough=True)
+        if goes_on and self._run > len(self._before):  # the last step noted the same
+            self._run += 1
+            return
+        for start in range(len(self._before)):
+            self._note(self._followed_by, self._before[start:], fingerprint, once_is_enough=True)
         self._run = self._run + 1 if goes_on else 1
         self._before = (*self._before, fingerprint)[-2:]
 
@@ -231,11 +234,6 @@ class StepCache(Generic[_Plan]):
         if self._entries.pop(fingerprint, None) is not None:
             for other in self._entries.values():
                 del other.common[fingerprint]
-
-
-def _contexts(before: _Context) -> list[_Context]:
-    """Contexts from which the next step may be expected: the last two steps, then the last one alone."""
-    return [before[start:] for start in range(len(before))]
 
 
 def _common(one: StepRecord, other: StepRecord) -> int:

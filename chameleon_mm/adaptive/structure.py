@@ -203,13 +203,12 @@ class Structure:
         made: dict[tuple[bool, tuple[int, ...]], Feature] = {}
         features: list[Feature] = []
         for feature, shape_at, is_small in zip(self._base.record.features, self._shape_at, small, strict=True):
-            of = cast("Feature", feature)
             if shape_at is None:
-                features.append(of)
+                features.append(feature)
                 continue
             key = (is_small, shape_at)
             if key not in made:
-                made[key] = self._resized(of, tuple(shapes[shape_at]), is_small=is_small)
+                made[key] = self._resized(feature, tuple(shapes[shape_at]), is_small=is_small)
             features.append(made[key])
         return features
 
@@ -249,7 +248,7 @@ class Structure:
         before = base.tensor_born < 0
         more_bytes = int((allocated_size(tensor_bytes[before]) - allocated_size(base.tensor_bytes[before])).sum())
         moves: Bools = np.append(tensor_bytes >= self._min_bytes, False)
-        hashes = {id(feature): feature_hash(cast("Feature", feature)) for feature in record.features}
+        hashes = {id(feature): feature_hash(feature) for feature in record.features}
         return dataclasses.replace(
             base,
             fingerprint=record.fingerprint,

@@ -39,7 +39,8 @@ class PeakWatch:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._before_bytes = self._last_bytes = device.peak_allocated_bytes()
+        self._before_bytes = self.last_bytes = device.peak_allocated_bytes()
+        """The device's peak as it was noted last, which others only read."""
         self._most_bytes = device.allocated_bytes()
         self._was_reset = self._is_over = False
 
@@ -53,21 +54,16 @@ class PeakWatch:
         if self._is_over:
             return
         now = self._device.peak_allocated_bytes()
-        if now < self._last_bytes:
+        if now < self.last_bytes:
             # Somebody reset it: what is told from here on is of this stretch alone, and what there was before that is lost.
             self._was_reset, self._before_bytes = True, 0
         if now > self._before_bytes:
             self._most_bytes = max(self._most_bytes, now)
-        self._last_bytes = now
-
-    @property
-    def last_bytes(self) -> int:
-        """The device's peak as it was noted last."""
-        return self._last_bytes
+        self.last_bytes = now
 
     def peak(self, seen_bytes: int) -> Peak:
         """Bounds of the peak, as far as it was noted; `seen_bytes`: what was seen allocated at some moment."""
         at_least = max(self._most_bytes, seen_bytes)
         if self._was_reset:
             return Peak(at_least, None)
-        return Peak(at_least, max(at_least, self._last_bytes))
+        return Peak(at_least, max(at_least, self.last_bytes))

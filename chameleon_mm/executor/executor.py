@@ -31,8 +31,10 @@ from chameleon_mm.executor.weak_calls import weak_before_write, weak_claim
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
+from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
+from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
@@ -234,22 +236,23 @@ class Executor:
         if not self.hook_lock.may_ask_device():
             self._in_step = True
             return
-        with self.hook_lock.entered():
-            self._in_step = True
-            if self.checksums is not None:
-                self.checksums.prepare()  # before anything of the step is counted
-            self._registry.begin_epoch()
-            if self.director.plans:
-                self.budget.begin_step()
-            compute = self.device.current_stream()
-            self.metrics.begin_step(compute, timed=timed)
-            if banned := self.recomputing.read_audits():
-                self.director.ban(banned)
-            recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
-            watches = recorder is None and self.director.may_recompute
-            before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
-            watch = self.recomputing.begin(self.director, before_write)
-        self.recording.begin(recorder, watch)
+        self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
+
+    def _begin_step(self, timed: bool) -> tuple[Recorder | None, CallWatch | None]:
+        self._in_step = True
+        if self.checksums is not None:
+            self.checksums.prepare()  # before anything of the step is counted
+        self._registry.begin_epoch()
+        if self.director.plans:
+            self.budget.begin_step()
+        compute = self.device.current_stream()
+        self.metrics.begin_step(compute, timed=timed)
+        if banned := self.recomputing.audits.read():
+            self.director.ban(banned)
+        recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
+        watches = recorder is None and self.director.may_recompute
+        before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
+        return recorder, self.recomputing.begin(self.director, before_write)
 
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
@@ -262,17 +265,21 @@ class Executor:
         if not self.hook_lock.may_ask_device():
             self._in_step = False
             return None
-        with self.hook_lock.entered():
+        return self.hook_lock.run(self._end_step, recorder, completed)
+
+    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+        limit = self.budget.memory_limit
+        if self._saved_any or self._used_any or not self._outs.are_idle or (limit is not None and limit.wants_check):
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
             self._outs.forget_small()
-            self.recomputing.end()
-            self.parts.context.pool.take_back()
-            self._in_step = False
-            growth_bytes = self._learn(completed=completed)
-            compute = self.device.current_stream()
-            kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
-            self.metrics.end_step(kind, compute)
+        self.recomputing.end()
+        self.parts.context.pool.take_back()
+        self._in_step = False
+        growth_bytes = self._learn(completed=completed)
+        compute = self.device.current_stream()
+        kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
+        self.metrics.end_step(kind, compute)
         return kind
 
     def leave_recorders(self) -> None:
@@ -328,12 +335,8 @@ class Executor:
     def _learn(self, *, completed: bool) -> int:
         """Learn from the step if it `completed`. Returns the bytes that the model allocated since memory was last checked."""
         self._saved_any = self._used_any = False
-        growth_bytes = self.budget.end_step(completed=completed)
-        if completed:
-            self._order.end_step()
-        else:
-            self._order.forget()
-        return growth_bytes
+        self._order.end_step(completed=completed)
+        return self.budget.end_step(completed=completed)
 
     # --- what happens at every hook
 

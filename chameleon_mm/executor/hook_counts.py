@@ -26,6 +26,11 @@ class HookCounts:
     Hooks may run on any thread at once, and an increment may then be lost: of hooks only "none" and "some" is to be read here.
     """
 
+    __slots__ = (
+        "_any_begun", "_in_step", "_unnamed_steps", "expects_steps", "saves", "saves_between", "steps", "steps_under_others",
+        "steps_without_gradients", "steps_without_saves", "steps_without_uses", "uses", "uses_between", "was_told",
+    )  # fmt: skip
+
     def __init__(self) -> None:
         self.steps = 0
         """Completed steps; the counts below are of these."""
@@ -53,7 +58,8 @@ class HookCounts:
 
     def begin_step(self, pack_hook: object) -> None:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
-        self.count_between_steps()
+        if self.saves or self.uses:
+            self.count_between_steps()
         self._any_begun = True
         top = saved_tensor_hooks_on_top()
         on_top = pack_hook is None or top is None or top[0] is pack_hook

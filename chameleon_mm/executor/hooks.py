@@ -26,6 +26,7 @@ from chameleon_mm.executor.executor import Executor
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.saved.handles import Handle, KeptTensor
+from chameleon_mm.saved.version import Origin
 from chameleon_mm.uncompiled import uncompiled
 
 # Bound once, as a lookup through `torch._C` costs as much as the call.
@@ -123,7 +124,8 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     native_hooks: tuple[_Save, _Use] = stays.hooks(
         on_save, on_use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors,
         limit, totals, is_protected, protected.refs, registry, director, director.light, small, add_small,
-        uncompiled(capturing), KeptTensor, torch._C._current_autograd_node, device.torch_device, min(min_bytes, sys.maxsize),
+        uncompiled(capturing), KeptTensor, Origin, torch._C._current_autograd_node, device.torch_device,
+        min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks
 

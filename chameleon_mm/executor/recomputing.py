@@ -84,6 +84,8 @@ class ParameterSizes:
 
     def end_step(self) -> None:
         """What has kept its size up to now is taken to do so in later steps."""
+        if not self._met:
+            return
         self.look()
         for key, (ref, _) in self._met.items():
             storage, changes = ref(), self._change.get(key)
@@ -123,7 +125,8 @@ class Recomputing:
     def begin(self, followed: Followed, before_write: Callable[[Value], None] | None) -> CallWatch | None:
         """Begin a step, which follows what `followed` says at each hook. Returns what watches its forward; None without
         `before_write`: nothing is recomputed in it."""
-        self.end()
+        if self._followed is not None:  # the step before did not end
+            self.end()
         self._followed, self._is_untypical = followed, False
         if before_write is not None:
             self.watch = CallWatch(self._device, before_write)
@@ -165,10 +168,6 @@ class Recomputing:
         self._snapshots.clear()
         self._source_values = []
         self._parameters.end_step()
-
-    def read_audits(self) -> list[str]:
-        """Operators that the audits of the steps so far found to give other bits; waits for the device."""
-        return self.audits.read()
 
     # --- what the hooks tell
 

@@ -31,6 +31,8 @@ class Recording:
     """Enters and leaves the step's recorder or watch. Not thread-safe but for `paused` and `retired`, which any thread of the
     step may call."""
 
+    __slots__ = ("_entered", "_left_within", "_thread", "is_over", "recorder", "watch")
+
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         """The recorder that records the step, or did until it was stopped. Others only read it."""
@@ -46,10 +48,12 @@ class Recording:
 
     def begin(self, recorder: Recorder | None, watch: CallWatch | None = None) -> None:
         """Enter `recorder` or `watch`, one of the two at most."""
-        self.leave_restored()
-        self.recorder, self.watch, self._thread = recorder, watch, threading.get_ident()
-        self._note_whether_over()
         mode = recorder or watch
+        if not self.is_over:
+            self.leave_restored()
+        self.recorder, self.watch, self._thread = recorder, watch, threading.get_ident()
+        if mode is not None:
+            self._note_whether_over()
         self._entered = mode is not None
         if mode is not None:
             mode.__enter__()
@@ -110,6 +114,8 @@ class Recording:
 
     def end(self) -> Recorder | None:
         """Leave the mode. Returns the recorder, for what it has recorded."""
+        if self.is_over:
+            return None
         recorder, watch, self.recorder, self.watch = self.recorder, self.watch, None, None
         mode = recorder or watch
         if mode is not None and self._entered:

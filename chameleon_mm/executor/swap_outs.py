@@ -92,6 +92,20 @@ class SwapOuts:
         """Bytes saved by operators that are not known to be over."""
         return sum(saved.nbytes for saved in {saved for saved, _ in self.fresh})
 
+    @property
+    def are_idle(self) -> bool:
+        """Whether nothing that was saved is on its way out or back, or waits to be."""
+        budget, lending = self._budget, self._budget.lending
+        return not (
+            self.fresh
+            or self._small
+            or self._queued_out
+            or self._queued_in
+            or budget.reclaim.entries
+            or budget.planned.entries
+            or (lending is not None and lending.has_any)
+        )
+
     def finished(self) -> list[SavedStorage]:
         """Storages whose op is over now, as the calling thread can tell of its own: an op may write what it saved until its
         end.
@@ -189,6 +203,8 @@ class SwapOuts:
 
     def forget_small(self) -> None:
         """Forget the waiting storages that left the device in another way; called at the end of a step."""
+        if not self._small:
+            return
         self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
         self.waiting_bytes = sum(saved.nbytes for saved in self._small)
 

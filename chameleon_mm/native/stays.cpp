@@ -22,7 +22,11 @@
 
 #include <pthread.h>
 #include <cstring>
+#include <string>
+#include <typeindex>
 #include <typeinfo>
+#include <unordered_map>
+#include <utility>
 
 #ifdef Py_GIL_DISABLED
 #error "free-threaded builds have the hooks in Python alone"
@@ -36,21 +40,27 @@ constexpr long NO_HOOK = -1, FIXED_STORAGE = -1, EARLIER_STEP = -2;  // as in Py
 
 unsigned forks = 0;  // between the process that imported this and the one that runs: a parent's device is no child's
 
-// Names of attributes, interned once.
-#define NAMES(X)                                                                                                       \
-  X(saves) X(uses) X(is_over) X(fresh) X(waiting_bytes) X(_tight) X(_small_limit) X(nbytes) X(kept_by_reason)           \
-  X(num_hooks) X(_number) X(_last_used) X(_features) X(at_rest_until) X(epoch) X(_epoch) X(parameter) X(leaf)           \
-  X(persistent) X(empty) X(small)
+// Names of attributes, and reasons to stay, interned once.
+#define NAMES(X) X(_tight) X(_small_limit) X(nbytes) X(parameter) X(leaf) X(persistent) X(empty) X(small)
 #define DECLARE(name) PyObject* n_##name = nullptr;
 NAMES(DECLARE)
 
 // Objects that the hooks read, in the order in which hooks.py gives them.
 enum Part {
   FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS, LIMIT,
-  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, ADD_SMALL, CAPTURING, KEPT_TENSOR, CURRENT_NODE, DEVICE,
-  MIN_BYTES,
+  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, ADD_SMALL, CAPTURING, KEPT_TENSOR, ORIGIN, CURRENT_NODE,
+  DEVICE, MIN_BYTES,
   PARTS
 };
+
+// Slots that the hooks read: the part of whose class each is (of KEPT_TENSOR and ORIGIN, which is the class), and its name.
+#define SLOTS(X)                                                                                                       \
+  X(COUNTS, saves) X(COUNTS, uses) X(RECORDING, is_over) X(OUTS, fresh) X(OUTS, waiting_bytes) X(TOTALS, kept_by_reason) \
+  X(REGISTRY, epoch) X(KEPT_TENSOR, tensor) X(KEPT_TENSOR, expected) X(KEPT_TENSOR, moved) X(KEPT_TENSOR, saved_at)     \
+  X(KEPT_TENSOR, _origin) X(ORIGIN, _name) X(ORIGIN, _node_number) X(ORIGIN, _output_nr) X(ORIGIN, _ref)
+#define SLOTS_OF_PLANS(X)                                                                                              \
+  X(LIGHT, num_hooks) X(LIGHT, _number) X(LIGHT, _last_used) X(LIGHT, _features) X(DIRECTOR, at_rest_until)             \
+  X(DIRECTOR, _epoch)
 
 struct Hooks {
   PyObject_HEAD
@@ -59,7 +69,8 @@ struct Hooks {
   c10::Device device;
   bool plans;
   unsigned forks;  // when they were made
-  Py_ssize_t tensor_at, expected_at, moved_at, saved_at_at, origin_at;  // offsets of KeptTensor's slots
+#define OFFSET(part, name) Py_ssize_t part##name;
+  SLOTS(OFFSET) SLOTS_OF_PLANS(OFFSET)
 
   template <typename Visit>
   void each(Visit visit) {
@@ -67,11 +78,19 @@ struct Hooks {
   }
 };
 
-bool is_over(PyObject* recording) {
-  Ref at(PyObject_GetAttr(recording, n_is_over));
-  if (!at) forget_error();
-  return at.it == Py_True;
+#define FIELD(h, part, name) slot((h)->parts[part], (h)->part##name)
+#define READ(h, part, name, value) (FIELD(h, part, name) && to_number(FIELD(h, part, name), value))
+#define WRITE(h, part, name, value) put_number(FIELD(h, part, name), value)
+
+bool put_number(PyObject*& at, long long value) {
+  PyObject *number = PyLong_FromLongLong(value), *before = at;
+  if (!number) return false;
+  at = number;
+  Py_XDECREF(before);
+  return true;
 }
+
+bool is_over(Hooks* h) { return FIELD(h, RECORDING, is_over) == Py_True; }
 
 // ----------------------------------------------------------------------------------------------------------- the conditions
 
@@ -101,7 +120,7 @@ class Locked {  // the hooks' lock, taken if it is free
 bool nothing_waits(Hooks* h) {
   PyObject* const* p = h->parts;
   return !(some_in(p[LEAVING]) || some_in(p[QUEUED_OUT]) || some_in(p[QUEUED_IN]) || some_in(p[ENDED]) || some_in(p[ERRORS]) ||
-           some_in(p[OUTS], n_fresh) || some_in(p[OUTS], n_waiting_bytes));
+           some_in(FIELD(h, OUTS, fresh)) || some_in(FIELD(h, OUTS, waiting_bytes)));
 }
 
 bool wants_check(Hooks* h) {  // SwapMemoryLimit.wants_check
@@ -139,16 +158,19 @@ bool may_be_result(const at::Tensor& t) {
   return node && (node->sequence_nr() + 1 == at::sequence_number::peek() || is_function_in_python(node));
 }
 
+// Feature that is expected at a hook, with so many parts; null: none is.
+PyObject* expected_feature(Hooks* h, long long hook, Py_ssize_t parts) {
+  PyObject* features = FIELD(h, LIGHT, _features);
+  if (!features || !PyList_CheckExact(features) || hook >= PyList_GET_SIZE(features)) return nullptr;
+  PyObject* feature = PyList_GET_ITEM(features, hook);
+  return PyTuple_CheckExact(feature) && PyTuple_GET_SIZE(feature) == parts ? feature : nullptr;
+}
+
 // LightProfiler.save_agrees, but that nothing is noted: the number to note, and the feature's verdict.
-bool save_agrees(PyObject* light, PyObject* kind, const at::Tensor& t, long long hook, long long number) {
-  Ref features(PyObject_GetAttr(light, n__features));
+bool save_agrees(Hooks* h, PyObject* kind, const at::Tensor& t, long long hook, long long number) {
   long long last = 0;
-  if (!features || !PyList_CheckExact(features.it) || hook >= PyList_GET_SIZE(features.it) || !read_number(light, n__number, last)) {
-    forget_error();
-    return false;
-  }
-  PyObject* feature = PyList_GET_ITEM(features.it, hook);
-  if (!PyTuple_CheckExact(feature) || PyTuple_GET_SIZE(feature) != 5) return false;
+  PyObject* feature = expected_feature(h, hook, 5);
+  if (!feature || !READ(h, LIGHT, _number, last)) return false;
   PyObject* shape = PyTuple_GET_ITEM(feature, 1);
   auto sizes = t.sizes();
   if (PyTuple_GET_ITEM(feature, 0) != kind || !PyTuple_Check(shape) || PyTuple_GET_SIZE(shape) != (Py_ssize_t)sizes.size()) return false;
@@ -160,13 +182,44 @@ bool save_agrees(PyObject* light, PyObject* kind, const at::Tensor& t, long long
 
 // ------------------------------------------------------------------------------------------------------------------ the hooks
 
+// The handle that `KeptTensor(t)` makes, its origin made first where `t` may be a result of the node that saves it. Null, with or
+// without an error: Python makes it.
+Ref kept(Hooks* h, PyObject* argument, const at::Tensor& t, bool by_reference, PyObject* saved_at) {
+  Ref tensor(Py_NewRef(argument)), origin(Py_NewRef(Py_None)), version(PyLong_FromLongLong(t._version()));
+  if (!by_reference && may_be_result(t)) {
+    torch::autograd::Node* node = t.grad_fn().get();
+    if (node && is_function_in_python(node)) return Ref();
+    PyTypeObject* type = (PyTypeObject*)h->parts[ORIGIN];
+    Ref made(type->tp_alloc(type, 0)), alias(THPVariable_Wrap(t.detach())), ref(PyWeakref_NewRef(argument, nullptr));
+    const std::string text = node ? node->name() : "";
+    Ref name(PyUnicode_FromStringAndSize(text.data(), (Py_ssize_t)text.size()));
+    Ref number(PyLong_FromLongLong(node ? (long long)node->sequence_nr() : -1)), output_nr(PyLong_FromLongLong(t.output_nr()));
+    if (!made || !alias || !ref || !name || !number || !output_nr) return Ref();
+    slot(made.it, h->ORIGIN_ref) = ref.taken();
+    slot(made.it, h->ORIGIN_name) = name.taken();
+    slot(made.it, h->ORIGIN_node_number) = number.taken();
+    slot(made.it, h->ORIGIN_output_nr) = output_nr.taken();
+    std::swap(tensor.it, alias.it);
+    std::swap(origin.it, made.it);
+  }
+  PyTypeObject* type = (PyTypeObject*)h->parts[KEPT_TENSOR];
+  Ref handle(version ? type->tp_alloc(type, 0) : nullptr);
+  if (!handle) return handle;
+  slot(handle.it, h->KEPT_TENSORsaved_at) = Py_NewRef(saved_at);
+  slot(handle.it, h->KEPT_TENSORexpected) = version.taken();
+  slot(handle.it, h->KEPT_TENSORmoved) = Py_NewRef(Py_None);
+  slot(handle.it, h->KEPT_TENSOR_origin) = origin.taken();
+  slot(handle.it, h->KEPT_TENSORtensor) = tensor.taken();
+  return handle;
+}
+
 // What becomes of a save here: its handle; null without an error: it is Python's. With the first thing that is noted, what may fail
 // is over, but for errors that are raised.
 PyObject* saved(Hooks* h, PyObject* argument) {
   PyObject* const* p = h->parts;
   PyObject* kind = (PyObject*)Py_TYPE(argument);
   if (kind != THPVariableClass && kind != ParameterClass) return nullptr;
-  if (!is_here(h) || !is_over(p[RECORDING])) return nullptr;
+  if (!is_here(h) || !is_over(h)) return nullptr;
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (!t.unsafeGetTensorImpl()->has_storage() || t.is_inference() || t.is_nested()) return nullptr;
   PyObject* reason = nullptr;
@@ -202,90 +255,87 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     }
   }
   bool by_reference = reason == n_parameter, moves_later = nbytes && p[SMALL] != Py_None;
-  if ((!by_reference && may_be_result(t)) || (moves_later && !is_plain(h, t))) return nullptr;
+  if (moves_later && !is_plain(h, t)) return nullptr;
 
   Locked lock(h);
   if (!lock.taken() || !nothing_waits(h) || wants_check(h)) return nullptr;
-  long long hook = NO_HOOK, number = 0, epoch = 0;
-  PyObject* light = p[LIGHT];
+  long long hook = NO_HOOK, number = 0, until = 0, saves = 0;
   if (h->plans) {
-    long long until = 0;
     number = (long long)at::sequence_number::peek();
-    if (!read_number(light, n_num_hooks, hook) || !read_number(p[DIRECTOR], n_at_rest_until, until) || hook >= until ||
-        !save_agrees(light, kind, t, hook, number))
+    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until) || hook >= until ||
+        !save_agrees(h, kind, t, hook, number))
       return nullptr;
   }
-  long long saves = 0;
-  if (!read_number(p[REGISTRY], n_epoch, epoch) || !read_number(p[COUNTS], n_saves, saves)) return nullptr;
+  PyObject *epoch = FIELD(h, REGISTRY, epoch), *kept_by_reason = FIELD(h, TOTALS, kept_by_reason);
+  if (!epoch || !READ(h, COUNTS, saves, saves)) return nullptr;
 
   // All that the handle needs is made before anything is noted.
-  PyTypeObject* kept = (PyTypeObject*)p[KEPT_TENSOR];
-  Ref handle(kept->tp_alloc(kept, 0)), kept_by_reason(PyObject_GetAttr(p[TOTALS], n_kept_by_reason));
-  PyObject* saved_at = Py_BuildValue("(LL)", epoch, hook);
-  PyObject* version = PyLong_FromLongLong(t._version());
-  if (handle) {
-    slot(handle.it, h->saved_at_at) = saved_at;
-    slot(handle.it, h->expected_at) = version;
-    slot(handle.it, h->moved_at) = Py_NewRef(Py_None);
-    slot(handle.it, h->origin_at) = Py_NewRef(Py_None);
-    slot(handle.it, h->tensor_at) = Py_NewRef(argument);
-  } else {
-    Py_XDECREF(saved_at);
-    Py_XDECREF(version);
-    return nullptr;
-  }
-  if (!kept_by_reason || !saved_at || !version) return nullptr;
-  if (!PyDict_Check(kept_by_reason.it)) return nullptr;
-  PyObject* count = PyDict_GetItemWithError(kept_by_reason.it, reason);  // a Counter: none is 0
+  Ref at_hook(PyLong_FromLongLong(hook)), saved_at(at_hook ? PyTuple_Pack(2, epoch, at_hook.it) : nullptr);
+  Ref handle(saved_at ? kept(h, argument, t, by_reference, saved_at.it) : Ref());
+  if (!handle || !kept_by_reason || !PyDict_Check(kept_by_reason)) return nullptr;
+  PyObject* count = PyDict_GetItemWithError(kept_by_reason, reason);  // a Counter: none is 0
   long long before = 0;
   if (PyErr_Occurred() || (count && !to_number(count, before))) return nullptr;
   Ref more(PyLong_FromLongLong(before + 1));
-  if (!more || PyDict_SetItem(kept_by_reason.it, reason, more.it) != 0) return nullptr;
+  if (!more || PyDict_SetItem(kept_by_reason, reason, more.it) != 0) return nullptr;
   if (moves_later) {
     Ref size(PyLong_FromSize_t(nbytes));
     PyObject* arguments[] = {handle.it, size.it};
     Ref done(size ? PyObject_Vectorcall(p[ADD_SMALL], arguments, 2, nullptr) : nullptr);
     if (!done) return nullptr;
   }
-  if (h->plans && (!write_number(light, n__number, number) || !write_number(light, n_num_hooks, hook + 1))) return nullptr;
-  if (!write_number(p[COUNTS], n_saves, saves + 1)) return nullptr;
-  return Py_NewRef(handle.it);
+  if (h->plans && (!WRITE(h, LIGHT, _number, number) || !WRITE(h, LIGHT, num_hooks, hook + 1))) return nullptr;
+  if (!WRITE(h, COUNTS, saves, saves + 1)) return nullptr;
+  return handle.taken();
+}
+
+// Class in Python of the node that runs, as `type(torch._C._current_autograd_node())` is: of nodes in C++ it hangs on the node's
+// own class alone, and is asked for once. Null: there is none, or an error, which is set.
+PyObject* kind_of_node(Hooks* h) {
+  static std::unordered_map<std::type_index, PyObject*> known;
+  auto node = torch::autograd::get_current_node();
+  if (!node) return nullptr;
+  const bool in_python = is_function_in_python(node.get());
+  if (!in_python) {
+    auto found = known.find(typeid(*node));
+    if (found != known.end()) return found->second;
+  }
+  Ref asked(PyObject_Vectorcall(h->parts[CURRENT_NODE], nullptr, 0, nullptr));
+  if (!asked) return nullptr;
+  PyObject* kind = (PyObject*)Py_TYPE(asked.it);
+  if (!in_python) known.emplace(typeid(*node), Py_NewRef(kind));
+  return kind;  // whose node autograd holds while it runs
 }
 
 // What a use gives here; null without an error: it is Python's.
 PyObject* used(Hooks* h, PyObject* handle) {
   PyObject* const* p = h->parts;
-  if ((PyObject*)Py_TYPE(handle) != p[KEPT_TENSOR] || !is_over(p[RECORDING])) return nullptr;
-  PyObject *argument = slot(handle, h->tensor_at), *expected = slot(handle, h->expected_at);
+  if ((PyObject*)Py_TYPE(handle) != p[KEPT_TENSOR] || !is_over(h)) return nullptr;
+  PyObject *argument = slot(handle, h->KEPT_TENSORtensor), *expected = slot(handle, h->KEPT_TENSORexpected);
   if (!argument || argument == Py_None || !expected || !THPVariable_Check(argument)) return nullptr;
   const at::Tensor& t = THPVariable_Unpack(argument);
   if (t.is_inference() || !equals(expected, t._version())) return nullptr;
   Ref result(Py_NewRef(argument));  // another thread may move it
   long long uses = 0;
-  if (!read_number(p[COUNTS], n_uses, uses)) return nullptr;
+  if (!READ(h, COUNTS, uses, uses)) return nullptr;
   if (h->plans) {
     if (!is_here(h)) return nullptr;
     Locked lock(h);
     if (!lock.taken() || !nothing_waits(h)) return nullptr;
-    PyObject* light = p[LIGHT];
-    PyObject* saved_at = slot(handle, h->saved_at_at);
+    PyObject* saved_at = slot(handle, h->KEPT_TENSORsaved_at);
     long long hook = 0, until = 0, last = 0, epoch = 0, save = EARLIER_STEP;
-    if (!read_number(light, n_num_hooks, hook) || !read_number(p[DIRECTOR], n_at_rest_until, until) || hook >= until ||
-        !read_number(light, n__last_used, last) || !read_number(p[DIRECTOR], n__epoch, epoch) || !saved_at ||
-        !PyTuple_CheckExact(saved_at) || PyTuple_GET_SIZE(saved_at) != 2)
+    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until) || hook >= until ||
+        !READ(h, LIGHT, _last_used, last) || !READ(h, DIRECTOR, _epoch, epoch) || !saved_at || !PyTuple_CheckExact(saved_at) ||
+        PyTuple_GET_SIZE(saved_at) != 2)
       return nullptr;
     long long at_hook = NO_HOOK;
     if (!to_number(PyTuple_GET_ITEM(saved_at, 1), at_hook)) return nullptr;
     if (equals(PyTuple_GET_ITEM(saved_at, 0), epoch) && at_hook != NO_HOOK) save = at_hook;
-    Ref features(PyObject_GetAttr(light, n__features)), node(PyObject_Vectorcall(p[CURRENT_NODE], nullptr, 0, nullptr));
-    if (!features || !node || !PyList_CheckExact(features.it) || hook >= PyList_GET_SIZE(features.it)) return nullptr;
-    PyObject* feature = PyList_GET_ITEM(features.it, hook);
-    if (!PyTuple_CheckExact(feature) || PyTuple_GET_SIZE(feature) != 2 ||
-        PyTuple_GET_ITEM(feature, 0) != (PyObject*)Py_TYPE(node.it) || !equals(PyTuple_GET_ITEM(feature, 1), last - save))
-      return nullptr;
-    if (!write_number(light, n__last_used, save) || !write_number(light, n_num_hooks, hook + 1)) return nullptr;
+    PyObject *feature = expected_feature(h, hook, 2), *kind = feature ? kind_of_node(h) : nullptr;
+    if (!kind || PyTuple_GET_ITEM(feature, 0) != kind || !equals(PyTuple_GET_ITEM(feature, 1), last - save)) return nullptr;
+    if (!WRITE(h, LIGHT, _last_used, save) || !WRITE(h, LIGHT, num_hooks, hook + 1)) return nullptr;
   }
-  if (!write_number(p[COUNTS], n_uses, uses + 1)) return nullptr;
+  if (!WRITE(h, COUNTS, uses, uses + 1)) return nullptr;
   return Py_NewRef(result.it);
 }
 
@@ -320,7 +370,7 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   if (!made) return nullptr;
   Hooks* h = (Hooks*)made.it;
   for (int i = 0; i < PARTS; i++) h->parts[i] = Py_NewRef(PyTuple_GET_ITEM(arguments, i));
-  if (!PyType_Check(h->parts[KEPT_TENSOR]) || !PyDict_CheckExact(h->parts[PROTECTED_REFS]) || !THPDevice_Check(h->parts[DEVICE])) {
+  if (!PyType_Check(h->parts[KEPT_TENSOR]) || !PyType_Check(h->parts[ORIGIN]) || !PyDict_CheckExact(h->parts[PROTECTED_REFS]) || !THPDevice_Check(h->parts[DEVICE])) {
     PyErr_SetString(PyExc_TypeError, "native hooks: expected a class of handles, a dict of protected storages and a device");
     return nullptr;
   }
@@ -329,11 +379,13 @@ PyObject* make_hooks(PyObject*, PyObject* arguments) {
   h->device = ((THPDevice*)h->parts[DEVICE])->device;
   h->plans = h->parts[LIGHT] != Py_None;
   h->forks = forks;
-  PyObject* kept = h->parts[KEPT_TENSOR];
-  if (!slot_offset(kept, "tensor", h->tensor_at) || !slot_offset(kept, "expected", h->expected_at) ||
-      !slot_offset(kept, "moved", h->moved_at) || !slot_offset(kept, "saved_at", h->saved_at_at) ||
-      !slot_offset(kept, "_origin", h->origin_at))
-    return nullptr;
+  auto class_of = [h](Part part) { return PyType_Check(h->parts[part]) ? h->parts[part] : (PyObject*)Py_TYPE(h->parts[part]); };
+#define FIND(part, name) \
+  if (!slot_offset(class_of(part), #name, h->part##name)) return nullptr;
+  SLOTS(FIND)
+  if (h->plans) {
+    SLOTS_OF_PLANS(FIND)
+  }
   Ref save(PyObject_GetAttrString(made.it, "save")), use(PyObject_GetAttrString(made.it, "use"));
   return save && use ? PyTuple_Pack(2, save.it, use.it) : nullptr;
 }

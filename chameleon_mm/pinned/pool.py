@@ -192,8 +192,9 @@ class PinnedPool:
         """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
         allocation would have, done when there is time."""
         ledger = self._ledger
-        with ledger.lock:
-            ledger.drain()
+        if self._returned:
+            with ledger.lock:
+                ledger.drain()
         if ledger.shrinking:
             self._growth.shrink()
 
@@ -252,7 +253,8 @@ class PinnedPool:
     def recent_peak_bytes(self) -> int:
         """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
         with self._ledger.lock:
-            self._ledger.drain()
+            if self._returned:
+                self._ledger.drain()
             return self._ledger.recent_peak_bytes()
 
     def close(self) -> None:

@@ -237,12 +237,10 @@ class UseOrder:
         """Rank of `index` in the expected order: higher is later. Not seen before: sooner than what was."""
         return self._position.get(index, -index)
 
-    def forget(self) -> None:
-        """Learn nothing from the step, which did not end as it began."""
-        self._current = {}
-
-    def end_step(self) -> None:
-        """End the step: the next one is expected to use what it saves in the same order."""
-        self._learned = list(self._current)
-        self._position = {index: position for position, index in enumerate(self._learned)}
-        self._current = {}
+    def end_step(self, *, completed: bool = True) -> None:
+        """End the step: the next one is expected to use what it saves in the same order, unless this one did not end as it
+        began."""
+        current, self._current = self._current, {}
+        if completed and (current or self._learned):
+            self._learned = list(current)
+            self._position = {index: position for position, index in enumerate(self._learned)}

@@ -98,7 +98,7 @@ class LightProfiler:
     def follow(self, record: StepRecord) -> None:
         """Compare hooks from now on with those of `record`, whose first `num_hooks` are those of this step."""
         self._followed = record
-        self._features = [*cast("tuple[Feature, ...]", record.features), None]
+        self._features = [*record.features, None]
         self._save_of = []
 
     def save_agrees(self, t: Tensor) -> bool:
@@ -169,14 +169,14 @@ class LightProfiler:
         return cast("list[Feature]", self._features[: self.num_hooks])
 
     def end_step(self) -> StepRecord:
-        """End the step and return its record: the very record that was followed, if it was that one."""
+        """End the step and return its record: the very record that was followed, if it was that one. Begin another before it
+        is told of a hook again."""
         followed, boundaries = self._followed, tuple(self._boundaries)
         if followed is not None and followed.num_hooks == self.num_hooks and followed.boundaries == boundaries:
             record = followed
         else:
             self._stop_following()
             record = StepRecord.of(cast("list[Feature]", self._features[:-1]), self._save_of, boundaries)
-        self.begin_step()
         return record
 
     # --- what happens at a few hooks of a step, or in a new one
@@ -190,7 +190,8 @@ class LightProfiler:
             self._number = number
         else:
             # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
-            self._leave_forward()
+            if self._thread is not None:
+                self._leave_forward()
             operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
             feature = (kind, shape, dtype, operators, since)
             # In a graph task it is a forward that backward runs again, or a graph of the backward: no new micro-batch.
@@ -208,7 +209,8 @@ class LightProfiler:
         kind = type(node)
         operator = kind if kind in self._kinds else self._operator_of(node)
         if self._phase is not _BACKWARD and node is not None:  # without a node it is somebody who looks at a graph
-            self._leave_forward()
+            if self._thread is not None:
+                self._leave_forward()
             self._enter(_BACKWARD)
             self._last_used = self.num_hooks
         feature = (operator, self._last_used - save)
@@ -245,9 +247,9 @@ class LightProfiler:
         return name
 
     def _leave_forward(self) -> None:
-        if self._thread is not None:
-            self._numbers[self._thread] = self._number
-            self._thread, self._number = None, _NEVER
+        assert self._thread is not None
+        self._numbers[self._thread] = self._number
+        self._thread, self._number = None, _NEVER
 
     def _enter(self, phase: StepPhase) -> None:
         if phase is not self._phase:

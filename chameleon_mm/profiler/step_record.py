@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -97,14 +97,16 @@ class StepRecord:
 
     fingerprint: int
     """Hash of the whole sequence of features. Comparable within this process alone, as the features' hashes are."""
-    features: tuple[Hashable, ...]
+    features: tuple[Feature, ...]
     """(n,) features, compared as they are, so that no collision of hashes takes one for another. Equal ones are one object."""
     save_of: array[int]
     """(n,) saves, type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
     """Boundaries of the phases, in the order of their hooks."""
+    num_hooks: int = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_hooks", len(self.features))
         if len(self.features) != len(self.save_of):
             raise ValueError(
                 f"step record: expected a feature and a save_of for every hook, got {len(self.features)} features and "
@@ -131,10 +133,6 @@ class StepRecord:
             save_of=array("i", save_of),
             boundaries=boundaries,
         )
-
-    @property
-    def num_hooks(self) -> int:
-        return len(self.features)
 
     @property
     def num_saves(self) -> int:

@@ -309,7 +309,8 @@ class Metrics:
     def resolve(self) -> tuple[CopySpan, ...]:
         """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
         with self._resolving:
-            if self._origin is not None and self._origin.query():
+            waiting = self._waits or self._rebuilds or self._moves or self._ended
+            if waiting and self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
                     before, after, waited_for, prefetched, sums = self._waits.popleft()

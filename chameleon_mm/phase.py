@@ -11,6 +11,8 @@ import enum
 class Phase(enum.Enum):
     """State of a session."""
 
+    __hash__ = object.__hash__  # each member is one object; Enum's own hash is a call in Python, several times in each step
+
     NEW = "new"
     """Made, not entered."""
     OPEN = "open"

@@ -198,14 +198,16 @@ class Adaptation:
         cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
         if expected is None:
             return True
-        is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
-        if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
+        if len(self._unused) >= UNUSED_RECORDINGS and not self._recording_is_rare():
             return False
         if expected.plan is None and self.wants_trace(expected):
             return True
         if self._wasted_hooks > WASTED_SHARE * self._hooks:
             return False
         return any(map(self.wants_trace, [entry for entry in self.steps.entries() if entry.plan is None]))
+
+    def _recording_is_rare(self) -> bool:
+        return self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
 
     def wants_trace(self, entry: StepEntry) -> bool:
         """Whether a trace of this cached step is missing."""

@@ -206,7 +206,14 @@ class PlanFollower(Director):
 
     def saves_at_rest(self, t: Tensor) -> int:
         hook = self.light.num_hooks
-        return hook if hook < self.at_rest_until and self.light.save_agrees(t) else ON_SAVE
+        if hook < self.at_rest_until:
+            return hook if self.light.save_agrees(t) else ON_SAVE
+        if hook or self._steps is None or self._recorder is not None or self._diverged:
+            return ON_SAVE
+        if (self._cursor is not None and not self._cursor.next_hook) or not self.light.save_agrees(t):
+            return ON_SAVE
+        self._locate(hook, None, expected=True)
+        return hook
 
     def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
         if self.light.num_hooks >= self.at_rest_until:
@@ -233,7 +240,11 @@ class PlanFollower(Director):
         """
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
-            self._follow_or_diverge(self._steps, self._budget, hook)
+            if expected and self._recorder is None and not self._may_recompute:  # at the first hook
+                self._first_bytes = self._budget.allocated_bytes()
+                self._compare_memory(self._budget)
+            else:
+                self._follow_or_diverge(self._steps, self._budget, hook)
         cached_hook = hook
         if self._diverged:
             cached_hook = self._matched(hook, save)
@@ -293,7 +304,7 @@ class PlanFollower(Director):
         if self._planned is None:
             return
         extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
-        if self.adaptation.needs_more(self._planned, extra_bytes):
+        if extra_bytes > self._planned.extra.extra_bytes and self.adaptation.needs_more(self._planned, extra_bytes):
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 

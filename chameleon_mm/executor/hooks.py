@@ -27,6 +27,7 @@ from chameleon_mm.process import ThisProcess
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.saved.handles import Handle, KeptTensor
 from chameleon_mm.saved.version import Origin
+from chameleon_mm.trace import StepPhase
 from chameleon_mm.uncompiled import uncompiled
 
 # Bound once, as a lookup through `torch._C` costs as much as the call.
@@ -116,15 +117,16 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     on_use: _Use = uncompiled(use)
     if director.light is not None and not device.simulated and (planned := native.load("planned")) is not None:
         on_save, on_use = _planned_hooks(planned, on_save, on_use, executor)
-    stays = native.load("stays")
-    if stays is None or plans != (director.light is not None):
+    stays, light = native.load("stays"), director.light
+    if stays is None or plans != (light is not None):
         return on_save, on_use
     # Functions that C++ calls have no marked frame above them: each is marked itself.
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
+    at_rest, enter_backward = uncompiled(saves_at_rest), None if light is None else uncompiled(light.enter_backward)
     native_hooks: tuple[_Save, _Use] = stays.hooks(
         on_save, on_use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors,
-        limit, totals, is_protected, protected.refs, registry, director, director.light, small, add_small,
-        uncompiled(capturing), KeptTensor, Origin, torch._C._current_autograd_node, device.torch_device,
+        limit, totals, is_protected, protected.refs, registry, director, light, at_rest, enter_backward, StepPhase.BACKWARD,
+        small, add_small, uncompiled(capturing), KeptTensor, Origin, torch._C._current_autograd_node, device.torch_device,
         min(min_bytes, sys.maxsize),
     )  # fmt: skip
     return native_hooks

@@ -48,8 +48,8 @@ NAMES(DECLARE)
 // Objects that the hooks read, in the order in which hooks.py gives them.
 enum Part {
   FALLBACK_SAVE, FALLBACK_USE, COUNTS, RECORDING, ACQUIRE, RELEASE, OUTS, LEAVING, QUEUED_OUT, QUEUED_IN, ENDED, ERRORS, LIMIT,
-  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SMALL, ADD_SMALL, CAPTURING, KEPT_TENSOR, ORIGIN, CURRENT_NODE,
-  DEVICE, MIN_BYTES,
+  TOTALS, IS_PROTECTED, PROTECTED_REFS, REGISTRY, DIRECTOR, LIGHT, SAVES_AT_REST, ENTER_BACKWARD, BACKWARD, SMALL, ADD_SMALL,
+  CAPTURING, KEPT_TENSOR, ORIGIN, CURRENT_NODE, DEVICE, MIN_BYTES,
   PARTS
 };
 
@@ -59,8 +59,8 @@ enum Part {
   X(REGISTRY, epoch) X(KEPT_TENSOR, tensor) X(KEPT_TENSOR, expected) X(KEPT_TENSOR, moved) X(KEPT_TENSOR, saved_at)     \
   X(KEPT_TENSOR, _origin) X(ORIGIN, _name) X(ORIGIN, _node_number) X(ORIGIN, _output_nr) X(ORIGIN, _ref)
 #define SLOTS_OF_PLANS(X)                                                                                              \
-  X(LIGHT, num_hooks) X(LIGHT, _number) X(LIGHT, _last_used) X(LIGHT, _features) X(DIRECTOR, at_rest_until)             \
-  X(DIRECTOR, _epoch)
+  X(LIGHT, num_hooks) X(LIGHT, _number) X(LIGHT, _last_used) X(LIGHT, _features) X(LIGHT, _phase) X(LIGHT, _thread)     \
+  X(DIRECTOR, at_rest_until) X(DIRECTOR, _epoch)
 
 struct Hooks {
   PyObject_HEAD
@@ -260,11 +260,12 @@ PyObject* saved(Hooks* h, PyObject* argument) {
   Locked lock(h);
   if (!lock.taken() || !nothing_waits(h) || wants_check(h)) return nullptr;
   long long hook = NO_HOOK, number = 0, until = 0, saves = 0;
+  bool is_first = false;  // of the step or of a forward: the director notes it by itself
   if (h->plans) {
     number = (long long)at::sequence_number::peek();
-    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until) || hook >= until ||
-        !save_agrees(h, kind, t, hook, number))
-      return nullptr;
+    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until)) return nullptr;
+    is_first = hook == 0 || FIELD(h, LIGHT, _thread) == Py_None;
+    if (!is_first && (hook >= until || !save_agrees(h, kind, t, hook, number))) return nullptr;
   }
   PyObject *epoch = FIELD(h, REGISTRY, epoch), *kept_by_reason = FIELD(h, TOTALS, kept_by_reason);
   if (!epoch || !READ(h, COUNTS, saves, saves)) return nullptr;
@@ -276,6 +277,11 @@ PyObject* saved(Hooks* h, PyObject* argument) {
   PyObject* count = PyDict_GetItemWithError(kept_by_reason, reason);  // a Counter: none is 0
   long long before = 0;
   if (PyErr_Occurred() || (count && !to_number(count, before))) return nullptr;
+  if (is_first) {
+    PyObject* arguments[] = {argument};
+    Ref noted(PyObject_Vectorcall(p[SAVES_AT_REST], arguments, 1, nullptr));
+    if (!noted || !equals(noted.it, hook)) return nullptr;
+  }
   Ref more(PyLong_FromLongLong(before + 1));
   if (!more || PyDict_SetItem(kept_by_reason, reason, more.it) != 0) return nullptr;
   if (moves_later) {
@@ -284,7 +290,7 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     Ref done(size ? PyObject_Vectorcall(p[ADD_SMALL], arguments, 2, nullptr) : nullptr);
     if (!done) return nullptr;
   }
-  if (h->plans && (!WRITE(h, LIGHT, _number, number) || !WRITE(h, LIGHT, num_hooks, hook + 1))) return nullptr;
+  if (h->plans && !is_first && (!WRITE(h, LIGHT, _number, number) || !WRITE(h, LIGHT, num_hooks, hook + 1))) return nullptr;
   if (!WRITE(h, COUNTS, saves, saves + 1)) return nullptr;
   return handle.taken();
 }
@@ -324,8 +330,12 @@ PyObject* used(Hooks* h, PyObject* handle) {
     if (!lock.taken() || !nothing_waits(h)) return nullptr;
     PyObject* saved_at = slot(handle, h->KEPT_TENSORsaved_at);
     long long hook = 0, until = 0, last = 0, epoch = 0, save = EARLIER_STEP;
-    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until) || hook >= until ||
-        !READ(h, LIGHT, _last_used, last) || !READ(h, DIRECTOR, _epoch, epoch) || !saved_at || !PyTuple_CheckExact(saved_at) ||
+    if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until) || hook >= until) return nullptr;
+    if (FIELD(h, LIGHT, _phase) != p[BACKWARD] && torch::autograd::get_current_node()) {  // as LightProfiler._used_elsewhere
+      Ref entered(PyObject_Vectorcall(p[ENTER_BACKWARD], nullptr, 0, nullptr));
+      if (!entered) return nullptr;
+    }
+    if (!READ(h, LIGHT, _last_used, last) || !READ(h, DIRECTOR, _epoch, epoch) || !saved_at || !PyTuple_CheckExact(saved_at) ||
         PyTuple_GET_SIZE(saved_at) != 2)
       return nullptr;
     long long at_hook = NO_HOOK;

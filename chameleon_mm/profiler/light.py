@@ -103,7 +103,9 @@ class LightProfiler:
 
     def save_agrees(self, t: Tensor) -> bool:
         """Note that autograd saves `t`, whose storage never moves, if the step that is followed has the same here. Returns
-        whether it has; nothing is noted where it has not."""
+        whether it has; where it has not, `saved` is to be called, and nothing is noted but that a forward begins."""
+        if self._thread is None and torch._C._current_graph_task_id() == -1:
+            self._enter_forward()
         number, hook = _sequence_nr(), self.num_hooks
         try:
             if (type(t), t.shape, t.dtype, number - self._number, FIXED_STORAGE) != self._features[hook]:
@@ -116,8 +118,10 @@ class LightProfiler:
 
     def use_agrees(self, save: int) -> bool:
         """Note a use, as `used` does, if the step that is followed has the same here; as `save_agrees`."""
-        hook = self.num_hooks
-        if (type(_current_node()), self._last_used - save) != self._features[hook]:
+        hook, node = self.num_hooks, _current_node()
+        if self._phase is not _BACKWARD and node is not None:
+            self.enter_backward()
+        if (type(node), self._last_used - save) != self._features[hook]:
             return False
         self._last_used = save
         self.num_hooks = hook + 1
@@ -155,6 +159,21 @@ class LightProfiler:
             return True
         return self._used_elsewhere(save, node)
 
+    def _enter_forward(self) -> None:
+        """Note that a forward saves on this thread, and that the last hook was none of a forward's saves."""
+        if self._phase is not _FORWARD:
+            self._enter(_FORWARD)
+        self._thread = thread = _thread_id()
+        # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
+        self._number = self._numbers.get(thread, _sequence_nr())
+
+    def enter_backward(self) -> None:
+        """Note that a node runs, and the last hook was none of a backward."""
+        if self._thread is not None:
+            self._leave_forward()
+        self._enter(_BACKWARD)
+        self._last_used = self.num_hooks
+
     @property
     def feature(self) -> Feature:
         """Feature of the last hook. Comparable within this process. Raises `IndexError` before the first."""
@@ -186,20 +205,19 @@ class LightProfiler:
         followed."""
         kind, shape, dtype, operators, since = feature
         thread = _thread_id()
-        if thread == self._thread:
-            self._number = number
-        else:
-            # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
+        if thread != self._thread:
             if self._thread is not None:
                 self._leave_forward()
-            operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
-            feature = (kind, shape, dtype, operators, since)
-            # In a graph task it is a forward that backward runs again, or a graph of the backward: no new micro-batch.
             if torch._C._current_graph_task_id() == -1:
-                self._enter(_FORWARD)
-                self._thread, self._number = thread, number
-            else:
-                self._enter(_BACKWARD)
+                self._enter_forward()
+                operators = number - self._number
+            else:  # a forward that backward runs again, or a graph of the backward: no new micro-batch
+                operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
+                if self._phase is not _BACKWARD:
+                    self._enter(_BACKWARD)
+            feature = (kind, shape, dtype, operators, since)
+        if self._thread is not None:
+            self._number = number
         known_by: Feature = feature if kind in _PLAIN else (*_described(kind, shape), dtype, operators, since)
         # A forward's save is none of a backward: so steps whose hooks have the same features have the same phases.
         return self._next(known_by if self._phase is _FORWARD else (*known_by, _BACKWARD), NOT_A_USE)
@@ -209,10 +227,7 @@ class LightProfiler:
         kind = type(node)
         operator = kind if kind in self._kinds else self._operator_of(node)
         if self._phase is not _BACKWARD and node is not None:  # without a node it is somebody who looks at a graph
-            if self._thread is not None:
-                self._leave_forward()
-            self._enter(_BACKWARD)
-            self._last_used = self.num_hooks
+            self.enter_backward()
         feature = (operator, self._last_used - save)
         self._last_used = save
         return self._next(feature, save)
@@ -252,9 +267,8 @@ class LightProfiler:
         self._thread, self._number = None, _NEVER
 
     def _enter(self, phase: StepPhase) -> None:
-        if phase is not self._phase:
-            self._phase = phase
-            self._boundaries.append(Boundary(self.num_hooks, phase))
+        self._phase = phase
+        self._boundaries.append(Boundary(self.num_hooks, phase))
 
 
 def _outlives_steps(kind: type) -> bool:

@@ -253,7 +253,8 @@ class Metrics:
             self.step.end = compute.record(timed=True)
             if begun is not None:
                 self._ended.append((begun, self.step.end, kind))
-        self.resolve()
+        if self._waits or self._rebuilds or self._moves or self._ended:
+            self.resolve()
 
     def is_complete(self, sums: StepSums) -> bool:
         """Whether all of a step's times are in its sums, as far as `resolve` has come. Never waits."""
@@ -309,8 +310,7 @@ class Metrics:
     def resolve(self) -> tuple[CopySpan, ...]:
         """Add up what is complete by now and return the latest copies. Never waits; any thread may ask."""
         with self._resolving:
-            waiting = self._waits or self._rebuilds or self._moves or self._ended
-            if waiting and self._origin is not None and self._origin.query():
+            if self._origin is not None and self._origin.query():
                 self._move_origin(self._origin)
                 while self._waits and self._waits[0][1].query():
                     before, after, waited_for, prefetched, sums = self._waits.popleft()

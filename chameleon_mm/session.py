@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -29,6 +30,7 @@ from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
+from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import NEXT, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -38,6 +40,7 @@ from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages, codecs_by_name
+from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import StepHistory
@@ -141,6 +144,8 @@ class SwapSession:
                 is_hidden=self._model_swap.is_hidden,
             )
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
+        watches_all = verify or optimizer is not None or parameters != "keep"
+        self._unhooked = UnhookedSteps(self._executor, None if watches_all else self.device.hook_switch(self._save))
         self._phase = Phase.NEW
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -176,6 +181,7 @@ class SwapSession:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
             if not sys.is_finalizing():  # torch's modules may be taken apart by then, and no operator runs any more
                 self._executor.leave_recorders()
+                self._unhooked.put_back()  # where they were, for whoever takes them off
                 self._history.end_peak()  # what comes back as the session ends is no part of what it promised
                 # Then at once: hooks must not outlive the block, however it is left. A thread that ended took its own.
                 if self._thread is here:
@@ -193,15 +199,20 @@ class SwapSession:
             self._executor.raise_late_error()
 
     @contextmanager
-    def step(self) -> Iterator[SwapSession]:
-        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
+    def step(self, *, hooked: bool = False) -> Iterator[SwapSession]:
+        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step.
+
+        Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
+        built; `hooked`: this one has them.
+        """
         self._expect_open("step")
         self._to(Phase.IN_STEP)
         completed = False
         try:
             timed = self._history.begin(self.hbm_budget_bytes if self._runner is None else self._budget_now())
-            self._model_swap.begin_step()
-            self._executor.begin_step(timed=timed, pack_hook=self._save)
+            if timed or hooked or not self._history.asks_device or not self._unhooked.begin():
+                self._model_swap.begin_step()
+                self._executor.begin_step(timed=timed, pack_hook=self._save)
             yield self
             completed = True
         finally:
@@ -234,7 +245,9 @@ class SwapSession:
         self._expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
-        return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
+        return self._runner.run(
+            partial(self.step, hooked=True), fn, self._model_swap.repair(self._executor) if snapshot else None
+        )
 
     def snapshot(self) -> Snapshot:
         """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
@@ -309,6 +322,7 @@ class SwapSession:
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
+        self._unhooked.begin_anew()
         self._runner = None
         if self._phase is Phase.OPEN:
             self._history.open()
@@ -358,8 +372,11 @@ class SwapSession:
             self._history.completed += completed
             self._to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
-                kind = self._executor.end_step(completed=completed)
-                self._model_swap.end_step(completed=completed)
+                if self._unhooked.running:
+                    kind: StepKind | None = self._unhooked.end(completed=completed)
+                else:
+                    self._unhooked.note(kind := self._executor.end_step(completed=completed))
+                    self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
 
     def _expect_open(self, what: str) -> None:

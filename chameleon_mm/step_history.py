@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 from chameleon_mm.device import Device
@@ -36,30 +36,9 @@ MAX_PENDING = 64
 """Steps that ended and whose figures are not complete, at most: the oldest one's are told without its times then."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """Counters as a step begins."""
-
-    index: int
-    hbm_budget_bytes: int
-    host_us: float
-    bytes_out: int
-    bytes_in: int
-
-
-@dataclass(slots=True, kw_only=True)
-class _Ended:
-    """Step that ended, whose times are not complete yet."""
-
-    step: _Running
-    kind: StepKind
-    host_us: float
-    peak: Peak
-    host_bytes: int
-    bytes_out: int
-    bytes_in: int
-    sums: StepSums | None
-    """Times of it; None: it was not timed."""
+_Fields = tuple[Any, ...]
+"""Fields of a step's `StepFigures`, in their order, as `StepFigures.from_tuple` takes them: kept for long, a plain tuple is
+nothing that the collector looks at."""
 
 
 class StepHistory:
@@ -75,11 +54,13 @@ class StepHistory:
         self._watch: PeakWatch | None = None
         self._seen_bytes = 0
         """The most that was allocated at any check of memory before the step that runs."""
-        self._running: _Running | None = None
-        self._pending: deque[_Ended] = deque()
-        self._figures: deque[tuple[Any, ...]] = deque(maxlen=MAX_FIGURES)
-        """Figures of the latest steps that were told, as `StepFigures.from_tuple` takes them: kept for long, a plain tuple is
-        nothing that the collector looks at."""
+        self._running: tuple[int, int, float, int, int] | None = None
+        """The running step's number and budget, and as it began the host's clock and the bytes that went out and came in so
+        far; None: there is none, or the device could not be asked."""
+        self._pending: deque[tuple[_Fields, StepSums | None]] = deque()
+        """Steps that ended, and that no one was told of: their figures without times, and the times, which are not complete."""
+        self._figures: deque[_Fields] = deque(maxlen=MAX_FIGURES)
+        """Figures of the latest steps that were told."""
 
     # --- the session's peak
 
@@ -106,6 +87,11 @@ class StepHistory:
 
     # --- steps
 
+    @property
+    def asks_device(self) -> bool:
+        """Whether the step that runs began where the device may be asked."""
+        return self._running is not None
+
     def begin(self, hbm_budget_bytes: int) -> bool:
         """Begin a step, before the executor does. Returns whether it is to be timed."""
         index, self.begun = self.begun, self.begun + 1
@@ -119,13 +105,8 @@ class StepHistory:
             budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
             if not self._executor.director.plans:  # else the executor reads it
                 budget.peak_at_begin_bytes = self._device.peak_allocated_bytes()
-            self._running = _Running(
-                index=index,
-                hbm_budget_bytes=hbm_budget_bytes,
-                host_us=self._device.host_us,
-                bytes_out=totals.bytes_swapped_out,
-                bytes_in=totals.bytes_swapped_in,
-            )
+            began_us = self._device.host_us
+            self._running = index, hbm_budget_bytes, began_us, totals.bytes_swapped_out, totals.bytes_swapped_in
         return self._device.simulated or self.completed < ALWAYS_TIMED_STEPS or self.completed % TIMED_EVERY == 0
 
     def end(self, kind: StepKind | None) -> None:
@@ -134,20 +115,29 @@ class StepHistory:
         step, self._running = self._running, None
         if step is None or kind is None or self._watch is None:
             return
-        totals, budget = self._metrics.totals, self._executor.budget
+        index, hbm_budget_bytes, began_us, bytes_out, bytes_in = step
+        totals, budget, sums = self._metrics.totals, self._executor.budget, self._metrics.step
         before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
-        ended = _Ended(
-            step=step,
-            kind=kind,
-            host_us=self._device.host_us - step.host_us,
-            peak=peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes),
-            host_bytes=self._pool.recent_peak_bytes(),
-            bytes_out=totals.bytes_swapped_out - step.bytes_out,
-            bytes_in=totals.bytes_swapped_in - step.bytes_in,
-            sums=self._metrics.step,
+        fields = (
+            index,
+            kind._value_,  # `value` is two calls in Python
+            self._device.simulated,
+            None,
+            self._device.host_us - began_us,
+            *peak_between(after_bytes if before_bytes is None else before_bytes, after_bytes, budget.peak_seen_bytes),
+            hbm_budget_bytes,
+            self._pool.recent_peak_bytes(),
+            totals.bytes_swapped_out - bytes_out,
+            totals.bytes_swapped_in - bytes_in,
+            None,
+            None,
+            None,
         )
-        self._pending.append(ended)
-        self._settle()
+        if sums is None and not self._pending:  # as a rule
+            self._tell(fields)
+        else:
+            self._pending.append((fields, sums))
+            self._settle()
 
     def close(self, *, wait: bool) -> None:
         """Tell all that is not told yet. `wait`: where somebody listens, first wait for the device, so that it is complete."""
@@ -161,40 +151,24 @@ class StepHistory:
 
     def figures(self) -> tuple[StepFigures, ...]:
         """Figures of the latest steps that ended, oldest first; without times where the device is not done. Never waits."""
-        fields = [*list(self._figures), *map(self._figures_of, list(self._pending))]
+        fields = [*list(self._figures), *starmap(self._with_times, list(self._pending))]
         return tuple(map(StepFigures.from_tuple, fields))
 
     def _settle(self, *, all_of_them: bool = False) -> None:
         """Tell the figures of the oldest steps, as far as they are complete."""
         pending = self._pending
         while pending and (
-            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0].sums) is None or self._metrics.is_complete(sums)
+            all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
         ):
-            figures = self._figures_of(pending.popleft())
-            self._figures.append(figures)
-            if self._progress.is_listened_to:
-                self._progress.tell(StepFigures.from_tuple(figures))
+            self._tell(self._with_times(*pending.popleft()))
 
-    def _figures_of(self, ended: _Ended) -> tuple[Any, ...]:
-        """Fields of `StepFigures`, in their order."""
-        sums, step = ended.sums, ended.step
+    def _tell(self, fields: _Fields) -> None:
+        self._figures.append(fields)
+        if self._progress.is_listened_to:
+            self._progress.tell(StepFigures.from_tuple(fields))
+
+    def _with_times(self, fields: _Fields, sums: StepSums | None) -> _Fields:
+        """The fields with the step's times, where those are complete."""
         if sums is None or not self._metrics.is_complete(sums):
-            step_us = stall_us = copy_us = recompute_us = None
-        else:
-            step_us, stall_us, copy_us, recompute_us = sums.step_us, sums.stall_us, sums.copy_us, sums.recompute_us
-        return (
-            step.index,
-            ended.kind.value,
-            self._device.simulated,
-            step_us,
-            ended.host_us,
-            ended.peak.at_least_bytes,
-            ended.peak.at_most_bytes,
-            step.hbm_budget_bytes,
-            ended.host_bytes,
-            ended.bytes_out,
-            ended.bytes_in,
-            stall_us,
-            copy_us,
-            recompute_us,
-        )
+            return fields
+        return (*fields[:3], sums.step_us, *fields[4:11], sums.stall_us, sums.copy_us, sums.recompute_us)

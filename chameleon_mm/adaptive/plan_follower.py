@@ -54,7 +54,7 @@ class PlanFollower(Director):
         "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
         "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
         "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
-        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light",
+        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -69,6 +69,7 @@ class PlanFollower(Director):
         self._steps: Steps | None = None
         """The step cache; None outside of steps."""
         self._recorder: Recorder | None = None
+        self.moves_nothing = False
         self._forget_step()
 
     @property
@@ -98,6 +99,12 @@ class PlanFollower(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
+        self.moves_nothing = (
+            self._schedule is not None
+            and not self._schedule.plan.actions
+            and self._planned is not None
+            and self._planned.is_decided
+        )
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         whole = self._recorder is not None
         recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks

@@ -12,7 +12,7 @@ it) from `Device.alloc_pinned`. A method belongs here only if the simulator can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +22,19 @@ from torch import Tensor
 if TYPE_CHECKING:
     from chameleon_mm.device.allocator_hook import AllocatorHook
     from chameleon_mm.kernels.codec import Codec
+
+
+class HookSwitch(Protocol):
+    """Interface of what takes a session's saved-tensor hooks off a thread, and puts them back."""
+
+    def off(self, limit_bytes: int) -> bool:
+        """Take them off the calling thread. Returns whether they are off; False, with nothing changed: others are on top of
+        them, or the allocator has reserved more than `limit_bytes`. Where it is about to reserve more than it has, they are put
+        back at once, in the middle of the operator."""
+
+    def on(self) -> bool:
+        """Put them back, on the thread that they were taken from; on another one it does nothing. Returns whether they were off
+        all the time, and nobody made the allocator look for more than it has."""
 
 
 @runtime_checkable
@@ -207,6 +220,10 @@ class Device(Protocol):
     def release_unused(self) -> None:
         """Give back to the driver what the caching allocator has reserved and nobody uses. Waits for the device. The simulator
         reserves nothing."""
+
+    def hook_switch(self, save: Callable[[Tensor], Any]) -> HookSwitch | None:
+        """A new switch for the saved-tensor hooks whose first is `save`; None where the device's allocator tells nobody that it
+        is about to grow."""
 
     def allocator_hook(self) -> AllocatorHook | None:
         """A new hook in the device's allocator, to which storages may be lent; None where it has none."""

@@ -219,6 +219,11 @@ class Executor:
 
     # --- steps
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing that was saved is claimed, nor on its way anywhere."""
+        return not len(self._registry) and self._outs.are_idle
+
     def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
         """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
         with self.hook_lock.entered():

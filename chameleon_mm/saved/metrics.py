@@ -223,9 +223,10 @@ class Metrics:
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
-    def begin_step(self, compute: Stream, *, timed: bool) -> None:
+    def begin_step(self, compute: Stream | None = None, *, timed: bool) -> None:
+        """Begin a step. `compute`: the stream on which it begins, of one that is `timed`."""
         self.timed, self.step = False, None
-        if timed:
+        if timed and compute is not None:
             self.time_step(compute)
 
     def time_step(self, compute: Stream) -> None:

@@ -1,0 +1,71 @@
+"""Decides which steps of a session run without its hooks: those that are expected to move nothing, with memory to spare.
+
+    unhooked = UnhookedSteps(executor, device.hook_switch(save))
+    if unhooked.begin(): ...                   # the step runs as plain PyTorch
+    kind = unhooked.end(completed=...)         # the hooks are back
+    unhooked.note(kind)                        # of each step that had them
+
+A step without hooks is not watched, so it has to be one of a long row of equal steps whose plan moves nothing; the allocator
+must have reserved little of the budget; and some steps of the row have hooks all the same. Where such a step wants more memory
+than the allocator has, the hooks are back from that operator on, and what it saves goes by the default rule: `switch.cpp`.
+"""
+
+from __future__ import annotations
+
+from chameleon_mm.device.protocols import HookSwitch
+from chameleon_mm.executor.executor import Executor
+from chameleon_mm.saved.timed_spans import StepKind
+
+STEPS_BEFORE = 16
+"""Steps in a row that followed, hook for hook, a plan that moves nothing, before one runs without hooks."""
+
+RESERVED_PART = 8
+"""Part of the budget, one in so many, that the allocator may have reserved: a step without hooks takes no more than that."""
+
+
+class UnhookedSteps:
+    """Counts the steps that move nothing, and has others like them run without hooks. The thread that trains begins and ends
+    them."""
+
+    def __init__(self, executor: Executor, switch: HookSwitch | None) -> None:
+        """`switch`: the switch of the executor's hooks; None: every step has them."""
+        self._executor = executor
+        self._switch = switch
+        self._in_a_row = 0
+        self.running = False
+        """Whether a step runs that began without hooks."""
+
+    def begin(self) -> bool:
+        """Take the hooks off for the step that begins, if it needs none, where the device may be asked. Returns whether they
+        are off."""
+        switch, executor = self._switch, self._executor
+        if switch is None or self._in_a_row < STEPS_BEFORE or not executor.is_empty:
+            return False
+        self.running = switch.off(executor.budget.hbm_budget_bytes // RESERVED_PART)
+        if self.running:
+            executor.budget.peak_at_begin_bytes = executor.device.peak_allocated_bytes()
+            executor.metrics.begin_step(timed=False)
+        return self.running
+
+    def end(self, *, completed: bool) -> StepKind:
+        """Put the hooks back as the step ends. Returns its kind."""
+        self.running = False
+        stayed_off = self._switch is not None and self._switch.on()
+        if not completed or not stayed_off:
+            self._in_a_row = 0
+        kind = StepKind.FAILED if not completed else StepKind.UNHOOKED if stayed_off else StepKind.BY_RULE
+        self._executor.metrics.totals.steps_by_kind[kind] += 1  # as `Metrics.end_step` of one that is not timed
+        return kind
+
+    def put_back(self) -> None:
+        """Put the hooks back, if they are off on the calling thread."""
+        if self._switch is not None:
+            self._switch.on()
+
+    def note(self, kind: StepKind | None) -> None:
+        """Note that a step has ended that had hooks, of `kind`; None: nobody knows."""
+        self._in_a_row = self._in_a_row + 1 if kind is StepKind.PLANNED and self._executor.director.moves_nothing else 0
+
+    def begin_anew(self) -> None:
+        """Have hooks in the next steps, as another budget holds for them."""
+        self._in_a_row = 0

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import enum
 
+from chameleon_mm.errors import SessionClosedError
+
 
 class Phase(enum.Enum):
     """State of a session."""
@@ -30,3 +32,37 @@ NEXT = {
     Phase.CLOSED: (),
 }
 """Phases that may follow each."""
+
+
+class Lifecycle:
+    """The phase of one session. What is not allowed in it raises `SessionClosedError`."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.NEW
+
+    def to(self, phase: Phase) -> None:
+        """Enter `phase`."""
+        if phase not in NEXT[self.phase]:
+            raise SessionClosedError(f"a session that is {self.phase.value} cannot become {phase.value}")
+        self.phase = phase
+
+    def expect_new(self) -> None:
+        """Allow entering the session, once."""
+        if self.phase is not Phase.NEW:
+            raise SessionClosedError(f"expected a new session, got one that is {self.phase.value}; make another SwapSession")
+
+    def expect_open(self, what: str) -> None:
+        """Allow the session's method `what` between steps alone."""
+        if self.phase is not Phase.OPEN:
+            raise SessionClosedError(
+                f"session.{what}(): expected an open session, got one that is {self.phase.value}; use it inside "
+                f"`with session:`, one step at a time"
+            )
+
+    def expect_between_steps(self, what: str) -> None:
+        """Allow setting `what` before the session and between steps."""
+        if self.phase in (Phase.IN_STEP, Phase.CLOSED):
+            raise SessionClosedError(
+                f"{what}: expected to be set between steps of an open session, got one that is {self.phase.value}; set it "
+                f"after the step"
+            )

@@ -32,7 +32,7 @@ from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
-from chameleon_mm.phase import NEXT, Phase
+from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.progress import Progress
@@ -146,7 +146,7 @@ class SwapSession:
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
         watches_all = verify or optimizer is not None or parameters != "keep"
         self._unhooked = UnhookedSteps(self._executor, None if watches_all else self.device.hook_switch(self._save))
-        self._phase = Phase.NEW
+        self._life = Lifecycle()
         self._thread = threading.current_thread()
         self._stack = ExitStack()
         self._history = StepHistory(self.device, self._executor, self.pool, teller)
@@ -156,8 +156,7 @@ class SwapSession:
     # --- the session
 
     def __enter__(self) -> Self:
-        if self._phase is not Phase.NEW:
-            raise SessionClosedError(f"expected a new session, got one that is {self._phase.value}; make another SwapSession")
+        self._life.expect_new()
         self._check_budget(self.hbm_budget_bytes)
         self._ranks.enter(self.hbm_budget_bytes)
         self._history.open()
@@ -166,7 +165,7 @@ class SwapSession:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, self._use))  # torch may refuse them here
             self._model_swap.attach(stack)
             self._thread = threading.current_thread()
-            self._to(Phase.OPEN)
+            self._life.to(Phase.OPEN)
             self._stack = stack.pop_all()
         return self
 
@@ -190,7 +189,7 @@ class SwapSession:
             try:
                 self._end_step(completed=False)  # an exception ends the session before a generator that is paused in a step
             finally:
-                self._to(Phase.CLOSED)
+                self._life.to(Phase.CLOSED)
             self._history.close(wait=error is None)
         if error is None:
             counts, problem = self._executor.hook_counts, self._problem()
@@ -205,8 +204,8 @@ class SwapSession:
         Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
         built; `hooked`: this one has them.
         """
-        self._expect_open("step")
-        self._to(Phase.IN_STEP)
+        self._life.expect_open("step")
+        self._life.to(Phase.IN_STEP)
         completed = False
         try:
             timed = self._history.begin(self.hbm_budget_bytes if self._runner is None else self._budget_now())
@@ -242,7 +241,7 @@ class SwapSession:
                 "session.run_step(): expected a session that knows the model, whose gradients a second run needs as they were; "
                 "make it SwapSession(model=model), or use `with session.step()`, which runs a step once"
             )
-        self._expect_open("run_step")
+        self._life.expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
         return self._runner.run(
@@ -257,7 +256,7 @@ class SwapSession:
         it to a file. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step` does,
         `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
         """
-        self._expect_open("snapshot")
+        self._life.expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()
 
     def restore(self, snapshot: Snapshot | None = None) -> None:
@@ -266,7 +265,7 @@ class SwapSession:
         Raises `ValueError` with nothing changed where there is none, it was released, or it is of another model, optimizer or
         device; `torch.OutOfMemoryError` where state or a gradient that is gone meanwhile finds no room: restore again then.
         """
-        self._expect_open("restore")
+        self._life.expect_open("restore")
         self._model_swap.snapshots("restore", self._executor).restore(snapshot)
 
     def report(self) -> SwapReport:
@@ -276,7 +275,7 @@ class SwapSession:
         Raises an error that came up where nobody could be told, in a finaliser, since the last hook or step.
         """
         self._executor.raise_late_error()
-        if self._phase is Phase.CLOSED:
+        if self._life.phase is Phase.CLOSED:
             self.device.synchronize()
         else:
             self._history.note_peak()
@@ -316,15 +315,15 @@ class SwapSession:
     @hbm_budget.setter
     def hbm_budget(self, size: int | str) -> None:
         nbytes = parse_size(size, what="hbm_budget")
-        self._expect_between_steps("hbm_budget")
-        if self._phase is Phase.OPEN:
+        self._life.expect_between_steps("hbm_budget")
+        if self._life.phase is Phase.OPEN:
             self._check_budget(nbytes)
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
         self._unhooked.begin_anew()
         self._runner = None
-        if self._phase is Phase.OPEN:
+        if self._life.phase is Phase.OPEN:
             self._history.open()
             if lowered:
                 self.device.release_unused()
@@ -346,7 +345,7 @@ class SwapSession:
     @host_budget.setter
     def host_budget(self, size: int | str) -> None:
         nbytes = parse_size(size, what="host_budget")
-        self._expect_between_steps("host_budget")
+        self._life.expect_between_steps("host_budget")
         if not self._owns_pool:
             raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
@@ -368,9 +367,9 @@ class SwapSession:
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""
-        if self._phase is Phase.IN_STEP:
+        if self._life.phase is Phase.IN_STEP:
             self._history.completed += completed
-            self._to(Phase.OPEN)
+            self._life.to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
                 if self._unhooked.running:
                     kind: StepKind | None = self._unhooked.end(completed=completed)
@@ -378,25 +377,6 @@ class SwapSession:
                     self._unhooked.note(kind := self._executor.end_step(completed=completed))
                     self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
-
-    def _expect_open(self, what: str) -> None:
-        if self._phase is not Phase.OPEN:
-            raise SessionClosedError(
-                f"session.{what}(): expected an open session, got one that is {self._phase.value}; use it inside "
-                f"`with session:`, one step at a time"
-            )
-
-    def _expect_between_steps(self, what: str) -> None:
-        if self._phase in (Phase.IN_STEP, Phase.CLOSED):
-            raise SessionClosedError(
-                f"{what}: expected to be set between steps of an open session, got one that is {self._phase.value}; set it "
-                f"after the step"
-            )
-
-    def _to(self, phase: Phase) -> None:
-        if phase not in NEXT[self._phase]:
-            raise SessionClosedError(f"a session that is {self._phase.value} cannot become {phase.value}")
-        self._phase = phase
 
     def _budget_now(self) -> int:
         """The budget that steps run within."""
@@ -407,7 +387,7 @@ class SwapSession:
         return misuse(
             self._executor.hook_counts,
             steps_begun=self._history.begun,
-            closed=self._phase is Phase.CLOSED,
+            closed=self._life.phase is Phase.CLOSED,
             thread=self._thread.name,
         )
 

@@ -52,9 +52,9 @@ class PlanFollower(Director):
 
     __slots__ = (
         "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
-        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
-        "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
-        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
+        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory",
+        "_plan_forecast", "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps",
+        "_storages", "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -62,14 +62,13 @@ class PlanFollower(Director):
         self.light: LightProfiler = LightProfiler()
         self._plan_forecast = PlanForecast()
         self._trace_forecast = TraceForecast()
-        self._epoch = -1
+        self._epoch, self.moves_nothing = -1, False
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
         self._budget: Budget | None = None
         self._steps: Steps | None = None
         """The step cache; None outside of steps."""
         self._recorder: Recorder | None = None
-        self.moves_nothing = False
         self._forget_step()
 
     @property
@@ -85,9 +84,7 @@ class PlanFollower(Director):
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         recorder = self.adaptation.begin_step(compute)
-        if self._steps is not None:  # the step before did not end
-            self._forget_step()
-        self.light.begin_step()
+        self._forget_step()
         self._epoch, self._budget = epoch, budget
         self._steps, self._recorder = self.adaptation.steps, recorder
         if self.adaptation.fallback.by_rule:
@@ -99,20 +96,14 @@ class PlanFollower(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
-        self.moves_nothing = (
-            self._schedule is not None
-            and not self._schedule.plan.actions
-            and self._planned is not None
-            and self._planned.is_decided
-        )
+        self.moves_nothing = self._planned is not None and self._planned.moves_nothing
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         whole = self._recorder is not None
-        recorded_hooks = self.light.num_hooks if whole else self._recorded_hooks
         step = FollowedStep(
             record=self.light.end_step(),
             followed=self.followed,
             whole=whole,
-            recorded_hooks=recorded_hooks,
+            recorded_hooks=num_hooks if whole else self._recorded_hooks,
             extra=self._memory.extra,
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
@@ -131,6 +122,7 @@ class PlanFollower(Director):
 
     def _forget_step(self) -> None:
         """Forget the step, and all that leads through it to the model. What comes until the next one follows nothing."""
+        self.light.begin_step()
         self._steps = self._recorder = None
         self._entry: StepEntry | None = None
         """The cached step that this one agrees with, or did last."""
@@ -212,14 +204,12 @@ class PlanFollower(Director):
         self._locate(hook, save, expected=expected)
 
     def saves_at_rest(self, t: Tensor) -> int:
-        hook = self.light.num_hooks
-        if hook < self.at_rest_until:
-            return hook if self.light.save_agrees(t) else ON_SAVE
-        if hook or self._steps is None or self._recorder is not None or self._diverged:
+        hook, cursor = self.light.num_hooks, self._cursor
+        is_first = not (hook or self._steps is None or self._recorder or self._diverged or (cursor and not cursor.next_hook))
+        if not (is_first or hook < self.at_rest_until) or not self.light.save_agrees(t):
             return ON_SAVE
-        if (self._cursor is not None and not self._cursor.next_hook) or not self.light.save_agrees(t):
-            return ON_SAVE
-        self._locate(hook, None, expected=True)
+        if is_first:
+            self._locate(hook, None, expected=True)
         return hook
 
     def uses_at_rest(self, saved_at: tuple[int, int]) -> bool:
@@ -247,11 +237,7 @@ class PlanFollower(Director):
         """
         assert self._steps is not None and self._budget is not None
         if not self._diverged and (not expected or hook == 0 or self._recorder is not None):
-            if expected and self._recorder is None and not self._may_recompute:  # at the first hook
-                self._first_bytes = self._budget.allocated_bytes()
-                self._compare_memory(self._budget)
-            else:
-                self._follow_or_diverge(self._steps, self._budget, hook)
+            self._follow_or_diverge(self._steps, self._budget, hook)
         cached_hook = hook
         if self._diverged:
             cached_hook = self._matched(hook, save)
@@ -346,8 +332,7 @@ class PlanFollower(Director):
         """Follow `entry` from now on, with which the hooks of the step agree so far."""
         self._entry = entry
         if entry is not None:
-            if entry.plan is None:
-                self.adaptation.plan_entry(entry)
+            self.adaptation.plan_entry(entry)
             self.light.follow(entry.record)
         self._planned = planned = None if entry is None else entry.plan
         self.followed = followed = None if planned is None else planned.current
@@ -357,13 +342,11 @@ class PlanFollower(Director):
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}
-        missed = None
-        if self.light.num_hooks:
-            self._memory = StepMemory()
-            if self._cursor is not None:  # what was due up to the hook before this one, which is counted already
-                missed = self._cursor.advance_to(self.light.num_hooks - 2)
+        self._memory = StepMemory()
+        # What was due up to the hook before this one, which is counted already.
+        missed = None if self._cursor is None else self._cursor.advance_to(self.light.num_hooks - 2)
         self._due = missed or NO_ACTIONS
-        untouched = not self._first_saves or all(s.state is State.ON_DEVICE for s in self._first_saves.values())
+        untouched = all(saved.state is State.ON_DEVICE for saved in self._first_saves.values())
         if self._schedule is not None and missed is None and untouched:
             budget.forecast = self._plan_forecast
         elif planned is not None and self._predicted:  # of a size like no step before

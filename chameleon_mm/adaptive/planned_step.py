@@ -193,6 +193,11 @@ class PlannedStep:
         """The plan to follow: the first that was not tried enough, else the fastest. None: no plan is within the budget, and
         the default rule applies."""
 
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether the plan to follow moves and drops nothing, and none is on trial."""
+        return self.is_decided and self.current is not None and not self.current.schedule.plan.actions
+
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""
         if self.current is None:

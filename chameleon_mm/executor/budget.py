@@ -337,9 +337,8 @@ class Budget:
 
     def reclaim_pending(self) -> None:
         """Reclaim all that is on its way out."""
-        if self.reclaim.entries or self.planned.entries:
-            self.reclaim.reclaim_until(lambda: False)
-            self.planned.reclaim_until(lambda: False)
+        self.reclaim.reclaim_until(lambda: False)
+        self.planned.reclaim_until(lambda: False)
 
     def _reclaim_until(self, enough: Callable[[], bool], exclude: Collection[SavedStorage]) -> str | None:
         """Reclaim until `enough()`. Returns why the host took no more, if that is what ended it.

@@ -219,11 +219,6 @@ class Executor:
 
     # --- steps
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing that was saved is claimed, nor on its way anywhere."""
-        return not len(self._registry) and self._outs.are_idle
-
     def change_budget(self, hbm_bytes: int | None = None, host_bytes: int | None = None, *, must_fit: bool = False) -> None:
         """Set other budgets from the next step on, as for the director; the pool's limit is set after it. Not in a step."""
         with self.hook_lock.entered():
@@ -238,13 +233,11 @@ class Executor:
         `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
         """
         self.hook_counts.begin_step(pack_hook)
-        if not self.hook_lock.may_ask_device():
-            self._in_step = True
-            return
-        self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
+        self._in_step = True
+        if self.hook_lock.may_ask_device():
+            self.recording.begin(*self.hook_lock.run(self._begin_step, timed))
 
     def _begin_step(self, timed: bool) -> tuple[Recorder | None, CallWatch | None]:
-        self._in_step = True
         if self.checksums is not None:
             self.checksums.prepare()  # before anything of the step is counted
         self._registry.begin_epoch()
@@ -273,8 +266,7 @@ class Executor:
         return self.hook_lock.run(self._end_step, recorder, completed)
 
     def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
-        limit = self.budget.memory_limit
-        if self._saved_any or self._used_any or not self._outs.are_idle or (limit is not None and limit.wants_check):
+        if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
             self._outs.forget_small()

@@ -93,10 +93,10 @@ class SwapOuts:
         return sum(saved.nbytes for saved in {saved for saved, _ in self.fresh})
 
     @property
-    def are_idle(self) -> bool:
-        """Whether nothing that was saved is on its way out or back, or waits to be."""
-        budget, lending = self._budget, self._budget.lending
-        return not (
+    def have_work(self) -> bool:
+        """Whether anything that was saved is on its way out or back, or waits to be, or memory is to be checked."""
+        budget, lending, limit = self._budget, self._budget.lending, self._budget.memory_limit
+        return bool(
             self.fresh
             or self._small
             or self._queued_out
@@ -104,6 +104,7 @@ class SwapOuts:
             or budget.reclaim.entries
             or budget.planned.entries
             or (lending is not None and lending.has_any)
+            or (limit is not None and limit.wants_check)
         )
 
     def finished(self) -> list[SavedStorage]:

@@ -39,7 +39,7 @@ class UnhookedSteps:
         """Take the hooks off for the step that begins, if it needs none, where the device may be asked. Returns whether they
         are off."""
         switch, executor = self._switch, self._executor
-        if switch is None or self._in_a_row < STEPS_BEFORE or not executor.is_empty:
+        if switch is None or self._in_a_row < STEPS_BEFORE or len(executor.parts.registry) or executor.parts.outs.have_work:
             return False
         self.running = switch.off(executor.budget.hbm_budget_bytes // RESERVED_PART)
         if self.running:

@@ -188,8 +188,8 @@ class LightProfiler:
         return cast("list[Feature]", self._features[: self.num_hooks])
 
     def end_step(self) -> StepRecord:
-        """End the step and return its record: the very record that was followed, if it was that one. Begin another before it
-        is told of a hook again."""
+        """End the step and return its record: the very record that was followed, if it was that one. The next begins with
+        `begin_step`."""
         followed, boundaries = self._followed, tuple(self._boundaries)
         if followed is not None and followed.num_hooks == self.num_hooks and followed.boundaries == boundaries:
             record = followed

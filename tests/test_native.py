@@ -94,7 +94,7 @@ def test_a_torch_without_headers_is_named(empty: Path, monkeypatch: pytest.Monke
 
 def test_an_unknown_helper_is_refused() -> None:
     for ask in (native.build, native.load, native.status):
-        with pytest.raises(ValueError, match="native: expected one of stays, planned, reclaim, memory, got 'stay'"):
+        with pytest.raises(ValueError, match="native: expected one of stays, planned, reclaim, memory, switch, got 'stay'"):
             ask("stay")
 
 
@@ -223,13 +223,15 @@ def chain(at: torch.device) -> list[Tensor]:
 
 def test_it_does_what_the_python_would(plain_device: Device, stays: ModuleType) -> None:
     at = plain_device.torch_device
+    in_python = []
     with cm.SwapSession(device=plain_device) as session:
         for _ in range(6):
             with session.step(), hooks_in_python() as seen:
                 chain(at)
-    # The first save and the first use tell which step it is, and where backward begins. Uses run on another thread on CUDA.
-    assert seen["save"] == 1
-    assert seen["use"] == (1 if at.type == "cpu" else 0)
+            in_python.append(seen["save"])
+    assert in_python[0] == 20  # a step that is recorded
+    assert in_python[3:] == [0, 0, 0]
+    assert not seen
     assert session.report().steps_by_phase["planned"] >= 3
     assert session.report().kept_by_reason == {"leaf": 6, "small": 6 * 19}
     counts = session._executor.hook_counts
@@ -371,13 +373,14 @@ def test_a_session_in_a_forked_child_has_it_too(stays: ModuleType) -> None:
             for _ in range(5):
                 with session.step(), hooks_in_python() as seen:
                     chain(torch.device("cpu"))
+        assert session.report().steps_by_phase == {"recorded": 1, "planned": 4}
         return seen
 
-    assert hooks_of_a_step() == {"save": 1, "use": 1}
+    assert not hooks_of_a_step()
     child = os.fork()
     if child == 0:
         try:
-            os._exit(0 if hooks_of_a_step() == {"save": 1, "use": 1} else 3)
+            os._exit(3 if hooks_of_a_step() else 0)
         finally:
             os._exit(4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -410,7 +413,7 @@ def test_a_session_that_is_over_goes(plain_device: Device, stays: ModuleType) ->
 
 
 def test_parts_that_it_does_not_know_are_refused(stays: ModuleType) -> None:
-    with pytest.raises(TypeError, match="native hooks: expected 26 parts, got 1"):
+    with pytest.raises(TypeError, match="native hooks: expected 30 parts, got 1"):
         stays.hooks(1)
     with pytest.raises(TypeError, match="expected a class of handles"):
-        stays.hooks(*range(26))
+        stays.hooks(*range(30))

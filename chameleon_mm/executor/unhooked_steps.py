@@ -43,7 +43,8 @@ class UnhookedSteps:
             return False
         self.running = switch.off(executor.budget.hbm_budget_bytes // RESERVED_PART)
         if self.running:
-            executor.budget.peak_at_begin_bytes = executor.device.peak_allocated_bytes()
+            now = executor.device.read_memory()
+            executor.budget.peak_seen_bytes, executor.budget.peak_at_begin_bytes = now.allocated_bytes, now.peak_bytes
             executor.metrics.begin_step(timed=False)
         return self.running
 

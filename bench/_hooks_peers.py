@@ -53,6 +53,9 @@ IDENTITY = "hooks that do nothing"
 BY_HAND = "moves, copies by hand"
 """The least that any swap asks of the device, in order, and nothing else: no budget, no plan, one size, no views."""
 
+COPY_EACH = frozenset({BY_HAND, "moves by the rule, alone", "moves by plan, alone"})
+"""Ways that make one copy out and one back for each tensor that moves."""
+
 DROPPED = "dropped, made again"
 """The way in which tensors leave by a plan without moving: their operators run again in backward."""
 
@@ -209,11 +212,11 @@ def _planned(
     with session.pool, session:
         with quiet(device):
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
-                with session.step():
+                with session.step(hooked=True):
                     step(own)
             before = session.report()
             for _ in range(TIMED_STEPS):
-                with session.step():
+                with session.step(hooked=True):
                     taken.append(step(own))
         after = session.report()
         followed = after.plan_cache_hits - before.plan_cache_hits

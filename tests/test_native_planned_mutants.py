@@ -7,14 +7,12 @@ waits include: a host block's for its last use, and a copy back's for the copy o
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from chameleon_mm import native
-from tests._native import helper, only
+from tests._native import helper, mutated, only
 from tests.cuda_stand_in import control
 from tests.test_native_planned import _untimed, made, plain, same, session_for, steps_in_session, written_after_its_save
 
@@ -33,18 +31,6 @@ ORDERS = {
     "compute waits for h2d": ("planned_moves.h", "if (!is_complete(arrived.it)) wait(p.main, arrived.it);", ";"),
 }  # fmt: skip
 """File, what is in it once, and what the mutant has instead."""
-
-
-def mutate(file: str, text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sessions use the helper as compiled from such a source."""
-    source = Path(native.building.__file__).parent
-    for path in (*source.glob("*.h"), *source.glob("*.cpp")):
-        shutil.copy(path, folder)
-    before = (folder / file).read_text()
-    assert before.count(text) == 1
-    (folder / file).write_text(before.replace(text, instead))
-    monkeypatch.setattr(native.building, "source_of", lambda name: folder / f"{name}.cpp")
-    use_helper(monkeypatch)
 
 
 def use_helper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +55,12 @@ def test_the_hooks_as_they_are_stay_green(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("rule", ORDERS)
 def test_without_one_order_it_goes_red(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(*ORDERS[rule], tmp_path, monkeypatch)
+    mutated("planned", *ORDERS[rule], tmp_path, monkeypatch)
     assert red()
 
 
 def test_without_the_versions_check_a_write_goes_unnoticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate("planned.cpp", "if (has_moved(probe) || !is_here(h))", "if (!is_here(h))", tmp_path, monkeypatch)
+    mutated("planned", "planned.cpp", "if (has_moved(probe) || !is_here(h))", "if (!is_here(h))", tmp_path, monkeypatch)
     _, peak = plain("chain")
     model = made("chain")
     with session_for(peak) as session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +21,7 @@ from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import TIMED_EVERY
-from tests._native import helper, only
+from tests._native import helper, mutated, only
 from tests._plain_training import CUDA, Outcome, differences, image
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_gc")]
@@ -152,6 +153,7 @@ def test_what_moves_something_has_hooks() -> None:
 
 def test_a_step_that_wants_more_memory_has_hooks_from_there_on() -> None:
     rows = [FEW] * (AT_FIRST + 4) + [MANY] + [FEW] * STEPS_BEFORE
+    torch.cuda.reset_peak_memory_stats()
     seen, told = trained(rows)
     assert differences(trained_plainly(rows), seen) == []
     large = AT_FIRST + 4
@@ -162,11 +164,14 @@ def test_a_step_that_wants_more_memory_has_hooks_from_there_on() -> None:
     assert WITHOUT not in kinds(told)[large:]  # it is watched what becomes of it
 
 
-def test_without_them_that_step_passes_its_budget() -> None:
-    """So the test before this one can fail: its step is no larger than it looks."""
-    torch.cuda.reset_peak_memory_stats()
-    trained_plainly([MANY])
-    assert torch.cuda.max_memory_allocated() > BUDGET
+def test_a_helper_that_does_not_put_them_back_lets_it_pass_its_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutated("switch", "switch.cpp", "if (off_here) off_here->on_again();", "", tmp_path, monkeypatch)
+    rows = [FEW] * (AT_FIRST + 1) + [MANY, FEW]
+    torch.cuda.reset_peak_memory_stats()  # so that a step's own peak is known
+    seen, told = trained(rows)
+    assert differences(trained_plainly(rows), seen) == []
+    assert told[-2].bytes_out == 0
+    assert told[-2].peak_hbm_bytes > BUDGET
 
 
 def test_one_within_what_the_allocator_has_is_not_noticed_and_takes_no_more() -> None:

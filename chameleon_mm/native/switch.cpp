@@ -1,16 +1,18 @@
-// Takes a session's two hooks off its thread for a step that has nothing to move, and puts them back in the middle of the step where
-// torch's caching allocator finds no block and is about to ask the device for more.
+// Takes a session's two hooks off its thread for a step that has nothing to move, and puts them back in the middle of the step
+// where torch's caching allocator finds no block and is about to ask the device for more.
 //
 //   switch = HookSwitch(device, save)      // the hook of a save, as autograd has it
-//   switch.off(limit_bytes)                // True: both are off on this thread, and no more than that is reserved. False: nothing changed
+//   switch.off(limit_bytes)                // True: both are off on this thread. False: more than that is reserved; nothing changed
 //   switch.on()                            // True: they were off until now, and nothing was asked of the device meanwhile
 //
 // What the allocator has reserved it hands out without a word. So a step without hooks takes no more memory than there was when it
 // began, or has hooks from the operator on that wants more; what it saved before that stays on the device.
 //
-// The allocator calls under its own lock and as a rule without the GIL, so the hooks are moved there and back: no reference is counted.
+// The allocator calls under its own lock and as a rule without the GIL, so the hooks are moved, there and back: no reference is
+// counted.
 
-#include <pybind11/pybind11.h>
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/python_headers.h>
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -18,7 +20,11 @@
 #include <torch/csrc/PyInterpreter.h>
 
 #include <atomic>
+#include <cstdint>
+#include <exception>
+#include <limits>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,8 +33,6 @@
 #ifdef Py_GIL_DISABLED
 #error "free-threaded builds keep their hooks"
 #endif
-
-namespace py = pybind11;
 
 #ifdef WITH_CUDA
 namespace c10 {
@@ -49,20 +53,21 @@ using Stack = at::SavedTensorDefaultHooks;
 
 std::atomic<size_t> misses{0};  // of the allocator, on any thread
 
-class HookSwitch;
-thread_local std::shared_ptr<HookSwitch> off_here;  // the one whose hooks are off on this thread
+class Switch;
+thread_local std::shared_ptr<Switch> off_here;  // the one whose hooks are off on this thread
 
-class HookSwitch : public std::enable_shared_from_this<HookSwitch> {
+class Switch : public std::enable_shared_from_this<Switch> {
  public:
-  HookSwitch(int device, py::object save) : device_(device), save_(std::move(save)) {}
-  HookSwitch(const HookSwitch&) = delete;
+  Switch(c10::DeviceIndex device, PyObject* save) : device_(device), save_(Py_NewRef(save), getPyInterpreter()) {}
+  Switch(const Switch&) = delete;
 
   bool off(size_t limit_bytes) {
     if (off_here || taken_) return false;
     const auto& state = Stack::get_tls_state();
     if (state.stack.empty() || state.is_tracing || state.disabled_error_message) return false;
-    if (state.stack.top().first.ptr(getPyInterpreter()) != save_.ptr()) return false;  // others are on top of them
-    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(static_cast<c10::DeviceIndex>(device_));
+    const auto* here = getPyInterpreter();
+    if (state.stack.top().first.ptr(here) != save_.ptr(here)) return false;  // others are on top of them
+    const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device_);
     if (static_cast<size_t>(stats.reserved_bytes[0].current) > limit_bytes) return false;
     misses_before_ = misses;
     taken_.emplace(Stack::pop_hooks());
@@ -99,8 +104,8 @@ class HookSwitch : public std::enable_shared_from_this<HookSwitch> {
     if (disabled) Stack::disable(*disabled, false);
   }
 
-  int device_;
-  py::object save_;
+  c10::DeviceIndex device_;
+  c10::SafePyObject save_;
   std::optional<Hooks> taken_;
   size_t below_ = 0;  // hooks on the stack beneath them
   size_t misses_before_ = 0;
@@ -116,15 +121,80 @@ struct HooksInMalloc final : c10::FreeMemoryCallback {
 };
 #endif
 
+// ------------------------------------------------------------------------------------------------------------------- in Python
+
+struct HookSwitch {
+  PyObject_HEAD
+  std::shared_ptr<Switch> it;
+};
+
+PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  int device = 0;
+  PyObject* save = nullptr;
+  if (!PyArg_ParseTuple(arguments, "iO", &device, &save)) return nullptr;
+  if (device < 0 || device > std::numeric_limits<c10::DeviceIndex>::max())
+    return PyErr_Format(PyExc_ValueError, "HookSwitch: expected the index of a GPU, got %d", device);
+  PyObject* made = type->tp_alloc(type, 0);
+  if (made == nullptr) return nullptr;
+  new (&((HookSwitch*)made)->it) std::shared_ptr<Switch>(std::make_shared<Switch>(static_cast<c10::DeviceIndex>(device), save));
+  return made;
+}
+
+void free_switch(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  ((HookSwitch*)self)->it.~shared_ptr();
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <typename Call>
+PyObject* truth_of(const Call& call) {
+  try {
+    return PyBool_FromLong(call());
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* off(PyObject* self, PyObject* limit_bytes) {
+  const unsigned long long limit = PyLong_AsUnsignedLongLong(limit_bytes);
+  if (PyErr_Occurred()) return nullptr;
+  return truth_of([&] { return ((HookSwitch*)self)->it->off(limit); });
+}
+
+PyObject* on(PyObject* self, PyObject*) {
+  return truth_of([&] { return ((HookSwitch*)self)->it->on(); });
+}
+
+PyMethodDef methods[] = {
+    {"off", off, METH_O, "Take the hooks off the calling thread, if no more than that is reserved. Returns whether they are off."},
+    {"on", on, METH_NOARGS, "Put them back. Returns whether they were off until now, and the allocator had all that was asked of it."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slots[] = {
+    {Py_tp_new, (void*)make}, {Py_tp_dealloc, (void*)free_switch}, {Py_tp_methods, (void*)methods}, {0, nullptr}};
+
+PyType_Spec spec = {"chameleon_mm_switch.HookSwitch", sizeof(HookSwitch), 0, Py_TPFLAGS_DEFAULT, slots};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_switch", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+
 }  // namespace
 
-PYBIND11_MODULE(chameleon_mm_switch, m) {
+PyMODINIT_FUNC PyInit_chameleon_mm_switch() {
 #ifdef WITH_CUDA
+  // Another build of this source in the same process has a name of its own.
   c10::FreeCudaMemoryCallbacksRegistry()->Register(
-      "chameleon_mm switch", [] { return std::unique_ptr<c10::FreeMemoryCallback>(new HooksInMalloc); });
+      "chameleon_mm switch " + std::to_string(reinterpret_cast<uintptr_t>(&misses)),
+      [] { return std::unique_ptr<c10::FreeMemoryCallback>(new HooksInMalloc); });
 #endif
-  py::class_<HookSwitch, std::shared_ptr<HookSwitch>>(m, "HookSwitch")
-      .def(py::init<int, py::object>())
-      .def("off", &HookSwitch::off)
-      .def("on", &HookSwitch::on);
+  PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&spec);
+  if (module == nullptr || type == nullptr || PyModule_AddObject(module, "HookSwitch", type) != 0) {
+    Py_XDECREF(module);
+    Py_XDECREF(type);
+    return nullptr;
+  }
+  return module;
 }

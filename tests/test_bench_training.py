@@ -415,7 +415,7 @@ def test_a_small_models_steps_have_nothing_to_swap(monkeypatch: pytest.MonkeyPat
     _, bound = small_step(UnsimulatedDevice(), repeats=1, seed=0)
     report = sessions[0].report()
     assert (report.bytes_swapped_out, report.steps_by_phase["recorded"]) == (0, 1)
-    assert report.steps_by_phase["planned"] >= _small_step.TIMED_STEPS
+    assert report.steps_by_phase["planned"] >= 16
     assert report.steps == _small_step.WARMUP_STEPS + _small_step.TIMED_STEPS
     assert isinstance(bound.found, float)
     assert small_step(SimDevice(), repeats=1, seed=0)[1].held is None

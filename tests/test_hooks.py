@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import chameleon_mm as cm
-from chameleon_mm import native
 from chameleon_mm.device import Device
 from tests._fakes import Unwatched
 
@@ -40,12 +39,12 @@ def test_what_stays_goes_the_short_way_under_save_on_cpu(device: Device, long_wa
 
 def test_what_stays_goes_the_short_way_in_planned_steps(device: Device, long_ways: list[str]) -> None:
     with cm.SwapSession(device=device) as session:
-        for _ in range(6):
+        for number in range(6):
             del long_ways[:]
             with session.step():
                 small_chain(device)
-    # The first save and the first use tell which step it is, and where backward begins: in C++ too, where that helper is built.
-    assert long_ways == ([] if not device.simulated and native.load("planned") else ["save", "use"])
+            assert number or len(long_ways) > 20  # a recorded step
+    assert long_ways == []
     assert session.report().steps_by_phase["planned"] >= 3
     assert session.report().kept_by_reason["small"] > 0
 

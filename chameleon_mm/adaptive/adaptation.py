@@ -374,9 +374,11 @@ class Adaptation:
             planned.add_time(trial, time)
             if planned.predicted_by is not None:
                 planned.predicted_by.note_slowdown(planned.trace, planned.slowdown_under(trial))
-            if abs(planned.slowdown - 1) > TIMES_OFF and planned.times_corrected < CORRECTIONS:
+            if planned.times_corrected < CORRECTIONS and abs(planned.slowdown - 1) > TIMES_OFF:
                 planned.correct_times()
                 self._add_plans(planned)
+            elif planned.moves_nothing:
+                continue  # whatever the link does
             elif planned.chooses_by_link and planned.is_for_another_link(self._link_cost()):
                 planned.reset_for(planned.extra)
                 self._add_plans(planned)

@@ -187,9 +187,9 @@ class PlannedStep:
         on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES] if len(self.trials) > 1 else []
         self.is_decided = not on_trial
         """Whether no plan is on trial any more."""
-        self.current: PlanTrial | None = (
-            on_trial[0] if on_trial else min(self.trials, key=lambda trial: trial.step_us, default=None)
-        )
+        self.current: PlanTrial | None = None
+        if self.trials:
+            self.current = on_trial[0] if on_trial else min(self.trials, key=lambda trial: trial.step_us)
         """The plan to follow: the first that was not tried enough, else the fastest. None: no plan is within the budget, and
         the default rule applies."""
 

@@ -6,8 +6,13 @@ NEW --enter--> OPEN --step--> IN_STEP --end--> OPEN ... --leave--> CLOSED
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from types import TracebackType
+from typing import Generic, TypeVar
 
 from chameleon_mm.errors import SessionClosedError
+
+_Session = TypeVar("_Session")
 
 
 class Phase(enum.Enum):
@@ -46,6 +51,12 @@ class Lifecycle:
             raise SessionClosedError(f"a session that is {self.phase.value} cannot become {phase.value}")
         self.phase = phase
 
+    def begin_step(self) -> None:
+        """Enter a step, from between two."""
+        if self.phase is not Phase.OPEN:
+            self.expect_open("step")
+        self.phase = Phase.IN_STEP
+
     def expect_new(self) -> None:
         """Allow entering the session, once."""
         if self.phase is not Phase.NEW:
@@ -66,3 +77,19 @@ class Lifecycle:
                 f"{what}: expected to be set between steps of an open session, got one that is {self.phase.value}; set it "
                 f"after the step"
             )
+
+
+class StepContext(Generic[_Session]):
+    """Context of one step, which begins as it is entered: `begin(hooked)` returns what `with` gives, and `end(completed=...)`
+    is called as it is left. A generator would do, for three calls more in every step."""
+
+    __slots__ = ("_begin", "_end", "_hooked")
+
+    def __init__(self, begin: Callable[[bool], _Session], end: Callable[..., None], hooked: bool) -> None:
+        self._begin, self._end, self._hooked = begin, end, hooked
+
+    def __enter__(self) -> _Session:
+        return self._begin(self._hooked)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end(completed=kind is None)

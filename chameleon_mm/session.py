@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -32,7 +32,7 @@ from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
-from chameleon_mm.phase import Lifecycle, Phase
+from chameleon_mm.phase import Lifecycle, Phase, StepContext
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.progress import Progress
@@ -197,25 +197,13 @@ class SwapSession:
                 _log.warning("chameleon_mm: %s", problem)
             self._executor.raise_late_error()
 
-    @contextmanager
-    def step(self, *, hooked: bool = False) -> Iterator[SwapSession]:
+    def step(self, *, hooked: bool = False) -> StepContext[SwapSession]:
         """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step.
 
         Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
         built; `hooked`: this one has them.
         """
-        self._life.expect_open("step")
-        self._life.to(Phase.IN_STEP)
-        completed = False
-        try:
-            timed = self._history.begin(self.hbm_budget_bytes if self._runner is None else self._budget_now())
-            if timed or hooked or not self._history.asks_device or not self._unhooked.begin():
-                self._model_swap.begin_step()
-                self._executor.begin_step(timed=timed, pack_hook=self._save)
-            yield self
-            completed = True
-        finally:
-            self._end_step(completed=completed)
+        return StepContext(self._begin_step, self._end_step, hooked)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
         """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
@@ -365,11 +353,24 @@ class SwapSession:
             raise ValueError(f"audit_every: expected 0 or more steps, got {steps}; 1 audits every step, 0 none")
         self._executor.recomputing.audits.every = steps
 
+    def _begin_step(self, hooked: bool) -> SwapSession:
+        self._life.begin_step()
+        try:
+            hbm_budget_bytes = self.hbm_budget_bytes if self._runner is None else self._budget_now()
+            timed = self._history.begin(hbm_budget_bytes)
+            if hooked or self._history.running is None or not self._unhooked.begin(hbm_budget_bytes):
+                self._model_swap.begin_step()
+                self._executor.begin_step(timed=timed or self._unhooked.samples, pack_hook=self._save)
+        except BaseException:
+            self._end_step(completed=False)
+            raise
+        return self
+
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""
         if self._life.phase is Phase.IN_STEP:
             self._history.completed += completed
-            self._life.to(Phase.OPEN)
+            self._life.phase = Phase.OPEN
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
                 if self._unhooked.running:
                     kind: StepKind | None = self._unhooked.end(completed=completed)

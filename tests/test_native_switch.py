@@ -16,11 +16,10 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 import chameleon_mm as cm
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.executor.unhooked_steps import RESERVED_PART, STEPS_BEFORE
+from chameleon_mm.executor.unhooked_steps import MOST_UNHOOKED, RESERVED_PART, STEPS_BEFORE
 from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures
-from chameleon_mm.step_history import TIMED_EVERY
 from tests._native import helper, mutated, only
 from tests._plain_training import CUDA, Outcome, differences, image
 
@@ -110,12 +109,13 @@ def bring(session: cm.SwapSession, training: Training) -> None:
 
 
 def test_steps_with_nothing_to_move_run_without_hooks_bit_for_bit_as_plain_pytorch() -> None:
-    steps = 60
+    steps = AT_FIRST + MOST_UNHOOKED + 6
     seen, told = trained([FEW] * steps)
     assert differences(trained_plainly([FEW] * steps), seen) == []
-    expected = [number >= AT_FIRST and number % TIMED_EVERY != 0 for number in range(steps)]
+    expected = [number >= AT_FIRST and (number - AT_FIRST) % (MOST_UNHOOKED + 1) != MOST_UNHOOKED for number in range(steps)]
     assert [kind == WITHOUT for kind in kinds(told)] == expected
     assert [figures.index for figures in told] == list(range(steps))
+    assert told[AT_FIRST + MOST_UNHOOKED].step_us is not None  # the sample is timed
     assert all(0 < figures.peak_hbm_bytes <= BUDGET for figures in told if figures.kind is StepKind.UNHOOKED)
 
 
@@ -270,12 +270,11 @@ def test_a_step_that_is_never_left_takes_no_hooks_with_it() -> None:
     training = Training()
     with (session := in_session([])).pool, session:
         bring(session, training)
-        step = session.step()
-        step.__enter__()
+        session.step().__enter__()
         training.step(FEW)
-        del step  # the generator ends, and with it the step
-        assert (top := saved_tensor_hooks_on_top()) is not None
-        assert top[0] is session._save
+        assert saved_tensor_hooks_on_top() is None
+    assert saved_tensor_hooks_on_top() is None
+    assert session.report().steps_by_phase[StepKind.FAILED.value] == 1
 
 
 def test_a_step_on_a_thread_without_the_hooks_is_an_ordinary_one() -> None:
@@ -404,7 +403,8 @@ def test_a_switch_of_other_hooks_does_nothing(switch: ModuleType) -> None:
         assert not mine.off(0)  # something is reserved
         with saved_tensors_hooks(lambda t: t, save):
             assert not mine.off(1 << 60)
-        assert mine.off(1 << 60)
+        allocated, peak = mine.off(1 << 60)
+        assert (allocated, peak) == (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
         assert saved_tensor_hooks_on_top() is None
         assert not switch.HookSwitch(torch.cuda.current_device(), save).off(1 << 60)
         assert not mine.off(1 << 60)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class HookSwitch(Protocol):
     """Interface of what takes a session's saved-tensor hooks off a thread, and puts them back."""
 
-    def off(self, limit_bytes: int) -> bool:
-        """Take them off the calling thread. Returns whether they are off; False, with nothing changed: others are on top of
-        them, or the allocator has reserved more than `limit_bytes`. Where it is about to reserve more than it has, they are put
-        back at once, in the middle of the operator."""
+    def off(self, limit_bytes: int) -> tuple[int, int] | None:
+        """Take them off the calling thread. Returns the bytes that are allocated now and the most that ever were; None, with
+        nothing changed: others are on top of them, or the allocator has reserved more than `limit_bytes`. Where it is about to
+        reserve more than it has, they are put back at once, in the middle of the operator."""
 
     def on(self) -> bool:
         """Put them back, on the thread that they were taken from; on another one it does nothing. Returns whether they were off

@@ -19,6 +19,9 @@ from chameleon_mm.saved.timed_spans import StepKind
 STEPS_BEFORE = 16
 """Steps in a row that followed, hook for hook, a plan that moves nothing, before one runs without hooks."""
 
+MOST_UNHOOKED = 63
+"""Steps in a row without hooks, before one that has them, and is timed."""
+
 RESERVED_PART = 8
 """Part of the budget, one in so many, that the allocator may have reserved: a step without hooks takes no more than that."""
 
@@ -31,29 +34,36 @@ class UnhookedSteps:
         """`switch`: the switch of the executor's hooks; None: every step has them."""
         self._executor = executor
         self._switch = switch
-        self._in_a_row = 0
+        self._in_a_row = self._unhooked = 0
         self.running = False
         """Whether a step runs that began without hooks."""
+        self.samples = False
+        """Whether the step that runs has hooks as a sample of those that have none."""
 
-    def begin(self) -> bool:
-        """Take the hooks off for the step that begins, if it needs none, where the device may be asked. Returns whether they
-        are off."""
+    def begin(self, hbm_budget_bytes: int) -> bool:
+        """Take the hooks off for the step that begins within that budget, if it needs none, where the device may be asked.
+        Returns whether they are off."""
         switch, executor = self._switch, self._executor
-        if switch is None or self._in_a_row < STEPS_BEFORE or len(executor.parts.registry) or executor.parts.outs.have_work:
+        if switch is None or self._in_a_row < STEPS_BEFORE:
             return False
-        self.running = switch.off(executor.budget.hbm_budget_bytes // RESERVED_PART)
-        if self.running:
-            now = executor.device.read_memory()
-            executor.budget.peak_seen_bytes, executor.budget.peak_at_begin_bytes = now.allocated_bytes, now.peak_bytes
-            executor.metrics.begin_step(timed=False)
-        return self.running
+        self.samples = self._unhooked >= MOST_UNHOOKED
+        if self.samples or len(executor.parts.registry) or executor.parts.outs.have_work:
+            return False
+        now = switch.off(hbm_budget_bytes // RESERVED_PART)
+        if now is None:
+            return False
+        self.running = True
+        executor.budget.peak_seen_bytes, executor.budget.peak_at_begin_bytes = now
+        executor.metrics.step = None  # it is not timed
+        return True
 
     def end(self, *, completed: bool) -> StepKind:
         """Put the hooks back as the step ends. Returns its kind."""
         self.running = False
         stayed_off = self._switch is not None and self._switch.on()
+        self._unhooked += 1
         if not completed or not stayed_off:
-            self._in_a_row = 0
+            self.begin_anew()
         kind = StepKind.FAILED if not completed else StepKind.UNHOOKED if stayed_off else StepKind.BY_RULE
         self._executor.metrics.totals.steps_by_kind[kind] += 1  # as `Metrics.end_step` of one that is not timed
         return kind
@@ -65,8 +75,9 @@ class UnhookedSteps:
 
     def note(self, kind: StepKind | None) -> None:
         """Note that a step has ended that had hooks, of `kind`; None: nobody knows."""
+        self._unhooked, self.samples = 0, False
         self._in_a_row = self._in_a_row + 1 if kind is StepKind.PLANNED and self._executor.director.moves_nothing else 0
 
     def begin_anew(self) -> None:
-        """Have hooks in the next steps, as another budget holds for them."""
-        self._in_a_row = 0
+        """Have hooks in the next steps: another budget holds for them, or they may be others."""
+        self._in_a_row = self._unhooked = 0

@@ -2,7 +2,8 @@
 // where torch's caching allocator finds no block and is about to ask the device for more.
 //
 //   switch = HookSwitch(device, save)      // the hook of a save, as autograd has it
-//   switch.off(limit_bytes)                // True: both are off on this thread. False: more than that is reserved; nothing changed
+//   now, peak = switch.off(limit_bytes)    // both are off on this thread: bytes allocated now, and the most at once. Or None:
+//                                          // more than that is reserved, or others are on top of them, and nothing has changed
 //   switch.on()                            // True: they were off until now, and nothing was asked of the device meanwhile
 //
 // What the allocator has reserved it hands out without a word. So a step without hooks takes no more memory than there was when it
@@ -61,19 +62,20 @@ class Switch : public std::enable_shared_from_this<Switch> {
   Switch(c10::DeviceIndex device, PyObject* save) : device_(device), save_(Py_NewRef(save), getPyInterpreter()) {}
   Switch(const Switch&) = delete;
 
-  bool off(size_t limit_bytes) {
-    if (off_here || taken_) return false;
+  // Bytes allocated now and the most at once; nothing: the hooks are not taken off.
+  std::optional<std::pair<int64_t, int64_t>> off(size_t limit_bytes) {
+    if (off_here || taken_) return {};
     const auto& state = Stack::get_tls_state();
-    if (state.stack.empty() || state.is_tracing || state.disabled_error_message) return false;
+    if (state.stack.empty() || state.is_tracing || state.disabled_error_message) return {};
     const auto* here = getPyInterpreter();
-    if (state.stack.top().first.ptr(here) != save_.ptr(here)) return false;  // others are on top of them
+    if (state.stack.top().first.ptr(here) != save_.ptr(here)) return {};  // others are on top of them
     const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device_);
-    if (static_cast<size_t>(stats.reserved_bytes[0].current) > limit_bytes) return false;
+    if (static_cast<size_t>(stats.reserved_bytes[0].current) > limit_bytes) return {};
     misses_before_ = misses;
     taken_.emplace(Stack::pop_hooks());
     below_ = state.stack.size();
     off_here = shared_from_this();
-    return true;
+    return std::pair(stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak);
   }
 
   // On another thread it changes nothing and returns False: the hooks are put back by the first call where they were taken.
@@ -148,9 +150,9 @@ void free_switch(PyObject* self) {
 }
 
 template <typename Call>
-PyObject* truth_of(const Call& call) {
+PyObject* result_of(const Call& call) {
   try {
-    return PyBool_FromLong(call());
+    return call();
   } catch (const c10::Error& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -162,15 +164,18 @@ PyObject* truth_of(const Call& call) {
 PyObject* off(PyObject* self, PyObject* limit_bytes) {
   const unsigned long long limit = PyLong_AsUnsignedLongLong(limit_bytes);
   if (PyErr_Occurred()) return nullptr;
-  return truth_of([&] { return ((HookSwitch*)self)->it->off(limit); });
+  return result_of([&] {
+    const auto now = ((HookSwitch*)self)->it->off(limit);
+    return now ? Py_BuildValue("LL", (long long)now->first, (long long)now->second) : Py_NewRef(Py_None);
+  });
 }
 
 PyObject* on(PyObject* self, PyObject*) {
-  return truth_of([&] { return ((HookSwitch*)self)->it->on(); });
+  return result_of([&] { return PyBool_FromLong(((HookSwitch*)self)->it->on()); });
 }
 
 PyMethodDef methods[] = {
-    {"off", off, METH_O, "Take the hooks off the calling thread, if no more than that is reserved. Returns whether they are off."},
+    {"off", off, METH_O, "Take the hooks off the calling thread, if no more than that is reserved. Returns bytes allocated now and at most, or None."},
     {"on", on, METH_NOARGS, "Put them back. Returns whether they were off until now, and the allocator had all that was asked of it."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -223,10 +223,9 @@ class Metrics:
         self._resolving = threading.Lock()
         """Lock that lets one thread resolve at a time; others only append to the deques above, which is atomic."""
 
-    def begin_step(self, compute: Stream | None = None, *, timed: bool) -> None:
-        """Begin a step. `compute`: the stream on which it begins, of one that is `timed`."""
+    def begin_step(self, compute: Stream, *, timed: bool) -> None:
         self.timed, self.step = False, None
-        if timed and compute is not None:
+        if timed:
             self.time_step(compute)
 
     def time_step(self, compute: Stream) -> None:

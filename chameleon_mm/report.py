@@ -138,21 +138,11 @@ class SwapReport(Counters):
         totals = metrics.totals
         timed = totals.timed_steps > 0
         planned = None if adaptation is None else adaptation.latest
-        followed = None if planned is None else planned.current
         return cls(
             device=device.name,
             simulated=device.simulated,
             steps=steps,
-            detailed_steps=0 if adaptation is None else adaptation.detailed_steps,
-            plans=0 if adaptation is None else adaptation.plans,
-            plan_cache_hits=0 if adaptation is None else adaptation.plan_cache_hits,
             steps_by_phase={kind.value: totals.steps_by_kind[kind] for kind in StepKind if totals.steps_by_kind[kind]},
-            planning_us=0.0 if adaptation is None else adaptation.planning_us,
-            planned_step_us=None if followed is None else followed.schedule.plan.step_us,
-            planned_peak_bytes=None if followed is None else followed.schedule.plan.peak_bytes,
-            planned_recompute_us=None if followed is None else followed.schedule.plan.recompute_us,
-            planned_bytes={} if planned is None else planned.bytes_by_class(),
-            measured_step_us=None if followed is None or not followed.times_us else median(followed.times_us),
             prefetches_timed=totals.prefetches_timed if timed else None,
             prefetches_late=totals.prefetches_late if timed else None,
             late_us=totals.late_us if timed else None,
@@ -165,10 +155,8 @@ class SwapReport(Counters):
             hbm_budget_bytes=hbm_budget_bytes,
             peak_host_bytes=pool.peak_live_bytes,
             host_reserved_bytes=pool.reserved_bytes,
-            host_bytes_wanted=None if adaptation is None else adaptation.host_bytes_wanted,
             kept_by_reason=dict(sorted(totals.kept_by_reason.items())),
             not_recomputed_by_reason=dict(sorted(totals.not_recomputed_by_reason.items())),
-            recipes_banned=() if adaptation is None else adaptation.banned,
             encoded_by_codec=_by_codec(totals.encoded),
             refused_by_codec=_by_codec(totals.refused_by_codec),
             lowered_budget_bytes=lowered_budget_bytes,
@@ -180,7 +168,7 @@ class SwapReport(Counters):
             timed=metrics.timed_spans(),
             planned=None if planned is None else PlannedStepData.of(planned),
             step_figures=step_figures,
-            **totals.counters(),
+            **{**_of_plans(adaptation), **totals.counters()},
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -354,6 +342,26 @@ class SwapReport(Counters):
             about=about,
         )
         write_trace(path, data, merge=merge)
+
+
+def _of_plans(adaptation: Adaptation | None) -> dict[str, Any]:
+    """Figures of a report about plans; None: the session makes none."""
+    planned = None if adaptation is None else adaptation.latest
+    followed = None if planned is None else planned.current
+    plan = None if followed is None else followed.schedule.plan
+    return {
+        "detailed_steps": 0 if adaptation is None else adaptation.detailed_steps,
+        "plans": 0 if adaptation is None else adaptation.plans,
+        "plan_cache_hits": 0 if adaptation is None else adaptation.plan_cache_hits,
+        "planning_us": 0.0 if adaptation is None else adaptation.planning_us,
+        "planned_step_us": None if plan is None else plan.step_us,
+        "planned_peak_bytes": None if plan is None else plan.peak_bytes,
+        "planned_recompute_us": None if plan is None else plan.recompute_us,
+        "planned_bytes": {} if planned is None else planned.bytes_by_class(),
+        "measured_step_us": None if followed is None or not followed.times_us else median(followed.times_us),
+        "host_bytes_wanted": None if adaptation is None else adaptation.host_bytes_wanted,
+        "recipes_banned": () if adaptation is None else adaptation.banned,
+    }
 
 
 def _by_codec(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:

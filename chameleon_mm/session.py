@@ -24,7 +24,7 @@ from typing import Self, TypeVar
 import torch
 from torch import nn
 
-from chameleon_mm.adaptive import link_cost_for, plan_steps
+from chameleon_mm.adaptive import Adaptation, link_cost_for, plan_steps
 from chameleon_mm.arguments import check_type, describe
 from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
@@ -132,17 +132,7 @@ class SwapSession:
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
-        recomputes = plans and recompute and not self._model_swap.swaps_parameters
-        self._adaptation = None
-        if plans:
-            self._adaptation = plan_steps(
-                self._executor,
-                self.pool,
-                model=model,
-                link_cost=link_cost_for(self.device),
-                replayable=replayable_on(self.device) if recomputes else frozenset(),
-                is_hidden=self._model_swap.is_hidden,
-            )
+        self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
         watches_all = verify or optimizer is not None or parameters != "keep"
         self._unhooked = UnhookedSteps(self._executor, None if watches_all else self.device.hook_switch(self._save))
@@ -152,6 +142,17 @@ class SwapSession:
         self._history = StepHistory(self.device, self._executor, self.pool, teller)
         self._executor.hook_counts.expects_steps = True
         self._runner: StepRunner | None = None
+
+    def _plan_steps(self, *, recompute: bool) -> Adaptation:
+        recomputes = recompute and not self._model_swap.swaps_parameters
+        return plan_steps(
+            self._executor,
+            self.pool,
+            model=self._model,
+            link_cost=link_cost_for(self.device),
+            replayable=replayable_on(self.device) if recomputes else frozenset(),
+            is_hidden=self._model_swap.is_hidden,
+        )
 
     # --- the session
 

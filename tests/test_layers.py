@@ -1,6 +1,7 @@
 """Rules about the sources that no linter knows, each shown to notice its own breach.
 
     CUDA is asked in device/ alone   |   `kernels` and `bench` are ours only below `chameleon_mm`   |   every ignore says why
+    files, functions and constructors of the package stay small
 
 Which module imports which is import-linter's business, in `make check`.
 """
@@ -54,6 +55,27 @@ def _torch_cuda_uses(source: str) -> list[int]:
             ):
                 lines.append(node.lineno)
     return lines
+
+
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 400, 60, 8
+
+_HAS_MANY_PARAMETERS = {"SwapSession"}
+"""Classes whose constructor is what users say, by name."""
+
+
+def _too_long(source: str) -> list[str]:
+    """What is longer than it may be."""
+    found = [f"{lines} lines"] if (lines := source.count("\n")) > MOST_LINES else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            found += [f"{node.name}: {length} lines"] if length > MOST_LINES_OF_A_FUNCTION else []
+        if isinstance(node, ast.ClassDef) and node.name not in _HAS_MANY_PARAMETERS:
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    number = len(method.args.args) + len(method.args.kwonlyargs) - 1
+                    found += [f"{node.name}: {number} parameters"] if number > MOST_PARAMETERS else []
+    return found
 
 
 def _cuda_questions(source: str) -> list[int]:
@@ -120,6 +142,11 @@ def test_every_ignore_says_which_rule_and_why(path: str) -> None:
     assert _ignores_without_reason((_PACKAGE | _TESTS)[path]) == []
 
 
+@pytest.mark.parametrize("path", sorted(_PACKAGE))
+def test_nothing_is_too_long_to_be_read(path: str) -> None:
+    assert _too_long(_PACKAGE[path]) == []
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -154,6 +181,18 @@ def test_a_top_level_import_is_noticed(line: str) -> None:
 )
 def test_an_import_of_ours_is_none(line: str) -> None:
     assert _top_level_imports(f"{line}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("pass\n" * (MOST_LINES + 1), "401 lines"),
+        ("def f():\n" + "    pass\n" * MOST_LINES_OF_A_FUNCTION, "f: 61 lines"),
+        (f"class C:\n    def __init__(self, a, *, {', '.join('bcdefghi')}): ...\n", "C: 9 parameters"),
+    ],
+)
+def test_what_is_too_long_is_noticed(source: str, what: str) -> None:
+    assert _too_long(source) == [what]
 
 
 @pytest.mark.parametrize("comment", ["noqa", "noqa: BLE001", "type: ignore", "type: ignore[attr-defined]", "noqa: E501 # long"])

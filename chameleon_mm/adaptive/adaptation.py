@@ -69,7 +69,7 @@ class Adaptation:
     """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link, `host_budget` how much pinned memory there may be, `host_us` the host's clock; `replayable` has the
+    is known of the link, `host_budget` how much pinned memory there may be; `replayable` has the
     base names of the operators that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes`
     moves.
     """
@@ -83,7 +83,6 @@ class Adaptation:
         host_budget: Callable[[], int],
         make_recorder: Callable[[], Recorder],
         link_cost: Callable[[], LinkCost],
-        host_us: Callable[[], float],
         replayable: frozenset[str] = frozenset(),
         min_bytes: int = 0,
     ) -> None:
@@ -114,7 +113,6 @@ class Adaptation:
         """Hooks of all steps so far, and those among them that a recorder saw for nothing."""
         self.fallback = RuleFallback()
         """Whether steps follow plans at all."""
-        self._host_us = host_us
         self._began_us = self._steps_us = self._recorded_us = 0.0
         """Host time at which the step began; of all steps; of those that a recorder saw."""
         self._num_steps = self._num_recorded = 0
@@ -182,7 +180,7 @@ class Adaptation:
         trial."""
         if self._measuring:
             self._learn_times()
-        self._began_us = self._host_us()
+        self._began_us = self._metrics.host_us()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
         has_plan = planned is not None and bool(planned.trials)
@@ -275,7 +273,7 @@ class Adaptation:
             self._unused.discard(planned.record.fingerprint)
 
     def _note_time(self, *, missed: bool, was_recorded: bool, hooks: int) -> None:
-        took_us = self._host_us() - self._began_us
+        took_us = self._metrics.host_us() - self._began_us
         self.fallback.end_step(took_us, missed=missed, hooks=hooks)
         self._num_steps += 1
         self._num_recorded += was_recorded

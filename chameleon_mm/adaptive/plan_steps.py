@@ -52,7 +52,6 @@ def plan_steps(
         ),
         replayable=replayable,
         min_bytes=executor.rule.min_bytes,
-        host_us=lambda: device.host_us,
         link_cost=lambda: rates_of(metrics.resolve(), link_cost or UNMEASURED_LINK),
     )
     executor.director = PlanFollower(adaptation)

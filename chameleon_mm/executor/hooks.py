@@ -41,14 +41,24 @@ _Use = Callable[[Handle], Tensor]
 
 def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
     """The two hooks of an executor, whose director is set. Dynamo compiles neither, nor what they call."""
+    on_save, on_use = uncompiled(_save_hook(executor)), uncompiled(_use_hook(executor))
+    light = executor.director.light
+    if light is not None and not executor.device.simulated and (planned := native.load("planned")) is not None:
+        on_save, on_use = _planned_hooks(planned, on_save, on_use, executor)
+    stays = native.load("stays")
+    if stays is None or executor.director.plans != (light is not None):
+        return on_save, on_use
+    return _native_hooks(stays, on_save, on_use, executor)
+
+
+def _save_hook(executor: Executor) -> _Save:
     parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
     counts, recording, registry, totals = executor.hook_counts, executor.recording, parts.registry, executor.metrics.totals
     pid, lock, capturing, owns = ThisProcess.pid, hook_lock.lock, device.capturing, device.owns
     protected, min_bytes, small, limit = executor.protected, executor.rule.min_bytes, parts.small, parts.budget.memory_limit
     outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
     queued_out, queued_in = parts.context.transfer.queued
-    plans, saves_at_rest, uses_at_rest = director.plans, director.saves_at_rest, director.uses_at_rest
-    executor_save, executor_use = executor.save, executor.use
+    saves_at_rest, executor_save = director.saves_at_rest, executor.save
 
     def is_plain(t: Tensor) -> bool:
         """Whether `t` may be moved later, as other small ones."""
@@ -98,6 +108,16 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
                     return handle
         return executor_save(t)
 
+    return save
+
+
+def _use_hook(executor: Executor) -> _Use:
+    parts, director, hook_lock = executor.parts, executor.director, executor.hook_lock
+    counts, recording, pid, lock = executor.hook_counts, executor.recording, ThisProcess.pid, hook_lock.lock
+    outs, ended, errors, leaving = parts.outs, hook_lock.ended, hook_lock.errors, parts.budget.reclaim.entries
+    queued_out, queued_in = parts.context.transfer.queued
+    plans, uses_at_rest, executor_use = director.plans, director.uses_at_rest, executor.use
+
     def use(handle: Handle) -> Tensor:
         counts.uses += 1
         if type(handle) is KeptTensor and recording.is_over:
@@ -113,23 +133,24 @@ def autograd_hooks(executor: Executor) -> tuple[_Save, _Use]:
                             return t
         return executor_use(handle)
 
-    on_save: _Save = uncompiled(save)
-    on_use: _Use = uncompiled(use)
-    if director.light is not None and not device.simulated and (planned := native.load("planned")) is not None:
-        on_save, on_use = _planned_hooks(planned, on_save, on_use, executor)
-    stays, light = native.load("stays"), director.light
-    if stays is None or plans != (light is not None):
-        return on_save, on_use
+    return use
+
+
+def _native_hooks(stays: ModuleType, save: _Save, use: _Use, executor: Executor) -> tuple[_Save, _Use]:
+    """The hooks by the C++ helper for what stays, which calls `save` and `use` for all else."""
+    parts, director, device, hook_lock = executor.parts, executor.director, executor.device, executor.hook_lock
+    protected, small, light, budget = executor.protected, parts.small, director.light, parts.budget
     # Functions that C++ calls have no marked frame above them: each is marked itself.
     is_protected, add_small = uncompiled(protected.__contains__), None if small is None else uncompiled(small.add)
-    at_rest, enter_backward = uncompiled(saves_at_rest), None if light is None else uncompiled(light.enter_backward)
-    native_hooks: tuple[_Save, _Use] = stays.hooks(
-        on_save, on_use, counts, recording, lock.acquire, lock.release, outs, leaving, queued_out, queued_in, ended, errors,
-        limit, totals, is_protected, protected.refs, registry, director, light, at_rest, enter_backward, StepPhase.BACKWARD,
-        small, add_small, uncompiled(capturing), KeptTensor, Origin, torch._C._current_autograd_node, device.torch_device,
-        min(min_bytes, sys.maxsize),
+    at_rest, enter_backward = uncompiled(director.saves_at_rest), None if light is None else uncompiled(light.enter_backward)
+    hooks: tuple[_Save, _Use] = stays.hooks(
+        save, use, executor.hook_counts, executor.recording, hook_lock.lock.acquire, hook_lock.lock.release, parts.outs,
+        budget.reclaim.entries, *parts.context.transfer.queued, hook_lock.ended, hook_lock.errors, budget.memory_limit,
+        executor.metrics.totals, is_protected, protected.refs, parts.registry, director, light, at_rest, enter_backward,
+        StepPhase.BACKWARD, small, add_small, uncompiled(device.capturing), KeptTensor, Origin,
+        torch._C._current_autograd_node, device.torch_device, min(executor.rule.min_bytes, sys.maxsize),
     )  # fmt: skip
-    return native_hooks
+    return hooks
 
 
 def _planned_hooks(helper: ModuleType, save: _Save, use: _Use, executor: Executor) -> tuple[_Save, _Use]:

@@ -54,7 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given --batch and --seq as batch and seq (below); or the file, folder or name of a Hugging Face configuration (needs "
         "transformers: pip install 'chameleon-mm[plan]')",
     )
-    step = parser.add_argument_group("the step")
+    _add_step_arguments(parser.add_argument_group("the step"))
+    _add_memory_arguments(parser.add_argument_group("where it would run and what it may use"))
+    _add_session_arguments(parser.add_argument_group("a session that swaps more than activations"))
+    search = parser.add_argument_group("what fits")
+    search.add_argument(
+        "--largest",
+        choices=SIZES,
+        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
+    )
+    out = parser.add_argument_group("what it writes")
+    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
+    out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
+
+
+def _add_step_arguments(step: argparse._ArgumentGroup) -> None:
     step.add_argument("--batch", type=int, metavar="N", help="rows (default 1)")
     step.add_argument(
         "--seq",
@@ -77,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimizer", choices=list(OPTIMIZERS), default="adamw",
         help="; ".join(f"{name}: {about}" for name, about in OPTIMIZERS.items()) + " (default adamw)",
     )  # fmt: skip
-    where = parser.add_argument_group("where it would run and what it may use")
+
+
+def _add_memory_arguments(where: argparse._ArgumentGroup) -> None:
     where.add_argument("--gpu", default="h200", metavar="NAME", help=f"one of {', '.join(SPECS)} (default h200)")
     where.add_argument(
         "--hbm-budget",
@@ -89,7 +105,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-recompute", action="store_true", help="a plan that only swaps (default: recompute where that takes less time)"
     )
     where.add_argument("--min-bytes", metavar="SIZE", help="smallest saved tensor worth moving (default: the library's)")
-    beside = parser.add_argument_group("a session that swaps more than activations")
+
+
+def _add_session_arguments(beside: argparse._ArgumentGroup) -> None:
     beside.add_argument(
         "--swap-optimizer",
         action="store_true",
@@ -106,15 +124,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="both of these, within the device memory that the step takes unswapped divided by N (instead of --hbm-budget)",
     )
-    search = parser.add_argument_group("what fits")
-    search.add_argument(
-        "--largest",
-        choices=SIZES,
-        help="search for the largest batch, row (in steps of 64 tokens) or number of layers that fits, all else as said",
-    )
-    out = parser.add_argument_group("what it writes")
-    out.add_argument("--json", type=Path, metavar="FILE", help="every figure as data")
-    out.add_argument("--png", type=Path, metavar="FILE.png", help="memory over the step as a plot (needs matplotlib)")
 
 
 def run(args: argparse.Namespace, console: Console, environment: Environment) -> int:

@@ -197,7 +197,7 @@ class Metrics:
         """`host_us`: the device's clock of that name. `pinned_units`: what live blocks of pinned memory hold."""
         self.totals = Totals()
         self.timed = False
-        self._host_us, self.pinned_units = host_us, pinned_units
+        self.host_us, self.pinned_units = host_us, pinned_units
         self.memory: deque[tuple[float, int, Units]] = deque(maxlen=MAX_SPANS)
         """Readings of memory in timed steps, which checks of memory append: `host_us`, bytes allocated, `pinned_units`."""
         self.timing: StepTiming | None = None
@@ -234,7 +234,7 @@ class Metrics:
             return
         self.timed = True
         self.totals.timed_steps += 1
-        unix_ns, host_us = time.time_ns(), self._host_us()
+        unix_ns, host_us = time.time_ns(), self.host_us()
         origin = compute.record(timed=True)
         self.step = StepSums(origin)
         self._begun = _BegunStep(self.totals.steps_by_kind.total(), origin, host_us, unix_ns)

@@ -81,15 +81,22 @@ class Lifecycle:
 
 class StepContext(Generic[_Session]):
     """Context of one step, which begins as it is entered: `begin(hooked)` returns what `with` gives, and `end(completed=...)`
-    is called as it is left. A generator would do, for three calls more in every step."""
+    is called as it is left, or dropped. A generator would do, for three calls more in every step."""
 
-    __slots__ = ("_begin", "_end", "_hooked")
+    __slots__ = ("_begin", "_end", "_hooked", "_is_entered")
 
     def __init__(self, begin: Callable[[bool], _Session], end: Callable[..., None], hooked: bool) -> None:
-        self._begin, self._end, self._hooked = begin, end, hooked
+        self._begin, self._end, self._hooked, self._is_entered = begin, end, hooked, False
 
     def __enter__(self) -> _Session:
-        return self._begin(self._hooked)
+        session = self._begin(self._hooked)
+        self._is_entered = True
+        return session
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._is_entered = False
         self._end(completed=kind is None)
+
+    def __del__(self) -> None:
+        if self._is_entered:
+            self._end(completed=False)

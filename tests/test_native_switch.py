@@ -266,13 +266,19 @@ def test_an_error_in_such_a_step_leaves_the_hooks_as_they_were(rows: int, leaves
     assert saved_tensor_hooks_on_top() is None
 
 
-def test_a_step_that_is_never_left_takes_no_hooks_with_it() -> None:
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_step_that_is_never_left_takes_no_hooks_with_it(dropped: bool) -> None:
     training = Training()
     with (session := in_session([])).pool, session:
         bring(session, training)
-        session.step().__enter__()
+        step = session.step()
+        step.__enter__()
         training.step(FEW)
         assert saved_tensor_hooks_on_top() is None
+        if dropped:
+            del step
+            assert (top := saved_tensor_hooks_on_top()) is not None
+            assert top[0] is session._save
     assert saved_tensor_hooks_on_top() is None
     assert session.report().steps_by_phase[StepKind.FAILED.value] == 1
 

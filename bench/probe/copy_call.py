@@ -32,6 +32,7 @@ def copy_call_us(index: int, nbytes: int) -> tuple[float, float]:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # the zeros -> the copies
         handle = stream.cuda_stream
         out = (outer.data_ptr(), inner.data_ptr(), nbytes, _TO_HOST, handle)
         back = (inner.data_ptr(), outer.data_ptr(), nbytes, _TO_DEVICE, handle)
@@ -44,6 +45,7 @@ def copy_call_us(index: int, nbytes: int) -> tuple[float, float]:
                 with_copy = _batch_us(copy, arguments)
                 stream.synchronize()
                 taken[name].append(with_copy - _batch_us(nothing, arguments))
+        stream.synchronize()  # the copies -> whoever has this memory next
     return max(0.0, median(taken["out"])), max(0.0, median(taken["back"]))
 
 

@@ -287,7 +287,8 @@ class SwapSession:
 
     @property
     def backward_has_run(self) -> bool:
-        """Whether a saved tensor was used since the last step began or ended."""
+        """Whether a saved tensor was used since the last step began or ended; of a step without hooks nobody knows, and it is
+        False."""
         return self._executor.hook_counts.uses > 0
 
     @property

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device.cuda import CudaDevice
@@ -180,6 +184,118 @@ def test_one_within_what_the_allocator_has_is_not_noticed_and_takes_no_more() ->
     assert differences(trained_plainly(rows), seen) == []
     assert kinds(told)[AT_FIRST + 4] == WITHOUT
     assert max(figures.peak_hbm_bytes for figures in told) <= BUDGET // RESERVED_PART
+
+
+def test_a_miss_in_a_backward_on_the_training_thread_takes_no_hooks_with_it() -> None:
+    """Nodes of the CPU run there, on a stack of hooks of their own, which goes as the backward ends."""
+
+    def run(step: Callable[[], AbstractContextManager[object]], tops: list[object]) -> Outcome:
+        training = Training()
+        large = torch.ones(1 << 22, device="cuda", requires_grad=True)
+        for number in range(AT_FIRST + 4):
+            with step():
+                if number == AT_FIRST + 2:
+                    large.cpu().sum().backward()
+                training.step(FEW)
+            tops.append(saved_tensor_hooks_on_top())
+        training.seen["large"] = image(cast("Tensor", large.grad))
+        return training.seen
+
+    plain, tops = run(nullcontext, []), list[Any]()
+    with (session := in_session([])).pool, session:
+        seen = run(session.step, tops)
+        assert all(top is not None and top[0] is session._save for top in tops)
+    assert differences(plain, seen) == []
+    assert session.report().steps_by_phase[WITHOUT] == 2
+    assert saved_tensor_hooks_on_top() is None
+
+
+@pytest.mark.parametrize("how", ["twice", "recomputed"])
+def test_a_step_that_saves_behind_a_use_keeps_its_hooks(how: str) -> None:
+    """What one backward reserves the next forward gets without asking; what runs again in a backward saves on other threads."""
+
+    def run(step: Callable[[], AbstractContextManager[object]]) -> Outcome:
+        training = Training()
+        for _ in range(AT_FIRST + 4):
+            with step():
+                if how == "twice":
+                    training.loss(FEW).backward()
+                    training.loss(FEW).backward()
+                else:
+                    x = torch.randn(FEW, 64, device="cuda", requires_grad=True)
+                    cast("Tensor", checkpoint(training.model, x, use_reentrant=True)).sum().backward()
+                training.note()
+        return training.seen
+
+    plain = run(nullcontext)
+    with (session := in_session([])).pool, session:
+        seen = run(session.step)
+    assert differences(plain, seen) == []
+    assert WITHOUT not in session.report().steps_by_phase
+    assert session.report().steps_by_phase["planned"] > STEPS_BEFORE
+
+
+def test_a_loop_that_always_wants_more_is_tried_ever_less_often() -> None:
+    training, told = Training(), list[StepFigures]()
+    with (session := in_session(told)).pool, session:
+        for _ in range(8 * STEPS_BEFORE):
+            torch.cuda.empty_cache()
+            with session.step():
+                training.step(MANY // 8)  # nothing of it moves, and its blocks were given back
+    tried = [figures.index for figures in told if figures.kind is StepKind.BY_RULE]
+    assert WITHOUT not in kinds(told)
+    assert [later - one for one, later in itertools.pairwise(tried)] == [2 * STEPS_BEFORE + 1, 4 * STEPS_BEFORE + 1]
+
+
+def test_what_the_hooks_noted_of_a_part_is_no_other_steps() -> None:
+    training, told = Training(), list[StepFigures]()
+    with (session := in_session(told)).pool, session:
+        with session.step():
+            training.loss(FEW)  # a forward alone
+        bring(session, training)
+        with session.step():
+            training.step(MANY)
+        assert (session._executor._saved_any, session._executor.budget.headroom.position) == (False, 0)
+        with session.step():
+            training.step(FEW)
+    assert session.report().problems == ()
+
+
+class Interrupted:
+    """A switch in the middle of which an interrupt comes, once."""
+
+    def __init__(self, real: Any, where: str) -> None:
+        self._real, self._where = real, where
+
+    def off(self, limit_bytes: int) -> Any:
+        found = self._real.off(limit_bytes)
+        self._interrupt("off")
+        return found
+
+    def on(self) -> bool:
+        self._interrupt("on")
+        return bool(self._real.on())
+
+    def _interrupt(self, where: str) -> None:
+        if where == self._where:
+            self._where = ""
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["off", "on"])
+def test_an_interrupt_leaves_no_step_without_hooks_behind(where: str) -> None:
+    training, told = Training(), list[StepFigures]()
+    with (session := in_session(told)).pool, session:
+        bring(session, training)
+        session._unhooked._switch = Interrupted(session._unhooked._switch, where)
+        with pytest.raises(KeyboardInterrupt), session.step():
+            training.step(FEW)
+        training.optimizer.zero_grad()
+        with session.step():
+            training.step(FEW)
+        assert (top := saved_tensor_hooks_on_top()) is not None
+        assert top[0] is session._save
+    assert saved_tensor_hooks_on_top() is None
 
 
 # --- who else has hooks
@@ -418,3 +534,15 @@ def test_a_switch_of_other_hooks_does_nothing(switch: ModuleType) -> None:
         assert not mine.on()
         assert (top := saved_tensor_hooks_on_top()) is not None
         assert top[0] is save
+
+
+def test_a_session_in_a_cycle_is_collected() -> None:
+    training = Training()
+    session = in_session([], model=training.model)
+    with session.pool, session:
+        bring(session, training)
+    training.model.session = session  # type: ignore[assignment]  # a cycle
+    gone = weakref.ref(session)
+    del session, training
+    gc.collect()
+    assert gone() is None

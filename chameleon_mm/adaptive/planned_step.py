@@ -195,8 +195,9 @@ class PlannedStep:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the plan to follow moves and drops nothing, and none is on trial."""
-        return self.is_decided and self.current is not None and not self.current.schedule.plan.actions
+        """Whether the plan to follow moves and drops nothing, none is on trial, and nothing is saved behind the first use."""
+        moves = self.current is None or self.current.schedule.plan.actions
+        return self.is_decided and not moves and self.record.saves_come_first
 
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""

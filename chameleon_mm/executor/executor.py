@@ -211,11 +211,8 @@ class Executor:
 
     def reclaim_some(self, nbytes: int, busy: Sequence[torch.UntypedStorage]) -> bool:
         """Reclaim what is on its way out, else a storage of about `nbytes` that is not `busy`, as an operator found no memory.
-
-        Returns whether anything went. Not to be called inside of a hook.
-        """
-        with self.hook_lock.entered():
-            return self.budget.reclaim_some(nbytes, busy)
+        Returns whether anything went. Not to be called inside of a hook."""
+        return self.hook_lock.run(self.budget.reclaim_some, nbytes, busy)
 
     # --- steps
 
@@ -229,9 +226,7 @@ class Executor:
     @uncompiled
     def begin_step(self, *, timed: bool, pack_hook: object = None) -> None:
         """Begin a step: saves are numbered from 0 again. Inside a capture or a forked child nothing is asked of the device.
-
-        `pack_hook`: what autograd is to call for what it saves in the step, where that is known.
-        """
+        `pack_hook`: what autograd is to call for what it saves in the step, where that is known."""
         self.hook_counts.begin_step(pack_hook)
         self._in_step = True
         if self.hook_lock.may_ask_device():
@@ -254,18 +249,22 @@ class Executor:
 
     @uncompiled
     def end_step(self, *, completed: bool) -> StepKind | None:
-        """End a step: reclaim what is still on its way out, and learn from the step if it `completed`. Returns its kind; None
-        where the device could not be asked."""
+        """End a step: reclaim what is on its way out, and learn from it if it `completed`. Returns its kind; None: unknown."""
         recorder = self.recording.end()
         self.hook_counts.end_step(completed=completed)
-        if recorder is not None:
-            self.metrics.totals.oom_retries += recorder.oom_retries
+        self.metrics.totals.oom_retries += 0 if recorder is None else recorder.oom_retries
         if not self.hook_lock.may_ask_device():
             self._in_step = False
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
-    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+    def end_part(self) -> None:
+        """End a step that began without hooks and got them in its middle: nothing is learned of a part."""
+        self.hook_counts.saves = self.hook_counts.uses = 0
+        if self.hook_lock.may_ask_device():
+            self.hook_lock.run(self._settle, False)
+
+    def _settle(self, completed: bool) -> int:
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -273,8 +272,10 @@ class Executor:
         self.recomputing.end()
         self.parts.context.pool.take_back()
         self._in_step = False
-        growth_bytes = self._learn(completed=completed)
-        compute = self.device.current_stream()
+        return self._learn(completed=completed)
+
+    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
+        growth_bytes, compute = self._settle(completed), self.device.current_stream()
         kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
         self.metrics.end_step(kind, compute)
         return kind

@@ -17,6 +17,7 @@
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -265,6 +266,7 @@ PyObject* saved(Hooks* h, PyObject* argument) {
     number = (long long)at::sequence_number::peek();
     if (!READ(h, LIGHT, num_hooks, hook) || !READ(h, DIRECTOR, at_rest_until, until)) return nullptr;
     is_first = hook == 0 || FIELD(h, LIGHT, _thread) == Py_None;
+    if (is_first && torch::autograd::get_current_graph_task_id() != -1) return nullptr;  // a save in a backward
     if (!is_first && (hook >= until || !save_agrees(h, kind, t, hook, number))) return nullptr;
   }
   PyObject *epoch = FIELD(h, REGISTRY, epoch), *kept_by_reason = FIELD(h, TOTALS, kept_by_reason);

@@ -6,8 +6,9 @@
 //                                          // more than that is reserved, or others are on top of them, and nothing has changed
 //   switch.on()                            // True: they were off until now, and nothing was asked of the device meanwhile
 //
-// What the allocator has reserved it hands out without a word. So a step without hooks takes no more memory than there was when it
-// began, or has hooks from the operator on that wants more; what it saved before that stays on the device.
+// What the allocator has reserved it hands out without a word. So the forward of a step without hooks takes no more memory than there
+// was when it began, or has hooks from the operator on that wants more; what it saved before that stays on the device. A backward
+// is another matter: autograd's threads have the hooks that there were as it began. What saves in one keeps its hooks.
 //
 // The allocator calls under its own lock and as a rule without the GIL, so the hooks are moved, there and back: no reference is
 // counted.
@@ -19,6 +20,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Registry.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
 #include <cstdint>
@@ -59,7 +61,8 @@ thread_local std::shared_ptr<Switch> off_here;  // the one whose hooks are off o
 
 class Switch : public std::enable_shared_from_this<Switch> {
  public:
-  Switch(c10::DeviceIndex device, PyObject* save) : device_(device), save_(Py_NewRef(save), getPyInterpreter()) {}
+  // `save`: compared alone, as long as the object in Python lives that holds it.
+  Switch(c10::DeviceIndex device, const PyObject* save) : device_(device), save_(save) {}
   Switch(const Switch&) = delete;
 
   // Bytes allocated now and the most at once; nothing: the hooks are not taken off.
@@ -67,12 +70,12 @@ class Switch : public std::enable_shared_from_this<Switch> {
     if (off_here || taken_) return {};
     const auto& state = Stack::get_tls_state();
     if (state.stack.empty() || state.is_tracing || state.disabled_error_message) return {};
-    const auto* here = getPyInterpreter();
-    if (state.stack.top().first.ptr(here) != save_.ptr(here)) return {};  // others are on top of them
+    if (!are_mine(state.stack.top())) return {};  // others are on top of them
     const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device_);
     if (static_cast<size_t>(stats.reserved_bytes[0].current) > limit_bytes) return {};
     misses_before_ = misses;
     taken_.emplace(Stack::pop_hooks());
+    spare_.emplace(*taken_);
     below_ = state.stack.size();
     off_here = shared_from_this();
     return std::pair(stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak);
@@ -83,32 +86,39 @@ class Switch : public std::enable_shared_from_this<Switch> {
     if (off_here.get() != this) return false;
     const auto kept = std::exchange(off_here, nullptr);
     const bool were_off = taken_.has_value();
-    if (were_off) put_back();
+    put_back(were_off ? *taken_ : *spare_);
+    taken_.reset();
+    spare_.reset();
     return were_off && misses == misses_before_;
   }
 
-  // In the middle of an allocation on the thread that has them off.
+  // In the middle of an allocation on the thread that has them off. A backward there has a stack of its own, which goes with it.
   void on_again() {
-    if (taken_ && !Stack::get_tls_state().disabled_error_message) put_back();
+    if (!taken_ || Stack::get_tls_state().disabled_error_message || torch::autograd::get_current_graph_task_id() != -1) return;
+    put_back(*taken_);
+    taken_.reset();
   }
 
  private:
-  // Below whatever was entered meanwhile. Objects are moved alone.
-  void put_back() {
+  bool are_mine(const Hooks& hooks) const { return hooks.first.ptr(getPyInterpreter()) == save_; }
+
+  // Below whatever was entered meanwhile, unless they are there: whoever put another state of the thread back has them away again.
+  // Objects are moved alone.
+  void put_back(Hooks& hooks) {
     std::vector<Hooks> above;
     const auto& state = Stack::get_tls_state();
     const std::optional<std::string> disabled = state.disabled_error_message;
     if (disabled) Stack::enable();
     while (state.stack.size() > below_) above.push_back(Stack::pop_hooks());
-    Stack::push_hooks(std::move(taken_->first), std::move(taken_->second));
-    taken_.reset();
+    if (above.empty() || !are_mine(above.back())) Stack::push_hooks(std::move(hooks.first), std::move(hooks.second));
     for (; !above.empty(); above.pop_back()) Stack::push_hooks(std::move(above.back().first), std::move(above.back().second));
     if (disabled) Stack::disable(*disabled, false);
   }
 
   c10::DeviceIndex device_;
-  c10::SafePyObject save_;
-  std::optional<Hooks> taken_;
+  const PyObject* save_;
+  std::optional<Hooks> taken_;  // the hooks, while they are off
+  std::optional<Hooks> spare_;  // the same, until the step ends
   size_t below_ = 0;  // hooks on the stack beneath them
   size_t misses_before_ = 0;
 };
@@ -128,6 +138,7 @@ struct HooksInMalloc final : c10::FreeMemoryCallback {
 struct HookSwitch {
   PyObject_HEAD
   std::shared_ptr<Switch> it;
+  PyObject* save;
 };
 
 PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
@@ -139,11 +150,25 @@ PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* made = type->tp_alloc(type, 0);
   if (made == nullptr) return nullptr;
   new (&((HookSwitch*)made)->it) std::shared_ptr<Switch>(std::make_shared<Switch>(static_cast<c10::DeviceIndex>(device), save));
+  ((HookSwitch*)made)->save = Py_NewRef(save);
   return made;
+}
+
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(((HookSwitch*)self)->save);
+  return 0;
+}
+
+int clear(PyObject* self) {
+  Py_CLEAR(((HookSwitch*)self)->save);
+  return 0;
 }
 
 void free_switch(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear(self);
   ((HookSwitch*)self)->it.~shared_ptr();
   type->tp_free(self);
   Py_DECREF(type);
@@ -180,9 +205,14 @@ PyMethodDef methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {
-    {Py_tp_new, (void*)make}, {Py_tp_dealloc, (void*)free_switch}, {Py_tp_methods, (void*)methods}, {0, nullptr}};
+    {Py_tp_new, (void*)make},
+    {Py_tp_traverse, (void*)traverse},
+    {Py_tp_clear, (void*)clear},
+    {Py_tp_dealloc, (void*)free_switch},
+    {Py_tp_methods, (void*)methods},
+    {0, nullptr}};
 
-PyType_Spec spec = {"chameleon_mm_switch.HookSwitch", sizeof(HookSwitch), 0, Py_TPFLAGS_DEFAULT, slots};
+PyType_Spec spec = {"chameleon_mm_switch.HookSwitch", sizeof(HookSwitch), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, slots};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_switch", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 

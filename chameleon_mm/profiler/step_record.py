@@ -104,9 +104,13 @@ class StepRecord:
     boundaries: tuple[Boundary, ...] = ()
     """Boundaries of the phases, in the order of their hooks."""
     num_hooks: int = field(init=False)
+    saves_come_first: bool = field(init=False)
+    """Whether no save comes behind a use: one forward, one backward, and nothing that saves in it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_hooks", len(self.features))
+        is_use = [save != NOT_A_USE for save in self.save_of]
+        object.__setattr__(self, "saves_come_first", is_use == sorted(is_use))
         if len(self.features) != len(self.save_of):
             raise ValueError(
                 f"step record: expected a feature and a save_of for every hook, got {len(self.features)} features and "

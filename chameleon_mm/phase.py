@@ -25,7 +25,7 @@ class Phase(enum.Enum):
     OPEN = "open"
     """Inside `with session:`, between steps."""
     IN_STEP = "in step"
-    """Inside `with session.step():`. Ends with it, or with the session where an exception ends that first."""
+    """Inside `with session.step():`. A session that is left in a step ends the step first."""
     CLOSED = "closed"
     """After `with session:`. Graphs made inside stay valid; the report stays readable."""
 
@@ -52,7 +52,7 @@ class Lifecycle:
         self.phase = phase
 
     def begin_step(self) -> None:
-        """Enter a step, from between two."""
+        """From OPEN to IN_STEP."""
         if self.phase is not Phase.OPEN:
             self.expect_open("step")
         self.phase = Phase.IN_STEP
@@ -80,8 +80,8 @@ class Lifecycle:
 
 
 class StepContext(Generic[_Session]):
-    """Context of one step, which begins as it is entered: `begin(hooked)` returns what `with` gives, and `end(completed=...)`
-    is called as it is left, or dropped. A generator would do, for three calls more in every step."""
+    """Context of one step. It calls `begin(hooked)` on entry, which returns what `with` gives, and `end(completed=...)` on exit
+    or when it is garbage. A class, as a generator costs three calls more in each step."""
 
     __slots__ = ("_begin", "_end", "_hooked", "_is_entered")
 
@@ -94,8 +94,10 @@ class StepContext(Generic[_Session]):
         return session
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._is_entered = False
-        self._end(completed=kind is None)
+        try:
+            self._end(completed=kind is None)
+        finally:
+            self._is_entered = False
 
     def __del__(self) -> None:
         if self._is_entered:

@@ -360,9 +360,9 @@ class SwapSession:
         try:
             hbm_budget_bytes = self.hbm_budget_bytes if self._runner is None else self._budget_now()
             timed = self._history.begin(hbm_budget_bytes)
-            if hooked or self._history.running is None or not self._unhooked.begin(hbm_budget_bytes):
+            if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
                 self._model_swap.begin_step()
-                self._executor.begin_step(timed=timed or self._unhooked.samples, pack_hook=self._save)
+                self._executor.begin_step(timed=timed or self._unhooked.is_sample, pack_hook=self._save)
         except BaseException:
             self._end_step(completed=False)
             raise

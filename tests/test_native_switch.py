@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chameleon_mm as cm
 from chameleon_mm.device.cuda import CudaDevice
-from chameleon_mm.executor.unhooked_steps import MOST_UNHOOKED, RESERVED_PART, STEPS_BEFORE
+from chameleon_mm.executor.unhooked_steps import MOST_UNHOOKED, RESERVED_DIVISOR, STEPS_BEFORE
 from chameleon_mm.profiler.dispatch_state import saved_tensor_hooks_on_top
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.step_figures import StepFigures
@@ -183,7 +183,7 @@ def test_one_within_what_the_allocator_has_is_not_noticed_and_takes_no_more() ->
     seen, told = trained(rows)
     assert differences(trained_plainly(rows), seen) == []
     assert kinds(told)[AT_FIRST + 4] == WITHOUT
-    assert max(figures.peak_hbm_bytes for figures in told) <= BUDGET // RESERVED_PART
+    assert max(figures.peak_hbm_bytes for figures in told) <= BUDGET // RESERVED_DIVISOR
 
 
 def test_a_miss_in_a_backward_on_the_training_thread_takes_no_hooks_with_it() -> None:
@@ -272,9 +272,10 @@ class Interrupted:
         self._interrupt("off")
         return found
 
-    def on(self) -> bool:
+    def on(self) -> bool | None:
         self._interrupt("on")
-        return bool(self._real.on())
+        found: bool | None = self._real.on()
+        return found
 
     def _interrupt(self, where: str) -> None:
         if where == self._where:
@@ -282,8 +283,9 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("where", ["off", "on"])
-def test_an_interrupt_leaves_no_step_without_hooks_behind(where: str) -> None:
+def test_an_interrupt_leaves_no_step_without_hooks_behind(where: str, hooked: bool) -> None:
     training, told = Training(), list[StepFigures]()
     with (session := in_session(told)).pool, session:
         bring(session, training)
@@ -291,8 +293,12 @@ def test_an_interrupt_leaves_no_step_without_hooks_behind(where: str) -> None:
         with pytest.raises(KeyboardInterrupt), session.step():
             training.step(FEW)
         training.optimizer.zero_grad()
-        with session.step():
+        with session.step(hooked=hooked):
+            within = saved_tensor_hooks_on_top()
             training.step(FEW)
+        # One that was interrupted as it ended was over: the next one may do without again.
+        assert kinds(told)[-1] == (StepKind.UNHOOKED if where == "on" and not hooked else StepKind.PLANNED).value
+        assert (within is None) == (kinds(told)[-1] == WITHOUT)
         assert (top := saved_tensor_hooks_on_top()) is not None
         assert top[0] is session._save
     assert saved_tensor_hooks_on_top() is None
@@ -416,6 +422,25 @@ def test_a_step_on_a_thread_without_the_hooks_is_an_ordinary_one() -> None:
     assert kinds(told)[-1] != WITHOUT
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_that_ends_on_another_thread_leaves_its_hooks_for_the_next(hooked: bool) -> None:
+    training, told = Training(), list[StepFigures]()
+    with (session := in_session(told)).pool, session:
+        bring(session, training)
+        step = session.step()
+        step.__enter__()
+        training.step(FEW)
+        thread = threading.Thread(target=step.__exit__, args=(None, None, None))
+        thread.start()
+        thread.join()
+        with session.step(hooked=hooked):
+            assert (top := saved_tensor_hooks_on_top()) is not None
+            assert top[0] is session._save
+            training.step(FEW)
+        assert kinds(told)[-1] == StepKind.PLANNED.value
+    assert saved_tensor_hooks_on_top() is None
+
+
 # --- what else decides
 
 
@@ -423,7 +448,7 @@ def test_a_budget_that_leaves_less_room_brings_the_hooks_back() -> None:
     training, told = Training(), list[StepFigures]()
     with (session := in_session(told)).pool, session:
         bring(session, training)
-        session.hbm_budget = RESERVED_PART * torch.cuda.memory_reserved() - 1
+        session.hbm_budget = RESERVED_DIVISOR * torch.cuda.memory_reserved() - 1
         for _ in range(AT_FIRST + 4):
             with session.step():
                 training.step(FEW)
@@ -520,7 +545,7 @@ def test_a_switch_of_other_hooks_does_nothing(switch: ModuleType) -> None:
 
     mine = switch.HookSwitch(torch.cuda.current_device(), save)
     assert not mine.off(1 << 60)
-    assert not mine.on()
+    assert mine.on() is None
     with saved_tensors_hooks(save, save):
         assert not mine.off(0)  # something is reserved
         with saved_tensors_hooks(lambda t: t, save):
@@ -531,7 +556,7 @@ def test_a_switch_of_other_hooks_does_nothing(switch: ModuleType) -> None:
         assert not switch.HookSwitch(torch.cuda.current_device(), save).off(1 << 60)
         assert not mine.off(1 << 60)
         assert mine.on()
-        assert not mine.on()
+        assert mine.on() is None
         assert (top := saved_tensor_hooks_on_top()) is not None
         assert top[0] is save
 

@@ -32,9 +32,10 @@ class HookSwitch(Protocol):
         nothing changed: others are on top of them, or the allocator has reserved more than `limit_bytes`. Where it is about to
         reserve more than it has, they are put back at once, in the middle of the operator."""
 
-    def on(self) -> bool:
-        """Put them back, on the thread that they were taken from; on another one it does nothing. Returns whether they were off
-        all the time, and nobody made the allocator look for more than it has."""
+    def on(self) -> bool | None:
+        """Put them back, on the thread that they were taken from. Returns whether they were off all the time, and nobody made
+        the allocator look for more than it has; None, with nothing done: they are not off on this thread, or it runs a
+        backward."""
 
 
 @runtime_checkable

@@ -2,13 +2,15 @@
 // where torch's caching allocator finds no block and is about to ask the device for more.
 //
 //   switch = HookSwitch(device, save)      // the hook of a save, as autograd has it
-//   now, peak = switch.off(limit_bytes)    // both are off on this thread: bytes allocated now, and the most at once. Or None:
-//                                          // more than that is reserved, or others are on top of them, and nothing has changed
-//   switch.on()                            // True: they were off until now, and nothing was asked of the device meanwhile
+//   now, peak = switch.off(limit_bytes)    // both are off on this thread: bytes allocated now, and the allocator's peak. Or None,
+//                                          // with nothing changed: more than that is reserved, others are on top of them, this
+//                                          // thread has none of them, is tracing, or has hooks disabled
+//   switch.on()                            // True: they were off until now, and nothing was asked of the device meanwhile. None:
+//                                          // not here, or not now: in a backward, or on another thread
 //
-// What the allocator has reserved it hands out without a word. So the forward of a step without hooks takes no more memory than there
-// was when it began, or has hooks from the operator on that wants more; what it saved before that stays on the device. A backward
-// is another matter: autograd's threads have the hooks that there were as it began. What saves in one keeps its hooks.
+// Memory that is already reserved is handed out without a callback. So a forward without hooks uses that alone, or gets its hooks
+// back at the operator that needs more; what it saved before stays on the device. Autograd's threads copy the hooks as a backward
+// begins, and nothing is put back there: steps that save in a backward keep their hooks.
 //
 // The allocator calls under its own lock and as a rule without the GIL, so the hooks are moved, there and back: no reference is
 // counted.
@@ -61,7 +63,7 @@ thread_local std::shared_ptr<Switch> off_here;  // the one whose hooks are off o
 
 class Switch : public std::enable_shared_from_this<Switch> {
  public:
-  // `save`: compared alone, as long as the object in Python lives that holds it.
+  // `save`: only compared, never dereferenced.
   Switch(c10::DeviceIndex device, const PyObject* save) : device_(device), save_(save) {}
   Switch(const Switch&) = delete;
 
@@ -74,6 +76,7 @@ class Switch : public std::enable_shared_from_this<Switch> {
     const auto stats = c10::getDeviceAllocator(c10::DeviceType::CUDA)->getDeviceStats(device_);
     if (static_cast<size_t>(stats.reserved_bytes[0].current) > limit_bytes) return {};
     misses_before_ = misses;
+    off_ = true;
     taken_.emplace(Stack::pop_hooks());
     spare_.emplace(*taken_);
     below_ = state.stack.size();
@@ -81,11 +84,11 @@ class Switch : public std::enable_shared_from_this<Switch> {
     return std::pair(stats.allocated_bytes[0].current, stats.allocated_bytes[0].peak);
   }
 
-  // On another thread it changes nothing and returns False: the hooks are put back by the first call where they were taken.
-  bool on() {
-    if (off_here.get() != this) return false;
-    const auto kept = std::exchange(off_here, nullptr);
-    const bool were_off = taken_.has_value();
+  // Nothing: they are not off on this thread, or a backward runs on it, whose stack of hooks is its own.
+  std::optional<bool> on() {
+    if (off_here.get() != this || torch::autograd::get_current_graph_task_id() != -1) return {};
+    const auto stored = std::exchange(off_here, nullptr);
+    const bool were_off = std::exchange(off_, false);
     put_back(were_off ? *taken_ : *spare_);
     taken_.reset();
     spare_.reset();
@@ -94,16 +97,16 @@ class Switch : public std::enable_shared_from_this<Switch> {
 
   // In the middle of an allocation on the thread that has them off. A backward there has a stack of its own, which goes with it.
   void on_again() {
-    if (!taken_ || Stack::get_tls_state().disabled_error_message || torch::autograd::get_current_graph_task_id() != -1) return;
+    if (!off_ || Stack::get_tls_state().disabled_error_message || torch::autograd::get_current_graph_task_id() != -1) return;
     put_back(*taken_);
-    taken_.reset();
+    off_ = false;
   }
 
  private:
   bool are_mine(const Hooks& hooks) const { return hooks.first.ptr(getPyInterpreter()) == save_; }
 
-  // Below whatever was entered meanwhile, unless they are there: whoever put another state of the thread back has them away again.
-  // Objects are moved alone.
+  // Inserts the hooks below those entered since, unless they are there: restoring an older state of the thread may have removed
+  // them again. Moves references only, so it may run without the GIL.
   void put_back(Hooks& hooks) {
     std::vector<Hooks> above;
     const auto& state = Stack::get_tls_state();
@@ -117,8 +120,9 @@ class Switch : public std::enable_shared_from_this<Switch> {
 
   c10::DeviceIndex device_;
   const PyObject* save_;
-  std::optional<Hooks> taken_;  // the hooks, while they are off
-  std::optional<Hooks> spare_;  // the same, until the step ends
+  bool off_ = false;
+  std::optional<Hooks> taken_;  // the hooks, moved back where they come back
+  std::optional<Hooks> spare_;  // the same once more, until the step ends
   size_t below_ = 0;  // hooks on the stack beneath them
   size_t misses_before_ = 0;
 };
@@ -196,12 +200,15 @@ PyObject* off(PyObject* self, PyObject* limit_bytes) {
 }
 
 PyObject* on(PyObject* self, PyObject*) {
-  return result_of([&] { return PyBool_FromLong(((HookSwitch*)self)->it->on()); });
+  return result_of([&] {
+    const auto were_off = ((HookSwitch*)self)->it->on();
+    return were_off ? PyBool_FromLong(*were_off) : Py_NewRef(Py_None);
+  });
 }
 
 PyMethodDef methods[] = {
-    {"off", off, METH_O, "Take the hooks off the calling thread, if no more than that is reserved. Returns bytes allocated now and at most, or None."},
-    {"on", on, METH_NOARGS, "Put them back. Returns whether they were off until now, and the allocator had all that was asked of it."},
+    {"off", off, METH_O, "Take the hooks off this thread, if at most that many bytes are reserved. Returns bytes allocated, and peak."},
+    {"on", on, METH_NOARGS, "Put them back. Returns whether they were off until now and the allocator did not grow; None: not here."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot slots[] = {
@@ -220,10 +227,14 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "chameleon_mm_switch", nullptr,
 
 PyMODINIT_FUNC PyInit_chameleon_mm_switch() {
 #ifdef WITH_CUDA
-  // Another build of this source in the same process has a name of its own.
-  c10::FreeCudaMemoryCallbacksRegistry()->Register(
-      "chameleon_mm switch " + std::to_string(reinterpret_cast<uintptr_t>(&misses)),
-      [] { return std::unique_ptr<c10::FreeMemoryCallback>(new HooksInMalloc); });
+  // Once: a name that is registered twice ends the process. Another build of this source in the same process has its own.
+  static const bool registered = [] {
+    c10::FreeCudaMemoryCallbacksRegistry()->Register(
+        "chameleon_mm switch " + std::to_string(reinterpret_cast<uintptr_t>(&misses)),
+        [] { return std::unique_ptr<c10::FreeMemoryCallback>(new HooksInMalloc); });
+    return true;
+  }();
+  (void)registered;
 #endif
   PyObject *module = PyModule_Create(&definition), *type = PyType_FromSpec(&spec);
   if (module == nullptr || type == nullptr || PyModule_AddObject(module, "HookSwitch", type) != 0) {

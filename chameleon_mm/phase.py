@@ -6,13 +6,8 @@ NEW --enter--> OPEN --step--> IN_STEP --end--> OPEN ... --leave--> CLOSED
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from types import TracebackType
-from typing import Generic, TypeVar
 
 from chameleon_mm.errors import SessionClosedError
-
-_Session = TypeVar("_Session")
 
 
 class Phase(enum.Enum):
@@ -77,28 +72,3 @@ class Lifecycle:
                 f"{what}: expected to be set between steps of an open session, got one that is {self.phase.value}; set it "
                 f"after the step"
             )
-
-
-class StepContext(Generic[_Session]):
-    """Context of one step. It calls `begin(hooked)` on entry, which returns what `with` gives, and `end(completed=...)` on exit
-    or when it is garbage. A class, as a generator costs three calls more in each step."""
-
-    __slots__ = ("_begin", "_end", "_hooked", "_is_entered")
-
-    def __init__(self, begin: Callable[[bool], _Session], end: Callable[..., None], hooked: bool) -> None:
-        self._begin, self._end, self._hooked, self._is_entered = begin, end, hooked, False
-
-    def __enter__(self) -> _Session:
-        session = self._begin(self._hooked)
-        self._is_entered = True
-        return session
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self._end(completed=kind is None)
-        finally:
-            self._is_entered = False
-
-    def __del__(self) -> None:
-        if self._is_entered:
-            self._end(completed=False)

@@ -15,8 +15,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
@@ -32,7 +32,7 @@ from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
 from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
-from chameleon_mm.phase import Lifecycle, Phase, StepContext
+from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.progress import Progress
@@ -198,13 +198,21 @@ class SwapSession:
                 _log.warning("chameleon_mm: %s", problem)
             self._executor.raise_late_error()
 
-    def step(self, *, hooked: bool = False) -> StepContext[SwapSession]:
+    @contextmanager
+    def step(self, *, hooked: bool = False) -> Iterator[SwapSession]:
         """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step.
 
         Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
         built; `hooked`: this one has them.
         """
-        return StepContext(self._begin_step, self._end_step, hooked)
+        self._life.begin_step()
+        completed = False
+        try:
+            self._begin_step(hooked=hooked)
+            yield self
+            completed = True
+        finally:
+            self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
         """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
@@ -355,18 +363,12 @@ class SwapSession:
             raise ValueError(f"audit_every: expected 0 or more steps, got {steps}; 1 audits every step, 0 none")
         self._executor.recomputing.audits.every = steps
 
-    def _begin_step(self, hooked: bool) -> SwapSession:
-        self._life.begin_step()
-        try:
-            hbm_budget_bytes = self.hbm_budget_bytes if self._runner is None else self._budget_now()
-            timed = self._history.begin(hbm_budget_bytes)
-            if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
-                self._model_swap.begin_step()
-                self._executor.begin_step(timed=timed or self._unhooked.is_sample, pack_hook=self._save)
-        except BaseException:
-            self._end_step(completed=False)
-            raise
-        return self
+    def _begin_step(self, *, hooked: bool) -> None:
+        hbm_budget_bytes = self.hbm_budget_bytes if self._runner is None else self._budget_now()
+        timed = self._history.begin(hbm_budget_bytes)
+        if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
+            self._model_swap.begin_step()
+            self._executor.begin_step(timed=timed or self._unhooked.is_sample, pack_hook=self._save)
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""

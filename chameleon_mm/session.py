@@ -364,7 +364,7 @@ class SwapSession:
         self._executor.recomputing.audits.every = steps
 
     def _begin_step(self, *, hooked: bool) -> None:
-        hbm_budget_bytes = self.hbm_budget_bytes if self._runner is None else self._budget_now()
+        hbm_budget_bytes = self._budget_now()
         timed = self._history.begin(hbm_budget_bytes)
         if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
             self._model_swap.begin_step()
@@ -374,7 +374,7 @@ class SwapSession:
         """End the running step, once: at its own end, or at the session's where that comes first."""
         if self._life.phase is Phase.IN_STEP:
             self._history.completed += completed
-            self._life.phase = Phase.OPEN
+            self._life.to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
                 if self._unhooked.running:
                     kind: StepKind | None = self._unhooked.end(completed=completed)

@@ -93,8 +93,7 @@ class StepHistory:
         totals, budget = self._metrics.totals, self._executor.budget
         self.running = None
         if self._executor.hook_lock.may_ask_device():
-            if self._pending:
-                self._settle()
+            self._settle()
             self._pool.recent_peak_bytes()
             self._seen_bytes = max(self._seen_bytes, budget.peak_seen_bytes)
             budget.peak_seen_bytes, budget.peak_at_begin_bytes = 0, None
@@ -116,7 +115,7 @@ class StepHistory:
         before_bytes, after_bytes = budget.peak_at_begin_bytes, self._watch.last_bytes
         fields = (
             index,
-            kind._value_,  # `value` is two calls in Python
+            kind.value,
             self._device.simulated,
             None,
             self._device.host_us - began_us,
@@ -129,11 +128,8 @@ class StepHistory:
             None,
             None,
         )
-        if sums is None and not self._pending:  # as a rule
-            self._tell(fields)
-        else:
-            self._pending.append((fields, sums))
-            self._settle()
+        self._pending.append((fields, sums))
+        self._settle()
 
     def close(self, *, wait: bool) -> None:
         """Tell all that is not told yet. `wait`: where somebody listens, first wait for the device, so that it is complete."""
@@ -156,12 +152,10 @@ class StepHistory:
         while pending and (
             all_of_them or len(pending) > MAX_PENDING or (sums := pending[0][1]) is None or self._metrics.is_complete(sums)
         ):
-            self._tell(self._with_times(*pending.popleft()))
-
-    def _tell(self, fields: _Fields) -> None:
-        self._figures.append(fields)
-        if self._progress.is_listened_to:
-            self._progress.tell(StepFigures.from_tuple(fields))
+            fields = self._with_times(*pending.popleft())
+            self._figures.append(fields)
+            if self._progress.is_listened_to:
+                self._progress.tell(StepFigures.from_tuple(fields))
 
     def _with_times(self, fields: _Fields, sums: StepSums | None) -> _Fields:
         """The fields with the step's times, where those are complete."""

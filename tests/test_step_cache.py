@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chameleon_mm.adaptive.step_cache import _SURE_RUN, CONTEXTS_PER_STEP, StepCache
+from chameleon_mm.adaptive.step_cache import CONTEXTS_PER_STEP, StepCache
 from chameleon_mm.profiler.step_record import NOT_A_USE, StepRecord
 
 
@@ -184,19 +184,6 @@ def test_what_followed_a_step_that_is_gone_is_not_guessed() -> None:
     run(cache, "aa")
     cache.put(step("bb"), "bb")
     assert run(cache, "bb")[0] == "bb"
-
-
-@given(st.lists(st.tuples(st.sampled_from(["ab", "ac", "ad"]), st.integers(1, 12)), max_size=12))
-def test_a_long_run_is_learned_in_fewer_words_and_not_otherwise(runs: list[tuple[str, int]]) -> None:
-    sequence = [text for text, times in runs for _ in range(times)]
-    told: list[object] = []
-    for sure_run in (_SURE_RUN, 1 << 30):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("chameleon_mm.adaptive.step_cache._SURE_RUN", sure_run)
-            cache = knowing("ab", "ac", "ad")
-            expected = [run(cache, text) for text in sequence]
-            told.append((expected, list(cache._followed_by.items()), cache._runs_ended, cache._before, cache._run))
-    assert told[0] == told[1]
 
 
 def test_what_followed_what_is_bounded() -> None:

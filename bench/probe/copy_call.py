@@ -1,4 +1,4 @@
-"""What the driver's own copy call takes of the host: the part of a hook that no library saves.
+"""Host time of the driver's own copy call: the part of a hook that no library saves.
 
     out_us, back_us = copy_call_us(index, nbytes)      # one cudaMemcpyAsync to pinned memory, and one from it
 

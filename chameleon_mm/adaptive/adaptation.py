@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
 from chameleon_mm.adaptive.budgets import Budgets
@@ -69,9 +69,8 @@ class Adaptation:
     """Records steps, makes plans for them and chooses among the plans. Not thread-safe: the executor holds its lock.
 
     `slack_bytes` is the device's `block_slack_bytes`; `make_recorder` makes one for the step that begins; `link_cost` says what
-    is known of the link, `host_budget` how much pinned memory there may be; `replayable` has the
-    base names of the operators that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes`
-    moves.
+    is known of the link, `host_budget` how much pinned memory there may be; `replayable` has the base names of the operators
+    that may run again, and nothing is recomputed where it is empty. No storage below `min_bytes` moves.
     """
 
     def __init__(
@@ -178,8 +177,7 @@ class Adaptation:
     def begin_step(self, compute: Stream) -> Recorder | None:
         """Begin a step. Returns the recorder for it, or None where no trace is needed. Has the step timed where a plan is on
         trial."""
-        if self._measuring:
-            self._learn_times()
+        self._learn_times()
         self._began_us = self._metrics.host_us()
         expected = self.steps.begin_step()
         planned = None if expected is None else expected.plan
@@ -196,16 +194,13 @@ class Adaptation:
         cached step does. A sequence that is never expected, such as an evaluation now and then, is only recorded so."""
         if expected is None:
             return True
-        if len(self._unused) >= UNUSED_RECORDINGS and not self._recording_is_rare():
+        is_rare = self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
+        if len(self._unused) >= UNUSED_RECORDINGS and not is_rare:
             return False
-        if expected.plan is None and self.wants_trace(expected):
+        if self.wants_trace(expected):
             return True
-        if self._wasted_hooks > WASTED_SHARE * self._hooks:
-            return False
-        return any(map(self.wants_trace, [entry for entry in self.steps.entries() if entry.plan is None]))
-
-    def _recording_is_rare(self) -> bool:
-        return self._num_recorded < RECORDED_SHARE * self._num_steps or self._recorded_us < RECORDED_SHARE * self._steps_us
+        wasted = self._wasted_hooks > WASTED_SHARE * self._hooks
+        return not wasted and any(map(self.wants_trace, self.steps.entries()))
 
     def wants_trace(self, entry: StepEntry) -> bool:
         """Whether a trace of this cached step is missing."""
@@ -339,9 +334,8 @@ class Adaptation:
         """Whether the step's plans have to be made again, as its first hook finds that many bytes more on the device than its
         trace has."""
         more_bytes = extra_bytes - planned.extra.extra_bytes
-        if more_bytes <= 0 or planned.current is None:
-            return False
-        if planned.current.schedule.plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
+        plan = None if planned.current is None else planned.current.schedule.plan
+        if plan is None or more_bytes <= 0 or plan.peak_bytes + more_bytes <= self._hbm_budget_bytes:
             return False  # a scalar that the loop keeps of every step: what the plan leaves free is for it
         planned.reset_for(planned.extra | ExtraMemory(extra_bytes=extra_bytes))
         self._add_plans(planned)
@@ -389,10 +383,7 @@ class Adaptation:
         self.phase = phase
 
 
-def any_recomputes(entries: Iterable[StepEntry]) -> bool:
-    """Whether the plan that would be followed of any of these cached steps makes something again."""
-    for entry in entries:
-        current = None if entry.plan is None else entry.plan.current
-        if current is not None and current.recompute is not None:
-            return True
-    return False
+def recomputes(entry: StepEntry) -> bool:
+    """Whether the plan of a cached step that would be followed makes something again."""
+    current = None if entry.plan is None else entry.plan.current
+    return current is not None and current.recompute is not None

@@ -43,6 +43,3 @@ class ExtraMemory:
         if extra_bytes:
             trace = with_extra(trace, extra_bytes)
         return with_spikes(trace, self.spikes) if self.spikes else trace
-
-
-NO_EXTRA = ExtraMemory()

@@ -16,7 +16,8 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, any_recomputes
+from chameleon_mm.adaptive.adaptation import Adaptation, StepEntry, Steps, recomputes
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.followed_step import FollowedStep
 from chameleon_mm.adaptive.hook_schedule import BEHIND_ALL, NO_ACTIONS, HookSchedule, ScheduleCursor
 from chameleon_mm.adaptive.matching import Matcher
@@ -52,9 +53,9 @@ class PlanFollower(Director):
 
     __slots__ = (
         "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
-        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory",
-        "_plan_forecast", "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps",
-        "_storages", "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
+        "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
+        "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
+        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -91,20 +92,19 @@ class PlanFollower(Director):
             self._diverged = True
         else:
             self._follow(self.adaptation.steps.current, budget)
-            self._may_recompute = any_recomputes(self.adaptation.steps.entries())
+            self._may_recompute = any(map(recomputes, self.adaptation.steps.entries()))
         return recorder
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
         self.moves_nothing = self._planned is not None and self._planned.moves_nothing
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
-        whole = self._recorder is not None
         step = FollowedStep(
             record=self.light.end_step(),
             followed=self.followed,
-            whole=whole,
-            recorded_hooks=num_hooks if whole else self._recorded_hooks,
-            extra=self._memory.extra,
+            whole=self._recorder is not None,
+            recorded_hooks=self._recorded_hooks if self._recorder is None else num_hooks,
+            extra=ExtraMemory(extra_bytes=self._memory.extra_bytes, spikes=self._memory.spikes),
             unused=self._memory.unused,
             exceeded_plan=self._memory.exceeded_plan,
             had_plan=self._had_plan,
@@ -266,7 +266,7 @@ class PlanFollower(Director):
                 self._first_bytes = budget.allocated_bytes()
             if hook == 0 or another:
                 self._compare_memory(budget)
-            self._may_recompute = self._may_recompute and any_recomputes(steps.agreeing())
+            self._may_recompute = self._may_recompute and any(map(recomputes, steps.agreeing()))
             if self._recorder is not None and not any(map(self.adaptation.wants_trace, steps.agreeing())):
                 self._recorder.stop()  # whatever it turns out to be needs no trace
                 self._recorder, self._recorded_hooks = None, hook + 1
@@ -297,7 +297,7 @@ class PlanFollower(Director):
         if self._planned is None:
             return
         extra_bytes = max(0, self._first_bytes - self._planned.first_hook_bytes)
-        if extra_bytes > self._planned.extra.extra_bytes and self.adaptation.needs_more(self._planned, extra_bytes):
+        if self.adaptation.needs_more(self._planned, extra_bytes):
             self._follow(self._entry, budget)
         self._memory.extra_bytes = extra_bytes
 
@@ -335,10 +335,10 @@ class PlanFollower(Director):
             self.adaptation.plan_entry(entry)
             self.light.follow(entry.record)
         self._planned = planned = None if entry is None else entry.plan
-        self.followed = followed = None if planned is None else planned.current
-        self._schedule = None if followed is None else followed.schedule
-        if planned is not None and followed is not None and followed.recompute is not None:
-            followed.recompute.is_on_trial = not planned.is_decided
+        self.followed = None if planned is None else planned.current
+        self._schedule = None if self.followed is None else self.followed.schedule
+        if planned is not None and self.recompute is not None:
+            self.recompute.is_on_trial = not planned.is_decided
         self._matcher = None if planned is None or self.followed is None else planned.matcher
         self._cursor = None if self._schedule is None else self._schedule.begin_step()
         self._storages = {}

@@ -8,8 +8,6 @@ import enum
 class PlanPhase(enum.Enum):
     """Phases of a session: whether the step that is expected has a plan."""
 
-    __hash__ = object.__hash__  # each member is one object; Enum's own hash is a call in Python, several times in each step
-
     PROFILE = "profile"
     """The expected step has no plan. Begins with the first step; ends when that step has a plan."""
     PLAN = "plan"

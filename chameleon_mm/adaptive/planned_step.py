@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chameleon_mm.adaptive.budgets import Budgets
-from chameleon_mm.adaptive.extra_memory import NO_EXTRA, ExtraMemory
+from chameleon_mm.adaptive.extra_memory import ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.matching import Matcher
 from chameleon_mm.adaptive.plan_trial import PlanTrial
@@ -56,6 +56,8 @@ RECENT_STEPS = 16
 LINK_OFF = 0.1
 """Share by which a measured rate of the link must have moved before plans are made for the new one."""
 
+
+_NO_EXTRA = ExtraMemory()
 
 OTHER_BUDGETS = 4
 """Pairs of budgets other than the one of now whose plans a step keeps."""
@@ -110,7 +112,7 @@ class PlannedStep:
         self._unused: deque[Mapping[tuple[int, int], int]] = deque(maxlen=RECENT_STEPS)
         self._same_unused = 0
         """Number of latest steps whose `unused` was that of the step before."""
-        self.reset_for(NO_EXTRA)
+        self.reset_for(ExtraMemory())
 
     @cached_property
     def matcher(self) -> Matcher:
@@ -134,7 +136,6 @@ class PlannedStep:
         self.lag_us: dict[int, float] = {}
         """How much later than predicted each storage's copy out is done, by storage."""
         self._nothing_better = False
-        self._choose()
 
     def correct_times(self) -> None:
         """Scale the trace's operator times to what was measured. Forgets the plans made before."""
@@ -160,7 +161,6 @@ class PlannedStep:
             self._forget_plans()
         else:
             self.trials, self.lead_us, self.lag_us, self._nothing_better, self.link = kept
-            self._choose()
 
     # --- what may be made again
 
@@ -182,22 +182,21 @@ class PlannedStep:
 
     # --- plans
 
-    def _choose(self) -> None:
-        """Choose the plan to follow, as its times or the plans have changed: every step asks several times."""
-        on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES] if len(self.trials) > 1 else []
-        self.is_decided = not on_trial
-        """Whether no plan is on trial any more."""
-        self.current: PlanTrial | None = None
-        if self.trials:
-            self.current = on_trial[0] if on_trial else min(self.trials, key=lambda trial: trial.step_us)
+    @property
+    def current(self) -> PlanTrial | None:
         """The plan to follow: the first that was not tried enough, else the fastest. None: no plan is within the budget, and
         the default rule applies."""
+        on_trial = [trial for trial in self.trials if len(trial.times_us) < SAMPLES]
+        if on_trial and len(self.trials) > 1:
+            return on_trial[0]
+        return min(self.trials, key=lambda trial: trial.step_us, default=None)
 
     @property
     def moves_nothing(self) -> bool:
         """Whether the plan to follow moves and drops nothing, none is on trial, and nothing is saved behind the first use."""
-        moves = self.current is None or self.current.schedule.plan.actions
-        return self.is_decided and not moves and self.record.saves_come_first
+        current = self.current
+        nothing = self.is_decided and current is not None and not current.schedule.plan.actions
+        return nothing and self.record.saves_come_first
 
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""
@@ -212,6 +211,11 @@ class PlannedStep:
         kept = movable - swapped - recomputed
         return {"kept": kept, "swapped": swapped, "recomputed": recomputed, "held": sum(held.values())}
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether no plan is on trial any more."""
+        return len(self.trials) < 2 or all(len(trial.times_us) >= SAMPLES for trial in self.trials)
+
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
         self.link = link
@@ -222,7 +226,6 @@ class PlannedStep:
         for plan in new:
             schedule = HookSchedule.of(self.trace, plan)
             self.trials.append(PlanTrial(schedule, *_stalls(self.trace, plan, link), self._recompute_plan(schedule)))
-        self._choose()
 
     def _recompute_plan(self, schedule: HookSchedule) -> RecomputePlan | None:
         dropped = schedule.plan.recomputed
@@ -249,7 +252,6 @@ class PlannedStep:
             times.append(us)
             del times[:-SAMPLES]
         trial.time = time
-        self._choose()
 
     @property
     def chooses_by_link(self) -> bool:
@@ -337,7 +339,7 @@ class PlannedStep:
         """Note the extra memory of a step like this one. Returns what to plan for, the most that the latest steps took, where
         that is less than now by more than `spare_bytes`."""
         self._recent.append(extra)
-        if self.extra is NO_EXTRA or len(self._recent) < RECENT_STEPS or not self.extra.exceeds(NO_EXTRA, spare_bytes):
+        if len(self._recent) < RECENT_STEPS or not self.extra.exceeds(_NO_EXTRA, spare_bytes):
             return None
         most = ExtraMemory.most_of(self._recent)
         return most if self.extra.exceeds(most, spare_bytes) else None

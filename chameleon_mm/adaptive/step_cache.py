@@ -33,9 +33,6 @@ are past."""
 
 _SHORTEST_RUN = 3
 
-_SURE_RUN = 6
-"""Repetitions of a step after which one more teaches nothing: each of its contexts was noted three times or more."""
-
 _Context = tuple[int, ...]
 
 
@@ -177,7 +174,7 @@ class StepCache(Generic[_Plan]):
         Also for a step of which not every hook was given to `follow`.
         """
         entry = self._entries.get(record.fingerprint)
-        if entry is not None and entry.record is not record and entry.record.features != record.features:
+        if entry is not None and entry.record.features != record.features:
             entry = None
         if entry is not None:
             self._entries.move_to_end(record.fingerprint)
@@ -193,11 +190,9 @@ class StepCache(Generic[_Plan]):
     # --- what follows what
 
     def _expected(self) -> CachedStep[_Plan] | None:
-        before, run_ended = self._before, self._runs_ended.get(self._run_so_far) if self._runs_ended else None
-        if run_ended is None and self._run >= _SURE_RUN and (again := self._entries.get(before[-1])) is not None:
-            return again
+        run_ended = self._runs_ended.get(self._run_so_far)
         followers = [run_ended if run_ended is not None and run_ended[1] else None]
-        followers += [self._followed_by.get(before[start:]) for start in range(len(before))]  # the last two, the last one
+        followers += map(self._followed_by.get, _contexts(self._before))
         for follower in followers:
             entry = None if follower is None else self._entries.get(follower[0])
             if entry is not None:
@@ -213,11 +208,8 @@ class StepCache(Generic[_Plan]):
         # Shorter runs are contexts of two steps; one that goes on is worth keeping where one as long ended before.
         if self._run >= _SHORTEST_RUN and (not goes_on or self._run_so_far in self._runs_ended):
             self._note(self._runs_ended, self._run_so_far, fingerprint, once_is_enough=False)
-        if goes_on and self._run >= _SURE_RUN:
-            self._run += 1
-            return
-        for start in range(len(self._before)):
-            self._note(self._followed_by, self._before[start:], fingerprint, once_is_enough=True)
+        for context in _contexts(self._before):
+            self._note(self._followed_by, context, fingerprint, once_is_enough=True)
         self._run = self._run + 1 if goes_on else 1
         self._before = (*self._before, fingerprint)[-2:]
 
@@ -239,6 +231,11 @@ class StepCache(Generic[_Plan]):
         if self._entries.pop(fingerprint, None) is not None:
             for other in self._entries.values():
                 del other.common[fingerprint]
+
+
+def _contexts(before: _Context) -> list[_Context]:
+    """Contexts from which the next step may be expected: the last two steps, then the last one alone."""
+    return [before[start:] for start in range(len(before))]
 
 
 def _common(one: StepRecord, other: StepRecord) -> int:

@@ -5,7 +5,6 @@ if memory.differs(more_bytes, since, hook, planned, schedule, budget): ...   # t
 
 from __future__ import annotations
 
-from chameleon_mm.adaptive.extra_memory import NO_EXTRA, ExtraMemory
 from chameleon_mm.adaptive.hook_schedule import HookSchedule
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.executor.budget import Budget
@@ -23,13 +22,6 @@ class StepMemory:
         """Bytes not allocated, as in `FollowedStep`."""
         self.exceeded_plan = False
         """Whether it took so much more that its plan is no longer trusted."""
-
-    @property
-    def extra(self) -> ExtraMemory:
-        """Memory that the step took beyond its trace's."""
-        if not self.extra_bytes and not self.spikes:
-            return NO_EXTRA
-        return ExtraMemory(extra_bytes=self.extra_bytes, spikes=self.spikes)
 
     def differs(
         self, more_bytes: int, since: int, hook: int, planned: PlannedStep, schedule: HookSchedule | None, budget: Budget

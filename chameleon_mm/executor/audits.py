@@ -85,8 +85,6 @@ class Audits:
 
     def read(self) -> list[str]:
         """Operators that have given other bits and were not told of before; waits for the device."""
-        if not self._compared and not self._failed:
-            return []
         compared, self._compared = self._compared, []
         differing, self._failed = self._failed, []
         differing += [operator for differs, operators in compared if bool(differs.item()) for operator in operators]

@@ -58,8 +58,7 @@ class HookCounts:
 
     def begin_step(self, pack_hook: object) -> None:
         """A step begins, on this thread. `pack_hook`: what autograd is to call for what it saves; None: not known."""
-        if self.saves or self.uses:
-            self.count_between_steps()
+        self.count_between_steps()
         self._any_begun = True
         top = saved_tensor_hooks_on_top()
         on_top = pack_hook is None or top is None or top[0] is pack_hook

@@ -84,8 +84,6 @@ class ParameterSizes:
 
     def end_step(self) -> None:
         """What has kept its size up to now is taken to do so in later steps."""
-        if not self._met:
-            return
         self.look()
         for key, (ref, _) in self._met.items():
             storage, changes = ref(), self._change.get(key)

@@ -204,8 +204,6 @@ class SwapOuts:
 
     def forget_small(self) -> None:
         """Forget the waiting storages that left the device in another way; called at the end of a step."""
-        if not self._small:
-            return
         self._small = [saved for saved in self._small if saved.state is State.ON_DEVICE]
         self.waiting_bytes = sum(saved.nbytes for saved in self._small)
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "python_objects.h"
+#include "saved_origin.h"
 
 namespace swap {
 

@@ -23,10 +23,8 @@ PyObject* numbers(c10::IntArrayRef values) {
 Ref probe_of(PyObject* argument, const at::Tensor& t, PyObject* shape) {  // VersionProbe
   Ref probe(Probe.make()), origin(Origin.make()), type(type_name(argument, t));
   const auto& node = t.grad_fn();
-  give(origin.it, Origin._ref, PyWeakref_NewRef(argument, nullptr));
-  give(origin.it, Origin._name, PyUnicode_FromString(node ? node->name().c_str() : ""));
-  give(origin.it, Origin._node_number, node ? PyLong_FromUnsignedLongLong(node->sequence_nr()) : PyLong_FromLong(-1));
-  set_number(origin.it, Origin._output_nr, (long long)t.output_nr());
+  const python_objects::OriginSlots at{Origin._ref, Origin._name, Origin._node_number, Origin._output_nr};
+  if (!python_objects::note_origin(origin.it, at, argument, t, node.get())) throw Raised{};
   set_number(probe.it, Probe.expected, t._version()), give(probe.it, Probe.alias, alias_of(t));
   give(probe.it, Probe._what, PyTuple_Pack(2, type.it, shape)), set(probe.it, Probe._origin, origin.it);
   return probe;

@@ -44,11 +44,6 @@ inline bool read_number(PyObject* of, PyObject* name, long long& value) {
   return false;
 }
 
-inline bool write_number(PyObject* of, PyObject* name, long long value) {
-  Ref number(PyLong_FromLongLong(value));
-  return number && PyObject_SetAttr(of, name, number.it) == 0;
-}
-
 // Whether an attribute is something that waits: an error counts as that, and leaves the hook to Python.
 inline bool some_in(PyObject* of, PyObject* name) {
   Ref at(PyObject_GetAttr(of, name));

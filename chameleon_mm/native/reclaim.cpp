@@ -14,12 +14,13 @@
 
 #include <pybind11/pybind11.h>
 
+#include "free_memory_callback.h"
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Storage.h>
 #include <c10/core/impl/GPUTrace.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/Registry.h>
 #include <torch/csrc/Storage.h>
 
 #include <dlfcn.h>
@@ -39,18 +40,6 @@
 #endif
 
 namespace py = pybind11;
-
-#ifdef WITH_CUDA
-namespace c10 {
-// As in c10/cuda/CUDACachingAllocator.h, which needs CUDA's own headers.
-class FreeMemoryCallback {
- public:
-  virtual ~FreeMemoryCallback() = default;
-  virtual bool Execute() = 0;
-};
-C10_DECLARE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback);
-}  // namespace c10
-#endif
 
 namespace {
 

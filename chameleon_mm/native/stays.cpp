@@ -10,6 +10,7 @@
 
 #include "hook_type.h"
 #include "python_objects.h"
+#include "saved_origin.h"
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
@@ -23,7 +24,6 @@
 
 #include <pthread.h>
 #include <cstring>
-#include <string>
 #include <typeindex>
 #include <typeinfo>
 #include <unordered_map>
@@ -191,15 +191,9 @@ Ref kept(Hooks* h, PyObject* argument, const at::Tensor& t, bool by_reference, P
     torch::autograd::Node* node = t.grad_fn().get();
     if (node && is_function_in_python(node)) return Ref();
     PyTypeObject* type = (PyTypeObject*)h->parts[ORIGIN];
-    Ref made(type->tp_alloc(type, 0)), alias(THPVariable_Wrap(t.detach())), ref(PyWeakref_NewRef(argument, nullptr));
-    const std::string text = node ? node->name() : "";
-    Ref name(PyUnicode_FromStringAndSize(text.data(), (Py_ssize_t)text.size()));
-    Ref number(PyLong_FromLongLong(node ? (long long)node->sequence_nr() : -1)), output_nr(PyLong_FromLongLong(t.output_nr()));
-    if (!made || !alias || !ref || !name || !number || !output_nr) return Ref();
-    slot(made.it, h->ORIGIN_ref) = ref.taken();
-    slot(made.it, h->ORIGIN_name) = name.taken();
-    slot(made.it, h->ORIGIN_node_number) = number.taken();
-    slot(made.it, h->ORIGIN_output_nr) = output_nr.taken();
+    Ref made(type->tp_alloc(type, 0)), alias(THPVariable_Wrap(t.detach()));
+    const OriginSlots at{h->ORIGIN_ref, h->ORIGIN_name, h->ORIGIN_node_number, h->ORIGIN_output_nr};
+    if (!made || !alias || !note_origin(made.it, at, argument, t, node)) return Ref();
     std::swap(tensor.it, alias.it);
     std::swap(origin.it, made.it);
   }

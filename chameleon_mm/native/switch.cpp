@@ -18,9 +18,10 @@
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/python_headers.h>
 
+#include "free_memory_callback.h"
+
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/util/Registry.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -37,18 +38,6 @@
 
 #ifdef Py_GIL_DISABLED
 #error "free-threaded builds keep their hooks"
-#endif
-
-#ifdef WITH_CUDA
-namespace c10 {
-// As in c10/cuda/CUDACachingAllocator.h, which needs CUDA's own headers.
-class FreeMemoryCallback {
- public:
-  virtual ~FreeMemoryCallback() = default;
-  virtual bool Execute() = 0;
-};
-C10_DECLARE_REGISTRY(FreeCudaMemoryCallbacksRegistry, FreeMemoryCallback);
-}  // namespace c10
 #endif
 
 namespace {

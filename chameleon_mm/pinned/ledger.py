@@ -64,7 +64,7 @@ class Ledger:
     """
 
     __slots__ = (
-        "_free_list", "_live", "_serial", "chunks", "closed", "lock", "pageable", "recent_peak_bytes", "returned",
+        "_free_list", "_live", "_serial", "chunks", "closed", "lock", "pageable", "returned",
         "shrinking",
     )  # fmt: skip
 
@@ -77,8 +77,6 @@ class Ledger:
         self.shrinking = False
         """Whether more may be reserved than the limit, as it was lowered. Then no block is allocated."""
         self._free_list = chunks.free_list
-        self.recent_peak_bytes = chunks.free_list.recent_peak
-        """Function that returns the most bytes that live blocks held since its last call."""
         self._live: dict[int, int] = {}  # serial -> bytes as asked for; of pageable blocks their own ledger knows
         self._serial = 0
 
@@ -141,6 +139,10 @@ class Ledger:
         self._serial = serial = self._serial + 1
         self._live[serial] = nbytes
         return PinnedBlock(owner, (serial, offset), memory, start, nbytes, events)
+
+    def recent_peak_bytes(self) -> int:
+        """The most bytes that live blocks held since the last call."""
+        return self._free_list.recent_peak()
 
     def stats(self, limit_bytes: int) -> PoolStats:
         """Statistics of the pool, every release up to here counted."""

@@ -192,9 +192,8 @@ class PinnedPool:
         """Put blocks that were released back among the free ones, and free chunks beyond a lowered limit: work that the next
         allocation would have, done when there is time."""
         ledger = self._ledger
-        if self._returned:
-            with ledger.lock:
-                ledger.drain()
+        with ledger.lock:
+            ledger.drain()
         if ledger.shrinking:
             self._growth.shrink()
 
@@ -253,8 +252,7 @@ class PinnedPool:
     def recent_peak_bytes(self) -> int:
         """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
         with self._ledger.lock:
-            if self._returned:
-                self._ledger.drain()
+            self._ledger.drain()
             return self._ledger.recent_peak_bytes()
 
     def close(self) -> None:

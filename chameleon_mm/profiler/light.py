@@ -161,16 +161,14 @@ class LightProfiler:
 
     def _enter_forward(self) -> None:
         """Note that a forward saves on this thread, and that the last hook was none of a forward's saves."""
-        if self._phase is not _FORWARD:
-            self._enter(_FORWARD)
+        self._enter(_FORWARD)
         self._thread = thread = _thread_id()
         # Operators are numbered by thread. Of one that is new in the step nobody knows how many ran before: none, then.
         self._number = self._numbers.get(thread, _sequence_nr())
 
     def enter_backward(self) -> None:
         """Note that a node runs, and the last hook was none of a backward."""
-        if self._thread is not None:
-            self._leave_forward()
+        self._leave_forward()
         self._enter(_BACKWARD)
         self._last_used = self.num_hooks
 
@@ -206,15 +204,13 @@ class LightProfiler:
         kind, shape, dtype, operators, since = feature
         thread = _thread_id()
         if thread != self._thread:
-            if self._thread is not None:
-                self._leave_forward()
+            self._leave_forward()
             if torch._C._current_graph_task_id() == -1:
                 self._enter_forward()
                 operators = number - self._number
             else:  # a forward that backward runs again, or a graph of the backward: no new micro-batch
                 operators, self._numbers[thread] = number - self._numbers.get(thread, number), number
-                if self._phase is not _BACKWARD:
-                    self._enter(_BACKWARD)
+                self._enter(_BACKWARD)
             feature = (kind, shape, dtype, operators, since)
         if self._thread is not None:
             self._number = number
@@ -262,13 +258,14 @@ class LightProfiler:
         return name
 
     def _leave_forward(self) -> None:
-        assert self._thread is not None
-        self._numbers[self._thread] = self._number
-        self._thread, self._number = None, _NEVER
+        if self._thread is not None:
+            self._numbers[self._thread] = self._number
+            self._thread, self._number = None, _NEVER
 
     def _enter(self, phase: StepPhase) -> None:
-        self._phase = phase
-        self._boundaries.append(Boundary(self.num_hooks, phase))
+        if phase is not self._phase:
+            self._phase = phase
+            self._boundaries.append(Boundary(self.num_hooks, phase))
 
 
 def _outlives_steps(kind: type) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -103,14 +103,8 @@ class StepRecord:
     """(n,) saves, type code "i": for a use the hook that saved it, or `EARLIER_STEP`; for a save `NOT_A_USE`."""
     boundaries: tuple[Boundary, ...] = ()
     """Boundaries of the phases, in the order of their hooks."""
-    num_hooks: int = field(init=False)
-    saves_come_first: bool = field(init=False)
-    """Whether no save comes behind a use: one forward, one backward, and nothing that saves in it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_hooks", len(self.features))
-        is_use = [save != NOT_A_USE for save in self.save_of]
-        object.__setattr__(self, "saves_come_first", is_use == sorted(is_use))
         if len(self.features) != len(self.save_of):
             raise ValueError(
                 f"step record: expected a feature and a save_of for every hook, got {len(self.features)} features and "
@@ -137,6 +131,15 @@ class StepRecord:
             save_of=array("i", save_of),
             boundaries=boundaries,
         )
+
+    @property
+    def num_hooks(self) -> int:
+        return len(self.features)
+
+    @property
+    def saves_come_first(self) -> bool:
+        """Whether no save comes behind a use: one forward, one backward, and nothing that saves in it."""
+        return all(save == NOT_A_USE for save in self.save_of[: self.num_saves])
 
     @property
     def num_saves(self) -> int:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 class StepKind(enum.Enum):
     """Kind of a step, known at its end: each step is of one."""
 
-    __hash__ = object.__hash__  # each member is one object; Enum's own hash is a call in Python, several times in each step
-
     RECORDED = "recorded"
     """Recorded operator by operator, to its end, for a plan to be made of it."""
     PLANNED = "planned"

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.adaptive import Adaptation, link_cost_for, plan_steps
-from chameleon_mm.arguments import check_type, describe
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
@@ -348,20 +348,6 @@ class SwapSession:
             raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
-
-    @property
-    def audit_every(self) -> int:
-        """Steps of which one makes a storage again beside its original and compares the two; 0: none does. It is 1 unless set,
-        from the next step on. Setting it raises `TypeError` or `ValueError` for anything but a number of steps."""
-        return self._executor.recomputing.audits.every
-
-    @audit_every.setter
-    def audit_every(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise TypeError(f"audit_every: expected an int, got {describe(steps)}; 1 audits every step, 0 none")
-        if steps < 0:
-            raise ValueError(f"audit_every: expected 0 or more steps, got {steps}; 1 audits every step, 0 none")
-        self._executor.recomputing.audits.every = steps
 
     def _begin_step(self, *, hooked: bool) -> None:
         hbm_budget_bytes = self._budget_now()

@@ -20,6 +20,7 @@ from chameleon_mm.saved.calling_thread import annotation, call_site, current_ope
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.source import held_alone
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes
@@ -72,6 +73,14 @@ class SavedStorage(DeviceCopy):
             if saved.probe.alias._version == saved.probe.expected:
                 return True
         return False
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the session can reach its bytes: on the device no tensor holds them, or they are on the host."""
+        storage = self._device
+        if storage is not None:
+            return held_alone(storage)
+        return self.first() is None and self.latest() is None
 
     @property
     def transfer_bytes(self) -> int:
@@ -384,6 +393,7 @@ class SavedStorage(DeviceCopy):
         self._retired()
 
     def _retired(self) -> None:
+        self.proof = None
         self._release_block()
         self.form.drop()
         self._device, self.form = None, WHOLE

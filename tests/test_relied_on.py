@@ -1,0 +1,188 @@
+"""What is dropped and made again has plain PyTorch's bits, whatever wrote what it was made of in between.
+
+    Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
+    Eager is right, so a session is right: see `complaint` for what "right" is.
+
+Here a diagonal of programs, budgets, links and mixes; their product is `thorough`. The reference is torch alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests._mixes import Proofs
+from tests._relied_on import (
+    CASES,
+    LINKS,
+    SHARES,
+    STEPS,
+    Budget,
+    Case,
+    Mixed,
+    Refused,
+    Setting,
+    complaint,
+    plainly,
+    roomy,
+    trained,
+)
+from tests._relied_on_programs import PROGRAMS, When
+
+pytestmark = pytest.mark.usefixtures("no_gc", "quiet")
+
+MIXED_STEPS = 5
+"""Enough for a write in the fourth step and a step after it."""
+
+MIXES = tuple(
+    Mixed(seed, proofs, drop, held)
+    for seed, (proofs, drop, held) in enumerate(
+        [
+            (Proofs.FIRST, 0.9, 0.4),
+            (Proofs.EACH, 0.9, 1.0),
+            (Proofs.FIRST, 0.6, 1.0),
+            (Proofs.EACH, 1.0, 0.4),
+            (Proofs.EACH, None, None),
+        ]
+    )
+)
+
+ON_CUDA = (
+    "PointerAfterRead",
+    "FunctionMarked",
+    "OperatorUnsaid",
+    "CustomSaid",
+    "DlpackAlias",
+    "Data",
+    "Undone",
+    "BetweenMadeAndSaved",
+    "CheckpointedReentrant",
+    "Rotated",
+    "ResidualByPointer",
+    "LossOverLogits",
+    "GateOverSaved",
+    "HiddenByPointer",
+    "BookByData",
+    "BookInFullHook",
+    "UpdatedInBackward",
+    "ActorCritic",
+    "SavedMarked",
+)
+"""A program or two of each kind."""
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Without the lines that say that a budget is too small for a plan: the default rule then goes on, which is a case, too."""
+    logger = logging.getLogger("chameleon_mm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
+
+
+def diagonal() -> Iterator[tuple[Case, Setting]]:
+    """Each program at a budget and link of its own when it writes in each step, and at others when it writes in some."""
+    for number, program in enumerate(PROGRAMS):
+        each, fourth = (Case(program, when) for when in (When.EACH, When.FOURTH))
+        link = LINKS[1 + number % 2]
+        yield each, Budget(SHARES[number % 5], link)
+        yield fourth, Budget(SHARES[(number + 2) % 5], link)
+        yield (each, fourth)[number % 2], MIXES[number % len(MIXES)]
+
+
+DIAGONAL = list(diagonal())
+
+
+def product() -> Iterator[tuple[Case, Setting]]:
+    for case in CASES:
+        for setting in (*(Budget(share, link) for link in LINKS for share in SHARES), *MIXES):
+            if (case, setting) not in DIAGONAL:
+                yield case, setting
+
+
+def check(case: Case, setting: Setting, kind: str = "sim", *, steps: int = STEPS, named: bool | None = None) -> None:
+    got = trained(case, setting, kind, steps)
+    broken = complaint(case, got, kind=kind, named=named)
+    assert broken is None, f"{case.program.__doc__} {setting}: {broken}"
+
+
+def named(value: object) -> str:
+    return str(value)
+
+
+@pytest.mark.parametrize(("case", "setting"), DIAGONAL, ids=named)
+def test_a_write_that_eager_allows_changes_no_bit(case: Case, setting: Setting) -> None:
+    check(case, setting, steps=MIXED_STEPS if isinstance(setting, Mixed) else STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize(("case", "setting"), list(product()), ids=named)
+def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_with_any_mix(
+    case: Case, setting: Setting
+) -> None:
+    check(case, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10, 13))
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_without_proofs_a_write_is_made_again_or_named(case: Case, seed: int) -> None:
+    """`Proofs.NEVER`: nothing stood beside the original, so what an unseen write changed in each step may end in the error."""
+    unseen = not case.program.seen and not case.program.eager_refuses
+    check(case, Mixed(seed, Proofs.NEVER), named=case.named_error or unseen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", When)
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
+    (program,) = (program for program in PROGRAMS if program.__name__ == name)
+    case = Case(program, when)
+    number = ON_CUDA.index(name)
+    check(case, MIXES[number % 4], "cuda", steps=MIXED_STEPS)
+    check(case, Budget(SHARES[number % 5], "slow"), "cuda")
+
+
+# --- what the programs are worth
+
+
+def test_the_programs_are_plain_pytorchs() -> None:
+    """Each gives the same bits twice, and is refused by eager where it says so and nowhere else."""
+    for case in CASES:
+        plain = plainly(case)
+        assert plainly.__wrapped__(case).steps == plain.steps, case
+        for number, step in enumerate(plain.steps):
+            assert isinstance(step, Refused) == (case.program.eager_refuses and case.when.writes(number)), (
+                f"{case}, step {number}"
+            )
+
+
+@pytest.mark.slow
+def test_most_programs_recompute() -> None:
+    """In a budget or with a mix of the diagonal; what does not tests nothing."""
+    without = [f"{case} {setting}" for case, setting in DIAGONAL if not trained(case, setting, steps=3).recomputed]
+    assert len(without) <= len(DIAGONAL) // 4, without
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_session_with_room_gives_the_same(case: Case, link: str) -> None:
+    assert complaint(case, roomy(case, link)) is None
+
+
+def test_the_comparison_sees_one_bit_and_an_error_that_is_not_allowed() -> None:
+    case = CASES[0]
+    got = trained(case, Budget(0.9, "default"))
+    first = got.steps[0]
+    assert not isinstance(first, Refused) and first[0] is not None
+    got.steps[0] = (bytes([first[0][0] ^ 1]) + first[0][1:], *first[1:])
+    assert "other bits in [0]" in (complaint(case, got) or "")
+    got.steps[0] = Refused("RuntimeError", "one of the variables has been modified by an inplace operation")
+    assert "refused in eager's words" in (complaint(case, got) or "")

@@ -199,7 +199,7 @@ def _train(case: Case, model: Program, steps: int, session: cm.SwapSession | Non
             outcome: Step | None = None
             try:
                 with session.step() if session else nullcontext():
-                    model.step(number, case.when.writes(number))
+                    model.step(number, case.program.writes_in(number, case.when))
             except RuntimeError as error:
                 outcome = Refused(type(error).__name__, " ".join(str(error).split()))
                 error.__traceback__ = None  # it holds frames that hold graphs
@@ -227,7 +227,7 @@ def complaint(case: Case, got: Trained, *, kind: str = "sim", named: bool | None
         if isinstance(step, Refused):
             if isinstance(right, Refused) and right.in_place and step.in_place:
                 continue
-            if step.kind == named_error() and allowed and case.when.writes(number):
+            if step.kind == named_error() and allowed and case.program.writes_in(number, case.when):
                 continue
             what = "refused in eager's words" if step.in_place else "an error"
             broken.append(f"step {number}: {what}: {step.kind}: {step.text[:160]}")

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack
 
 from tests._unseen_kernels import (
     OPERATORS,
@@ -64,7 +65,7 @@ class Program(nn.Module):
     named_error: ClassVar[bool | None] = None
     """Whether the named error may end a step that writes, if only some do; None: where the write is unseen."""
     whens: ClassVar[tuple[When, ...]] = (When.EACH, When.FOURTH)
-    cuda: ClassVar[bool] = True
+    on_cuda: ClassVar[bool] = True
     """False for what only memory of the host can do."""
 
     def __init__(self) -> None:
@@ -195,14 +196,14 @@ class DlpackAlias(Reads):
     """An alias by DLPack: another storage on the same memory."""
 
     def written(self, h: Tensor) -> Tensor:
-        torch.from_dlpack(h.detach()).mul_(0.5)
+        from_dlpack(h.detach()).mul_(0.5)
         return h
 
 
 class NumpyAlias(Reads):
     """NumPy's alias."""
 
-    cuda = False
+    on_cuda = False
 
     def written(self, h: Tensor) -> Tensor:
         np.multiply(h.detach().numpy(), np.float16(0.5), out=h.detach().numpy())
@@ -260,7 +261,7 @@ class DataOnAThread(Reads):
 class PointerOnAThread(Reads):
     """Through a pointer on a thread that is joined before forward goes on."""
 
-    cuda = False
+    on_cuda = False
 
     def written(self, h: Tensor) -> Tensor:
         on_another_thread(lambda: scale(h, 0.5)).join()
@@ -271,7 +272,7 @@ class JoinedBeforeBackward(Program):
     """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
 
     seen = True
-    cuda = False
+    on_cuda = False
 
     def writing(self, h: Tensor) -> None:
         h.detach().mul_(0.5)
@@ -568,7 +569,7 @@ class HiddenByNumpy(Hidden):
     """The same by NumPy."""
 
     seen = False
-    cuda = False
+    on_cuda = False
 
     def writing(self, h: Tensor) -> None:
         h.detach().numpy()[:] *= np.float16(0.5)
@@ -693,7 +694,7 @@ class BookSet(Book):
     def hooked(self, last: Tensor) -> Tensor:
         if self.write:
             with torch.no_grad():
-                self.book.set_(self.book * 0.9)
+                self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
         return last
 
 
@@ -702,7 +703,7 @@ class BookSetInBackward(Book):
 
     def writing(self) -> None:
         with torch.no_grad():
-            self.book.set_(self.book * 0.9)
+            self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
 
 
 class Centres(Program):

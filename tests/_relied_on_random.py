@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from tests._relied_on_programs import ROWS, SIDE, Program, When
 from tests._unseen_kernels import OPERATORS, custom_unsaid, scale
@@ -32,7 +33,7 @@ WRITERS: dict[str, Callable[[Tensor, float], object]] = {
     "data": lambda x, by: x.data.mul_(by),
     "unsaid": lambda x, by: OPERATORS.scale_unsaid(x.detach(), by),
     "custom unsaid": lambda x, by: custom_unsaid(x.detach(), by),
-    "dlpack": lambda x, by: torch.from_dlpack(x.detach()).mul_(by),
+    "dlpack": lambda x, by: from_dlpack(x.detach()).mul_(by),
 }
 
 FACTORS = (0.5, 0.75, 1.25, 1.5)

@@ -211,4 +211,4 @@ class Gate(torch.autograd.Function):
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's own
+    return function.apply(*arguments)

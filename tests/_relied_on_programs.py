@@ -87,8 +87,8 @@ class Program(nn.Module):
 
     def batch(self, which: int = 0, *shape: int) -> Tensor:
         """Random numbers, the same in each run of a step."""
-        generator = torch.Generator().manual_seed(50 * self.number + which)
-        return torch.randn(shape or (ROWS, 16), generator=generator, device="cpu").to(torch.get_default_device())
+        generator = torch.Generator(torch.get_default_device()).manual_seed(50 * self.number + which)
+        return torch.randn(shape or (ROWS, 16), generator=generator)
 
     def embedded(self, which: int = 0) -> Tensor:
         """An activation in float16 that cannot be made again, and of which autograd saves nothing."""

@@ -9,7 +9,6 @@ The reference is torch alone.
 
 from __future__ import annotations
 
-
 import pytest
 
 from tests._mixes import Proofs

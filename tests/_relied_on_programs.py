@@ -536,7 +536,7 @@ class GateOverSavedByOperator(GateOverSaved):
 
 
 class Hidden(Program):
-    """Hidden states in a list, of which the first is scaled by an operator in a hook of the last, during backward."""
+    """Hidden states in a list, which are scaled by operators in a hook of what came last, as backward begins."""
 
     seen = True
 
@@ -546,14 +546,16 @@ class Hidden(Program):
     def forward(self) -> Tensor:
         hidden = [self.embedded(which) for which in range(2)]
         loss = torch.stack([waves(h, (1.0, 2.0, 3.0)) for h in hidden]).sum()
+        last = self.embedded(2).float()
         write = self.write
 
-        def scale_first(_: Tensor) -> None:
+        def scale_all(_: Tensor) -> None:
             if write:
-                self.writing(hidden[0])
+                for h in hidden:
+                    self.writing(h)
 
-        hidden[-1].register_hook(scale_first)
-        return loss
+        last.register_hook(scale_all)
+        return loss + last.sin().mean()
 
 
 class HiddenByPointer(Hidden):
@@ -763,9 +765,8 @@ class UpdatedInBackward(Program):
             p.grad = None
 
     def forward(self) -> Tensor:
-        shifted = self.batch(1, ROWS, SIDE) + self.bias
-        other = self.other(self.batch())
-        gates = shifted.detach()
+        shifted = self.batch(1, SIDE, SIDE) + self.bias
+        gates, other = torch.tanh(shifted.detach()), self.other(self.batch(0, SIDE, 16))
         loss = torch.stack([(other * torch.sigmoid(gates * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
         return loss + shifted.mean()
 
@@ -819,21 +820,21 @@ class ActorCritic(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.critic = nn.Linear(16, SIDE), nn.Parameter(torch.randn(SIDE))
+        self.encoder, self.critic = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
         self.first: Any = torch.optim.SGD(self.encoder.parameters(), lr=0.5, fused=self.fused)
-        self.second: Any = torch.optim.SGD([self.critic], lr=0.5, fused=self.fused)
+        self.second: Any = torch.optim.SGD(self.critic.parameters(), lr=0.5, fused=self.fused)
 
     def step(self, number: int, write: bool) -> None:
         self.number, self.write = number, write
-        features = self.encoder(self.batch())
-        seen = features.detach()
-        value = torch.stack([(torch.sin(seen * k) * self.critic).square().mean() for k in (1, 2, 3, 4)]).sum()
+        features = self.encoder(self.batch(0, SIDE, SIDE))
         policy = features.mean()
-        del features, seen
+        seen, value = torch.tanh(features.detach()), self.critic(self.batch(1, SIDE, SIDE))
+        error = torch.stack([(value * torch.sigmoid(seen * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
+        del features, seen, value
         policy.backward()
         if write:
             self.first.step()
-        value.backward()
+        error.backward()
         if write:
             self.second.step()
 

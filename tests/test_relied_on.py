@@ -27,7 +27,7 @@ from tests._relied_on import (
     roomy,
     trained,
 )
-from tests._relied_on_programs import NEAR, PROGRAMS, Book, When
+from tests._relied_on_programs import NEAR, PROGRAMS, ActorCritic, Book, UpdatedInBackward, When
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -75,11 +75,15 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
     """A budget and a link for a program that writes in each step, others for one that writes in some, and a mix."""
     program = PROGRAMS[number]
     each, fourth = (Case(program, when) for when in When)
-    # Buffers that hooks write are made from again on the slowest link alone.
-    link = "slowest" if issubclass(program, Book) else "slow" if number % 8 else "default"
-    budgets = [Budget(SHARES[number % 4], link), Budget(SHARES[1 + (number + 1) % 4], "slowest")]
-    if number % 2 and not issubclass(program, Book):
-        budgets.reverse()
+    if issubclass(program, (Book, UpdatedInBackward, ActorCritic)):  # that is made again on the slowest link alone
+        budgets = [Budget(SHARES[2 + number % 2], "slowest"), Budget(SHARES[3 - number % 2], "slowest")]
+    else:
+        budgets = [
+            Budget(SHARES[number % 4], "slow" if number % 8 else "default"),
+            Budget(SHARES[1 + (number + 1) % 4], "slowest"),
+        ]
+        if number % 2:
+            budgets.reverse()
     mix = ((each, fourth)[number % 2], MIXES[number % len(MIXES)])
     return [(each, budgets[0]), (fourth, budgets[1]), mix]
 

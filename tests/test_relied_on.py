@@ -142,8 +142,8 @@ def test_without_proofs_a_write_is_made_again_or_named(case: Case, seed: int) ->
 def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
     (program,) = (program for program in PROGRAMS if program.__name__ == name)
     case = Case(program, when)
-    share = SHARES[ON_CUDA.index(name) % 5]
-    for setting in (*MIXES[1:3], Budget(share)):
+    settings: tuple[Setting, ...] = (*MIXES[1:3], Budget(SHARES[ON_CUDA.index(name) % 5]))
+    for setting in settings:
         assert problem(case, setting, "cuda") is None
 
 

@@ -227,7 +227,7 @@ class SetAlias(Reads):
 
     def written(self, h: Tensor) -> Tensor:
         with torch.no_grad():
-            torch.empty(0).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(0.5)
+            torch.empty(0, dtype=h.dtype).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(0.5)
         return h
 
 

@@ -260,11 +260,11 @@ def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
     ]
     assert (actions[1].out_at, actions[1].reclaim_at, actions[1].in_at, actions[1].use_at) == (0, 0, hook, hook)
     assert (actions[0].out_at, actions[0].use_at) == (2, hook)  # once only the session has x
-    # Nobody else holds x from hook 2 on: it may be swapped from there to the rebuild.
+    # Only the session holds x from hook 2 on: it may be copied and swapped from there to the rebuild.
     candidates = Candidates.of(rewritten.trace)
     row = candidates.tensor.tolist().index(x)
-    assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [0, 2, hook]
-    swap = Action(tensor=x, nbytes=16 * KIB, out_at=1, reclaim_at=2, in_at=first_use, use_at=hook)
+    assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [2, 2, hook]
+    swap = Action(tensor=x, nbytes=16 * KIB, out_at=2, reclaim_at=2, in_at=first_use, use_at=hook)
     plan = plan_of(trace, (swap, *actions))
     timeline = simulate(trace, plan, H200_LINK)
     assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)

@@ -256,17 +256,17 @@ class Recomputing:
             self._dropping = None
         if isinstance(recipe, Refusal):
             return recipe
-        if number not in plan.proven:
-            self._streams.join_all(saved.alloc_stream)  # what wrote it -> its checksum
-            saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
-            self._count_sources(recipe)
-            return AT_ITS_USE
         held = [source for source in recipe.sources if not source.is_secure]
         if held:
             self.waiting.append(_Waiting(saved, held))
             return WAITS
         if saved.device is None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
+        if number not in plan.proven:
+            self._streams.join_all(saved.alloc_stream)  # what wrote it -> its checksum
+            saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
+            self._count_sources(recipe)
+            return AT_ITS_USE
         self._leave(saved, recipe)
         return None
 
@@ -352,7 +352,8 @@ class Recomputing:
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
         recipe = build(value, self._source_of, self._plan.refuse)
-        return (self._obstacle or recipe) if isinstance(recipe, Refusal) else recipe
+        obstacle: Refusal | None = self._obstacle  # set by `_source_of`
+        return obstacle if isinstance(recipe, Refusal) and obstacle is not None else recipe
 
     def _source_of(self, value: Value) -> Source | None:
         """The source with the bytes of `value`, if anything keeps them."""

@@ -266,7 +266,9 @@ class _Writer:
         held = np.array(self._rebuilds.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
-        sendable[held] = hook_of[recipes.hold_hook[held]]
+        # Only once the model does not hold it, its copy has for certain what recipes read: Note [Relied on].
+        since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
+        sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
         tensors["kind"][held] = TensorKind.ACTIVATION
 
 

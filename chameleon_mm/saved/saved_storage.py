@@ -66,9 +66,11 @@ class SavedStorage(DeviceCopy):
     @property
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
-        that was written to raises anyway."""
+        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
         if self._device is None or self._device.nbytes() != self.nbytes:
             return False
+        if self.is_held_for_recipes and not self.is_private:
+            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
         for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
             if saved.probe.alias._version == saved.probe.expected:
                 return True

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.cost import LinkCost
+from chameleon_mm.policy.cost import FASTEST_GBPS, LinkCost
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
 from chameleon_mm.trace.replayable import BATCH_NORMS, ELEMENTWISE, VIEWS, base_name
@@ -236,19 +236,15 @@ class _Finder:
 
 
 def _streaming_gbps(trace: Trace, cost: LinkCost) -> float:
-    """Rate at which kernels that do little arithmetic go through device memory, in 1e9 bytes a second: the median byte's, of
-    the bytes that elementwise operators of forward read and write. Where there are none, that of copies within device
-    memory."""
+    """Rate at which kernels that do little arithmetic go through device memory, in 1e9 bytes a second: that of forward's
+    elementwise operators, by what they read and write. Where there are none, that of copies within device memory."""
     elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
-    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD) & (trace.op_us > 0)
-    touched = np.zeros(len(trace.op_us))
+    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD)
+    touched = 0
     for offsets, tensors in ((trace.read_offsets, trace.read_tensors), (trace.write_offsets, trace.write_tensors)):
         nbytes = np.concatenate(([0], np.cumsum(trace.tensor_bytes[tensors])))
-        touched += nbytes[offsets[1:]] - nbytes[offsets[:-1]]
-    which &= touched > 0
-    if not which.any():
+        touched += int((nbytes[offsets[1:]] - nbytes[offsets[:-1]])[which].sum())
+    us = float(trace.op_us[which].sum())
+    if not touched or us * FASTEST_GBPS < touched:
         return 2 * cost.hbm_gbps  # a copy reads and writes every byte
-    rates = touched[which] / trace.op_us[which]
-    order = rates.argsort()
-    so_far = np.cumsum(touched[which][order])
-    return float(rates[order][np.searchsorted(so_far, so_far[-1] / 2)]) / 1e3
+    return touched / (us * 1e3)

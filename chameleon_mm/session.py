@@ -215,11 +215,13 @@ class SwapSession:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
-        """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
+        """Run one optimizer step, `fn()`, and run it again where it finds no memory, or ends in a `RecomputeMismatch`. Returns
+        what `fn` does.
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
         states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
-        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. That budget is the session's from
+        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. After a `RecomputeMismatch` it runs
+        again within the same budget, without recomputing that tensor. That budget is the session's from
         then on: the report tells it, and a new session begins with what it is given. A step in which an optimizer of the
         model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
         other ranks, which would not follow. With `snapshot`, `snapshot()` is called first, and a step in which the session's

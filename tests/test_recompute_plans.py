@@ -6,6 +6,7 @@ are plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -120,9 +121,13 @@ def budget_for(share: float) -> int:
     return run.kept_bytes + int(share * (run.peaks[-1] - run.kept_bytes))
 
 
+def totals_of_session(session: cm.SwapSession) -> Any:
+    return session._executor.metrics.totals
+
+
 def totals(run: Run) -> Any:
     assert run.session is not None
-    return run.session._executor.metrics.totals
+    return totals_of_session(run.session)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
@@ -295,6 +300,36 @@ def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytes
     assert f"{changed[0].nbytes} bytes of torch.float32, result of {changed[0].operators[-1]} in module {module!r}" in text
     assert "SwapSession(recompute=False)" in text
     assert session.report().steps_by_phase["failed"] == 1
+
+
+def test_run_step_runs_a_step_with_a_mismatch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain PyTorch's bits in each step, and without a lower budget."""
+
+    def steps(run_step: Callable[[Callable[[], None]], None] | None, model: nn.Module) -> list[bytes]:
+        seen: list[bytes] = []
+
+        def step() -> None:
+            model(torch.randn(BATCH, SEQ, WIDTH)).square().mean().backward()
+
+        for _ in range(6):
+            step() if run_step is None else run_step(step)
+            seen += [bits(p.grad) for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        return seen
+
+    torch.manual_seed(0)
+    expected = steps(None, nn.Sequential(*(Block() for _ in range(LAYERS))))
+    changed = differing(monkeypatch, in_proof=False)
+    device, budget = far_ahead(), budget_for(0.4)
+    with device.compute():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        with cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model) as session:
+            assert steps(session.run_step, model) == expected
+            assert session.hbm_budget_bytes == budget
+    assert len(changed) == 1
+    assert session.report().steps_by_phase["failed"] == 1
+    assert totals_of_session(session).steps_run_again == 1
 
 
 def test_another_link_is_told_from_the_one_that_plans_are_made_for() -> None:

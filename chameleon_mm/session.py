@@ -210,6 +210,7 @@ class SwapSession:
         try:
             self._begin_step(hooked=hooked)
             yield self
+            self._executor.settle()  # of a backward that raised, and was forgiven
             completed = True
         finally:
             self._end_step(completed=completed)

@@ -693,6 +693,36 @@ def test_a_write_that_begins_later_is_an_error_in_the_step_in_which_it_happens()
     assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
 
 
+def test_what_a_backward_that_raised_has_recomputed_is_compared_as_the_step_ends() -> None:
+    """No callback of autograd's runs then. The program goes on with what gradients it has."""
+    ends: list[bool] = []
+
+    def raises(gradient: Tensor) -> None:
+        raise ValueError("an error of the user's")
+
+    def program(*, writes: bool) -> list[Tensor]:
+        x = leaf()
+        x.register_hook(raises)
+        y = x * 2
+        if writes:
+            y.detach().numpy()[:] *= 2
+        z = y.sin()
+        del y
+        with pytest.raises(ValueError, match="of the user's"):
+            z.exp().sum().backward()
+        ends.append(writes)
+        return []
+
+    with mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL)) as session:
+        with session.step():
+            program(writes=False)
+        with pytest.raises(cm.RecomputeMismatch), session.step():
+            program(writes=True)
+        with session.step():
+            program(writes=False)
+    assert ends == [False, True, False]
+
+
 # --- what a recipe must not rest on
 
 

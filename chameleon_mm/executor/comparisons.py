@@ -68,12 +68,12 @@ class Comparisons:
         return error
 
     def take_failures(self) -> bool:
-        """Whether a recipe was banned since this was asked last."""
+        """True if a recipe was banned since the last call."""
         failed, self._failed = self._failed, False
         return failed
 
     def forget(self) -> None:
-        """Forget what was not compared: the step failed."""
+        """Forget the pairs of a step that failed."""
         self.pending = []
 
 

@@ -212,8 +212,7 @@ class Executor:
     def settle(self) -> None:
         """Compare what was recomputed so far with what was dropped; waits for the device. Raises `RecomputeMismatch`."""
         self._compared_in.clear()
-        error = self.hook_lock.run(self._comparisons.settle)
-        if error is not None:
+        if self._comparisons.pending and (error := self.hook_lock.run(self._comparisons.settle)) is not None:
             raise error
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:

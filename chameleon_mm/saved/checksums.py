@@ -40,13 +40,13 @@ class _Page:
         self.clean: deque[int] = deque()
         """Slots that are zero."""
         self.freed: deque[None] = deque()
-        """One entry for each slot that was given out since the page was zero and is not held any more."""
+        """One entry for each slot that ended since the page was set to zero."""
         self.zeroed: tuple[Stream, Event] | None = None
         """The stream that set it to zero, and an event after that."""
 
     @property
     def has_room(self) -> bool:
-        """Whether a slot is zero, or all can be made so."""
+        """True if a slot is zero, or the whole page may be set to zero."""
         return bool(self.clean) or self.zeroed is None or len(self.freed) == PAGE_SLOTS
 
 

@@ -59,6 +59,9 @@ def cases(place: torch.device) -> Iterator[Case]:
                 for shifts in _COPY_ALIGNMENTS:
                     run = partial(_copied, place, nbytes, shifts, at_end, num_programs)
                     yield Case(f"copy, {nbytes} bytes, {shifts} off a boundary, {where}", run)
+            for nbytes in sizes:
+                run = partial(_summed, place, nbytes, at_end, num_programs)
+                yield Case(f"checksum, {nbytes} bytes, {where}", run)
             for kind, layouts in batches(sizes).items():
                 yield Case(f"pack, {kind}, {where}", partial(_packed, place, layouts, at_end, num_programs))
         for codec in CODECS:
@@ -115,6 +118,17 @@ def _copied(place: torch.device, nbytes: int, shifts: tuple[int, int], at_end: b
     copy_bytes_reference(expected, src.expected())
     copy_bytes(dst.part, src.part, num_programs=num_programs)
     return dst.holds(expected) and src.is_intact()
+
+
+def _summed(place: torch.device, nbytes: int, at_end: bool, num_programs: int) -> bool:
+    from chameleon_mm.kernels.checksum import add_checksum, checksum_reference
+
+    src = Memory.random(nbytes, place, at_end=at_end)
+    out = torch.zeros(1, dtype=torch.int64, device=place)
+    if src.part.data_ptr() % 16:
+        return True  # no launch for it: torch's operators sum what is off the alignment
+    add_checksum(out, src.part, num_programs=num_programs)
+    return src.is_intact() and int(out) == int(checksum_reference(src.expected()))
 
 
 def _packed(place: torch.device, layouts: Sequence[Layout], at_end: bool, num_programs: int) -> bool:

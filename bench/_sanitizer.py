@@ -40,7 +40,7 @@ NAME = "compute-sanitizer"
 
 KERNELS = (
     "copy_kernel", "pack_kernel", "unpack_kernel", "narrow_kernel", "widen_kernel", "bools_to_bits_kernel",
-    "bits_to_bools_kernel", "pack12_encode_kernel", "pack12_decode_kernel",
+    "bits_to_bools_kernel", "pack12_encode_kernel", "pack12_decode_kernel", "checksum_kernel",
 )  # fmt: skip
 """What is instrumented. Torch's own kernels fill and compare here: watching them too would cost time and tell nothing."""
 

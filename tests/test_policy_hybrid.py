@@ -62,15 +62,15 @@ def one_part_in(trace: Trace, parts: int) -> int:
     return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
 
 
-def copies_bytes(trace: Trace, plan: SwapPlan) -> int:
-    """Bytes of the copies of small inputs that what the plan recomputes needs."""
-    return rewritten_for(Recipes.of(trace, None), plan).rebuilds.copies_bytes(trace) if plan.recomputed else 0
+def bytes_beside(trace: Trace, plan: SwapPlan) -> int:
+    """Bytes of copies and checksums that what the plan recomputes needs."""
+    return rewritten_for(Recipes.of(trace, None), plan).rebuilds.bytes_beside(trace) if plan.recomputed else 0
 
 
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     """What a plan says of itself is what `simulate` says, and its memory that of a walk that knows no rewritten traces."""
     timeline = simulate(trace, plan, cost)
-    assert timeline.peak_bytes + copies_bytes(trace, plan) == plan.peak_bytes <= plan.hbm_budget_bytes
+    assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= plan.hbm_budget_bytes
     assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
     assert timeline.step_us == pytest.approx(plan.step_us)
     assert timeline.stall_us == pytest.approx(plan.stall_us, abs=1e-6)
@@ -218,7 +218,7 @@ def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: in
     assert of_bound <= bound / plan.step_us <= 1
     assert bound <= least_step_us(trace, budget, cost, ALL) * (1 + 1e-9)
     timeline = simulate(trace, plan, cost)
-    assert timeline.peak_bytes + copies_bytes(trace, plan) == plan.peak_bytes <= budget
+    assert timeline.peak_bytes + bytes_beside(trace, plan) == plan.peak_bytes <= budget
     recomputed = full_recomputation(trace)
     assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
 

@@ -19,8 +19,8 @@ from chameleon_mm.device import SPECS
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.executor.hook_lock import HookLock
+from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.rebuilds import Rebuilds
-from chameleon_mm.executor.recomputing import ParameterSizes
 from chameleon_mm.saved.saved_storage import SavedStorage
 from tests import test_recompute_exact as exact
 from tests._mix_models import MODELS, train

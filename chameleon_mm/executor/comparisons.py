@@ -2,8 +2,9 @@
 
     slot = comparisons.begin(buffer)              # as an original is dropped, or a proof of its recipe is due: its checksum
     comparisons.add(original, buffer)             # as it was made again: the checksum of that
-    comparisons.add(original, buffer, note)       # the same for a proof: the original is used, and `note` is told
-    error = comparisons.settle()                  # before `backward` returns: the host compares both
+    comparisons.add(original, buffer, is_proof=True)    # the same for a proof: the original is used
+    comparisons.at_the_end(settle)                # at a use: before this `backward` returns,
+    error = comparisons.settle()                  # the host compares all
 
 No kernel waits for the host: it reads checksums once at the end of each backward, after the last of them was taken.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from chameleon_mm.errors import RecomputeMismatch
@@ -39,6 +41,8 @@ class Comparisons:
         self.pending: list[_Pair] = []
         """Pairs that the host has not compared. Others only read it."""
         self._failed = False
+        self._ends: set[int] = set()
+        """Backwards, by autograd's number of each, at whose end the pairs are compared."""
 
     def begin(self, buffer: Tensor) -> ChecksumSlot:
         """Take the checksum of an original, a flat uint8 tensor, on the current stream. Raises `torch.OutOfMemoryError`."""
@@ -52,6 +56,7 @@ class Comparisons:
         """Compare all pairs. The host waits until the latest checksum was taken. All recipes that made other bits are banned.
         Returns the error of the first of them whose result was used."""
         pairs, self.pending = self.pending, []
+        self._ends.clear()
         numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.remade)])
         error: RecomputeMismatch | None = None
         for pair, before, after in zip(pairs, numbers[::2], numbers[1::2], strict=True):
@@ -67,14 +72,21 @@ class Comparisons:
             error = error or (None if pair.is_proof else _mismatch(original, before, after))
         return error
 
-    def take_failures(self) -> bool:
-        """True if a recipe was banned since the last call."""
-        failed, self._failed = self._failed, False
-        return failed
+    def at_the_end(self, settle: Callable[[], None]) -> None:
+        """Have `settle` called before the backward that runs on this thread returns; outside of one, now. Not under the
+        lock."""
+        task: int = torch._C._current_graph_task_id()
+        if task < 0:
+            settle()
+        elif task not in self._ends:
+            self._ends.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(settle)
 
-    def forget(self) -> None:
-        """Forget the pairs of a step that failed."""
-        self.pending = []
+    def begin_step(self) -> bool:
+        """Forget the pairs of a step that failed. Returns whether a recipe was banned since the last step began."""
+        failed, self._failed, self.pending = self._failed, False, []
+        self._ends.clear()
+        return failed
 
 
 def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:

@@ -26,9 +26,8 @@ from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import Ended, HookLock
 from chameleon_mm.executor.parts import assemble
-from chameleon_mm.executor.recomputing import WAITS
 from chameleon_mm.executor.recording import Recording
-from chameleon_mm.executor.weak_calls import weak_before_write, weak_claim, weak_reliance_ended, weak_settle
+from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
@@ -74,14 +73,11 @@ class Executor:
         self._least_bytes = max(1, rule.min_bytes)  # of what moves: not asked of the rule at every hook
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
-        me = weakref.ref(self)
-        claim_of, ended = partial(weak_claim, me), partial(weak_reliance_ended, me)
         self.recording = recording = Recording()
         self.parts = parts = assemble(
             device,
             pool,
-            claim_of,
-            ended,
+            weakref.ref(self),
             recording,
             rule=rule,
             limits=limits,
@@ -93,8 +89,6 @@ class Executor:
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
         self._comparisons = parts.rebuilds.comparisons
-        self._compared_in: set[int] = set()
-        """Backwards, by autograd's number of each, at whose end what was recomputed is compared."""
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
         self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
@@ -193,32 +187,22 @@ class Executor:
                 self._hand_out(saved.dependents)
             t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
             if self._comparisons.pending:
-                self._compare_later()
+                self._comparisons.at_the_end(partial(weak_settle, weakref.ref(self)))
             return t
 
     def _hand_out(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
         """Make again what is made from a tensor that somebody is given who may write to it: Note [Relied on], rule 2."""
         self.hook_lock.run(self.parts.rescue.run_all, dependents)
 
-    def _compare_later(self) -> None:
-        """Have what was recomputed compared before this backward returns; outside of one now."""
-        task: int = torch._C._current_graph_task_id()
-        if task < 0:
-            self.settle()
-        elif task not in self._compared_in:
-            self._compared_in.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(weak_settle, weakref.ref(self)))
-
     def settle(self) -> None:
         """Compare what was recomputed so far with what was dropped; waits for the device. Raises `RecomputeMismatch`."""
-        self._compared_in.clear()
         if self._comparisons.pending and (error := self.hook_lock.run(self._comparisons.settle)) is not None:
             raise error
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
-        if self.recomputing.waiting:
-            self._stop_waiting()
+        for waiting in self.recomputing.stop_waiting() if self.recomputing.waiting else ():
+            self._outs.swap_out(waiting, alone=True)
         if is_hook:
             director.on_use(handle.saved_at, saved, finished)
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
@@ -284,9 +268,7 @@ class Executor:
             self.budget.begin_step()
         compute = self.device.current_stream()
         self.metrics.begin_step(compute, timed=timed)
-        self._comparisons.forget()  # of a step that failed
-        self._compared_in.clear()
-        if self._comparisons.take_failures():
+        if self._comparisons.begin_step():
             self.director.replan()
         recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
         watches = recorder is None and self.director.may_recompute
@@ -348,40 +330,31 @@ class Executor:
     def _retire_unseen(self, ended: deque[Ended]) -> list[BaseException]:
         retired, errors = bool(ended), list[BaseException]()
         while ended:
-            saved = ended.popleft()
-            if isinstance(saved, Reliance):
-                self._let_go(saved, errors)
-                continue
-            self._registry.remove(saved)
-            self._claims.forget(saved)
-            group = saved.form.group
+            one = ended.popleft()
             try:
-                saved.retire()
-                self.recording.retired(saved.traced)
-                if group is not None and not group.members_left:
-                    self._registry.packed_groups.discard(group)
-                    group.retire()
+                self.parts.rescue.let_go(one) if isinstance(one, Reliance) else self._retire_storage(one)
             except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
                 errors.append(error)
-            still_held = saved.first()
-            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
-                self.protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         if retired and not self._registry.of_epoch:
             self.budget.reclaim_pending()
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         return errors
 
-    def _let_go(self, reliance: Reliance, errors: list[BaseException]) -> None:
-        """Make again what is made from a source that autograd does not rely on any more, if others hold it: Note [Relied
-        on]."""
-        value = reliance.source.value
-        if value is None or not value.dependents or reliance.source.is_alone:
-            return
+    def _retire_storage(self, saved: SavedStorage) -> None:
+        self._registry.remove(saved)
+        self._claims.forget(saved)
+        group = saved.form.group
         try:
-            self.parts.rescue.run(value)
-        except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
-            errors.append(error)
+            saved.retire()
+            self.recording.retired(saved.traced)
+            if group is not None and not group.members_left:
+                self._registry.packed_groups.discard(group)
+                group.retire()
+        finally:
+            still_held = saved.first()
+            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
+                self.protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
 
     def _end_unnamed_step(self) -> None:
         """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
@@ -406,23 +379,13 @@ class Executor:
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
         due = self.director.due(finished)
-        for saved in (*due.drops, *self.recomputing.retry()) if self.recomputing.waiting else due.drops:
-            refusal = self.recomputing.drop(saved)
-            if refusal is not None and refusal is not WAITS:
-                self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
+        for saved in self.recomputing.drop_all(due.drops) if due.drops or self.recomputing.waiting else ():
+            self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
         self._outs.carry_out(due)
         limit = self.budget.memory_limit
         if check_memory or due.check_memory or (limit is not None and limit.wants_check):
             self.director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return due.prefetches
-
-    def _stop_waiting(self) -> None:
-        """Swap out what could not be dropped before backward began: others hold what it is made from."""
-        for saved in self.recomputing.retry():
-            if self.recomputing.drop(saved) is not None:
-                self._outs.swap_out(saved, alone=True)
-        for saved in self.recomputing.give_up():
-            self._outs.swap_out(saved, alone=True)
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""

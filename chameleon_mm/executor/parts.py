@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from chameleon_mm.device import Device
@@ -16,20 +17,20 @@ from chameleon_mm.executor.rescue import Rescue
 from chameleon_mm.executor.small_tensors import SmallTensors
 from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.executor.swap_outs import SwapOuts
+from chameleon_mm.executor.weak_calls import weak_claim, weak_reliance_ended
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, UseOrder
 from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.checksums import Checksums
-from chameleon_mm.saved.claims import Claim, Claims, StorageRegistry
+from chameleon_mm.saved.claims import Claims, StorageRegistry
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.packed_group import Staging
-from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.source import Reliance
 from chameleon_mm.saved.state import SwapContext
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
+    from chameleon_mm.executor.executor import Executor
     from chameleon_mm.kernels.codec import Codec
 
 
@@ -52,8 +53,7 @@ class Parts(NamedTuple):
 def assemble(
     device: Device,
     pool: PinnedPool,
-    claim_of: Callable[[SavedStorage], Claim],
-    reliance_ended: Callable[[Reliance], None],
+    executor: weakref.ref[Executor],
     recording: Recording,
     *,
     rule: DefaultRule,
@@ -62,8 +62,7 @@ def assemble(
     codecs: Sequence[Codec],
     verify: bool,
 ) -> Parts:
-    """Parts of an executor for `device`. `claim_of` makes a first claim on a storage; neither it nor `reliance_ended` keeps an
-    executor alive."""
+    """Parts of `executor`, which none of them keeps alive, for `device`."""
     streams = ComputeStreams(device)
     streams.current()
     transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
@@ -71,7 +70,7 @@ def assemble(
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()
     context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
-    small = None if limits.free_share is None else SmallTensors(context, registry, claims, claim_of)
+    small = None if limits.free_share is None else SmallTensors(context, registry, claims, partial(weak_claim, executor))
     # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
     weak_outs: weakref.ref[SwapOuts]
     budget = Budget(
@@ -91,7 +90,7 @@ def assemble(
     weak_outs = weakref.ref(outs)
     rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, rebuilds)
-    recomputing = Recomputing(device, streams, metrics, rebuilds, reliance_ended)
+    recomputing = Recomputing(device, streams, metrics, rebuilds, partial(weak_reliance_ended, executor))
     return Parts(
         context, order, registry, claims, small, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams)
     )

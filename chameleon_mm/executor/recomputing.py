@@ -3,9 +3,9 @@
     watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
     recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
     recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
-    recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
+    recomputing.drop_all(due)                    # ON_DEVICE -> ON_HOST in `RecomputedForm`; what is not dropped is returned
     recomputing.waiting                          # what is dropped once only the session holds its sources
-    recomputing.prove(saved, storage)            # at the first use of what stayed: its recipe is compared with it
+    recomputing.prove(saved, restore)            # at the first use of what stayed: its recipe is tried
 
 What a recipe may rely on is Note [Relied on], in `saved/source.py`; the rules are cited by number here.
 """
@@ -13,15 +13,15 @@ What a recipe may rely on is Note [Relied on], in `saved/source.py`; the rules a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from chameleon_mm.device import Device, Stream
+from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
 from chameleon_mm.policy.recipes import COPIED_BYTES
@@ -51,53 +51,6 @@ OTHERS_WRITE = Refusal("an input that others may write to")
 
 NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
 """Makes a claim on the storage of a tensor."""
-
-
-class ParameterSizes:
-    """Parameters whose storages are as large when a step ends as they were in its forward.
-
-    What shards a model frees its parameters after their forward and fetches them again on a stream of its own, which no counter
-    tells of: such a parameter is empty at a later hook, or at the end, and no recipe may need it.
-    """
-
-    def __init__(self) -> None:
-        self._met: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        """Storages that this step's recipes would need, and that no earlier step has settled, by id, with their sizes."""
-        self._stay: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._change: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def keeps_its_size(self, value: Value) -> bool:
-        """Whether an earlier step has seen the storage of `value`, a parameter's, keep its size."""
-        storage = value.storage()
-        if storage is None:
-            return False
-        return self.note(storage)
-
-    def note(self, storage: torch.UntypedStorage) -> bool:
-        """Note a parameter's storage in a step that is watched or recorded. Returns whether an earlier one has seen it keep its
-        size."""
-        stays = self._stay.get(id(storage))
-        if stays is not None and stays() is storage:
-            return True
-        if id(storage) not in self._met:
-            self._met[id(storage)] = weakref.ref(storage), storage.nbytes()
-        return False
-
-    def look(self) -> None:
-        """Look at what this step has met and no other has: it must keep its size all the time."""
-        for key, (ref, nbytes) in self._met.items():
-            storage = ref()
-            if storage is not None and storage.nbytes() != nbytes:
-                self._change[key] = ref
-
-    def end_step(self) -> None:
-        """What has kept its size up to now is taken to do so in later steps."""
-        self.look()
-        for key, (ref, _) in self._met.items():
-            storage, changes = ref(), self._change.get(key)
-            if storage is not None and (changes is None or changes() is not storage):
-                self._stay[key] = ref
-        self._met.clear()
 
 
 class Recomputing:
@@ -224,9 +177,13 @@ class Recomputing:
 
     # --- recipes
 
+    def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
+        """Drop those of `due`, and of what waits, whose recipes are proven and whose sources are secure. Returns those that
+        stay and do not wait."""
+        return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
+
     def drop(self, saved: SavedStorage) -> Refusal | None:
-        """Drop a storage that the plan has made again, once its recipe is proven and its sources are secure. Returns why it
-        stays."""
+        """Drop a storage that the plan has made again. Returns why it stays."""
         self._follow()
         refusal = self._drop(saved)
         if refusal is not None:
@@ -327,19 +284,20 @@ class Recomputing:
                 value.reliance = weakref.ref(reliance)
             recipe.reliances.append(reliance)
 
-    def retry(self) -> list[SavedStorage]:
-        """Storages of `waiting` whose sources only the session holds now: they are to be dropped again."""
+    def _ready(self) -> list[SavedStorage]:
+        """Storages of `waiting` whose sources are secure now, which wait no more."""
         ready = [one for one in self.waiting if all(source.is_secure for source in one.sources)]
         if ready:
             self.waiting = [one for one in self.waiting if one not in ready]
         return [one.saved for one in ready]
 
-    def give_up(self) -> list[SavedStorage]:
-        """Have nothing wait any more: backward has begun. Returns what is not dropped."""
+    def stop_waiting(self) -> list[SavedStorage]:
+        """Have nothing wait any more, as backward has begun. Returns what is not dropped."""
+        stay = self.drop_all(())
         waiting, self.waiting = self.waiting, []
         for one in waiting:
             self._note_refusal(one.saved, OTHERS_HOLD)
-        return [one.saved for one in waiting]
+        return [*stay, *(one.saved for one in waiting)]
 
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
         """Recipe of what `saved` holds now."""

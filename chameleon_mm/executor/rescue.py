@@ -20,6 +20,7 @@ from chameleon_mm.executor.swap_ins import SwapIns
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance
 from chameleon_mm.saved.state import State
 
 
@@ -34,6 +35,12 @@ class Rescue:
     def run(self, value: Value) -> None:
         """Make again all that is made from `value`, which is about to change, and have it stay or go to the host."""
         self.run_all(value.dependents)
+
+    def let_go(self, reliance: Reliance) -> None:
+        """The same for a source that autograd does not rely on any more, if others hold it."""
+        value = reliance.source.value
+        if value is not None and value.dependents and not reliance.source.is_alone:
+            self.run(value)
 
     def run_all(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
         """The same for `dependents`, the list of a value, which is empty afterwards."""

@@ -152,8 +152,8 @@ class HybridSearch:
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
         for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
-            copies_bytes = rewritten.rebuilds.copies_bytes(self._trace)
-            budget = limits.budget - copies_bytes
+            beside_bytes = rewritten.rebuilds.bytes_beside(self._trace)
+            budget = limits.budget - beside_bytes
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= budget:
                 break
@@ -185,7 +185,7 @@ class HybridSearch:
                 num_hooks=len(self._trace.hook_tick),
                 actions=swaps + choice_actions(self._recipes, rewritten),
                 hbm_budget_bytes=limits.budget,
-                peak_bytes=timeline.peak_bytes + copies_bytes,
+                peak_bytes=timeline.peak_bytes + beside_bytes,
                 host_bytes=timeline.host_bytes,
                 step_us=timeline.step_us,
                 stall_us=timeline.stall_us,

@@ -21,6 +21,12 @@ from chameleon_mm.policy.recipes import COPIED_BYTES, Recipes
 from chameleon_mm.trace import StepPhase, Trace
 from chameleon_mm.units import allocated_size
 
+CHECKSUM_BYTES = 8
+"""Device memory of a checksum: one of each dropped storage, and one of what is made in its place."""
+
+CHECKSUMS_IN_PAGE = 512
+"""Checksums whose memory is allocated together."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuild:
@@ -50,16 +56,17 @@ class Rebuilds:
     """Hook from which each dropped storage is away: when nobody but its handle holds it, and nobody but the session what is
     held for it."""
 
-    def copies_bytes(self, trace: Trace) -> int:
-        """Bytes of copies of all small things that they read which were there before the step, such as biases, and are not read
-        in backward: autograd saves that, and keeps the original."""
+    def bytes_beside(self, trace: Trace) -> int:
+        """Bytes that they take beside storages of the step: copies of the small things that they read, were there before it and
+        are not read in backward (autograd saves those, and keeps the original), such as biases; and pages of checksums."""
         again = np.unique([op for rebuild in self.rebuilds for op in rebuild.ops])
         reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
         saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
         read = np.setdiff1d(read[trace.tensor_born[read] < 0], saved)
         nbytes = trace.tensor_bytes[read]
-        return int(allocated_size(nbytes[nbytes <= COPIED_BYTES]).sum())
+        pages = -(-2 * len(self.dropped) // CHECKSUMS_IN_PAGE)
+        return int(allocated_size(nbytes[nbytes <= COPIED_BYTES]).sum()) + pages * CHECKSUMS_IN_PAGE * CHECKSUM_BYTES
 
 
 def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Rebuilds:

@@ -22,8 +22,9 @@ from chameleon_mm.device import Device, Event, Stream
 from chameleon_mm.device.checksum import SUM_BYTES
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool
+from chameleon_mm.policy.rebuilds import CHECKSUMS_IN_PAGE
 
-PAGE_SLOTS = 512
+PAGE_SLOTS = CHECKSUMS_IN_PAGE
 
 PAGE_BYTES = PAGE_SLOTS * SUM_BYTES
 """Device memory of a page."""

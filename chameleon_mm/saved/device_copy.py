@@ -16,6 +16,7 @@ from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.pinned import PinnedBlock
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.save_record import SaveRecord
+from chameleon_mm.saved.source import held_alone
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.transfer import Move
 
@@ -23,10 +24,12 @@ from chameleon_mm.transfer import Move
 class DeviceCopy(SaveRecord):
     """A saved storage as far as its device copy goes."""
 
-    __slots__ = ("_block", "_context", "_device", "_lent", "_out", "form")
+    __slots__ = ("_block", "_context", "_device", "_lent", "_out", "form", "latest")
 
     may_be_lent = True
 
+    latest: weakref.ref[torch.UntypedStorage]
+    """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in made."""
     form: Form
     """The form in which its bytes are off the device, from the copy out on."""
     _lent: HeldStorage | None
@@ -47,6 +50,14 @@ class DeviceCopy(SaveRecord):
     @device.setter
     def device(self, storage: torch.UntypedStorage | None) -> None:
         self._device = storage
+
+    @property
+    def is_private(self) -> bool:
+        """True if only the session can reach its bytes: no tensor holds the device copy, or they are on the host alone."""
+        storage = self._device
+        if storage is not None:
+            return held_alone(storage)
+        return self.first() is None and self.latest() is None
 
     @property
     def copy_is_handed_over(self) -> bool:

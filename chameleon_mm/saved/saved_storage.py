@@ -20,7 +20,6 @@ from chameleon_mm.saved.calling_thread import annotation, call_site, current_ope
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.source import held_alone
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes
@@ -35,7 +34,7 @@ class SavedStorage(DeviceCopy):
     A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
     """
 
-    __slots__ = ("_arrived_on", "_checksum", "_in", "_read", "dtype", "latest")
+    __slots__ = ("_arrived_on", "_checksum", "_in", "_read", "dtype")
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
@@ -45,8 +44,6 @@ class SavedStorage(DeviceCopy):
         self._device, self._context, self.form = storage, context, WHOLE
         self._lent = self._out = self._block = None
         self.latest = self.first
-        """Weak reference to the newest device copy, which others may hold: the saved storage itself, later what a swap-in
-        made."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
         self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
@@ -75,14 +72,6 @@ class SavedStorage(DeviceCopy):
             if saved.probe.alias._version == saved.probe.expected:
                 return True
         return False
-
-    @property
-    def is_private(self) -> bool:
-        """Whether only the session can reach its bytes: on the device no tensor holds them, or they are on the host."""
-        storage = self._device
-        if storage is not None:
-            return held_alone(storage)
-        return self.first() is None and self.latest() is None
 
     @property
     def transfer_bytes(self) -> int:

@@ -3,6 +3,20 @@
 A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
 `form` says how the bytes are kept off the device, its base classes which saves share one copy (`SaveRecord`) and who holds
 what is on the device (`DeviceCopy`).
+
+Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
+in a queue and come after that operator alone. Other bytes of the storage are not: their owner may write them while the copy
+waits, and no version counter of a saved tensor says so.
+
+Example: torch's GRU off cuDNN. Its gates are `unsafe_chunk` parts of one product, each with a counter of its own. It writes
+them in place one after the other, and saves each when it is complete.
+
+So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, behind what waits there,
+and comes after every write until then. A copy that waits comes, piece by piece, after all that was launched until it is handed
+over, if a version counter of its saves has moved: what was written is covered by no save any more.
+
+Bytes that are written after the hand-over may arrive half written, and no use reads them: when they are saved later,
+`Claims.find` sees that this copy began too early for them.
 """
 
 from __future__ import annotations
@@ -22,7 +36,7 @@ from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.version import SavedBytes, cover_all
 from chameleon_mm.transfer import Move
 
 _log = logging.getLogger(__name__)
@@ -100,12 +114,24 @@ class SavedStorage(DeviceCopy):
             raise
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
+        first = self._saved_bytes[0]
+        versions: list[tuple[Tensor, int]] = []
+        for saved in self._saved_bytes:
+            versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
+        is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
         if self._checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(self.alloc_stream)
             self._checksum.close(flat_bytes(self._device))
         with annotation("chameleon::swap_out"):
-            out = context.transfer.swap_out(block.buffer, source, after, timed=context.metrics.timed)
+            out = context.transfer.swap_out(
+                block.buffer,
+                source,
+                after,
+                timed=context.metrics.timed,
+                written=(versions, context.streams.record_each),
+                at_once=not is_all and self._reads_uncovered(source),
+            )
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
@@ -114,6 +140,13 @@ class SavedStorage(DeviceCopy):
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
         self._to(State.SWAPPING_OUT)
+
+    def _reads_uncovered(self, source: Tensor) -> bool:
+        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
+        encoded, we alone write."""
+        if self.gathered or source.untyped_storage() is not self._device:
+            return False
+        return not cover_all(self._saved_bytes, self.nbytes)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
         """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.

@@ -178,7 +178,7 @@ class _Watch:
             steady=followed and planned.is_decided and plan is self._plan,
             trace=planned.trace,
             link=rates_of(after.spans, link_cost_for(self._session.device)),
-            replayable=planned.replayable,
+            replayable=planned.admitted,
             classes=planned.bytes_by_class(),
             swapped_bytes=(after.bytes_swapped_out - before.bytes_swapped_out) / steps,
             recomputed_bytes=(after.bytes_recomputed - before.bytes_recomputed) / steps,

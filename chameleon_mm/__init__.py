@@ -30,6 +30,7 @@ from chameleon_mm.errors import (
     HostMemoryExhausted,
     InfeasibleBudget,
     PoolStateError,
+    RecomputeMismatch,
     SessionClosedError,
     SimLifetimeError,
     SimRaceError,
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Attachment", "BlockCorruptedError", "BlockInUseError", "BlockReleasedError", "ChameleonError", "CudaDevice",
     "DeviceUnavailable", "HostMemoryExhausted", "InfeasibleBudget", "MergedReport", "PinnedBlock", "PinnedPool",
-    "PoolStateError", "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot", "SnapshotWrite",
-    "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations", "merge_reports",
-    "resolve_device", "save_on_cpu", "uninstall",
+    "PoolStateError", "RecomputeMismatch", "SessionClosedError", "SimDevice", "SimLifetimeError", "SimRaceError", "Snapshot",
+    "SnapshotWrite", "SwapMismatch", "SwapReport", "SwapSession", "TransferFailed", "attach", "install", "integrations",
+    "merge_reports", "resolve_device", "save_on_cpu", "uninstall",
 ]  # fmt: skip

@@ -50,6 +50,11 @@ class SwapMismatch(ChameleonError, RuntimeError):
     """Verify mode found a saved tensor that came back with other bits than it went out with."""
 
 
+class RecomputeMismatch(ChameleonError, RuntimeError):
+    """A saved tensor that was recomputed has other bits than the original had. Gradients of the step are wrong; later steps do
+    not recompute that tensor."""
+
+
 class DeviceUnavailable(ChameleonError, RuntimeError):
     """The device that was asked for is not on this machine, or not in a state in which it can be used."""
 

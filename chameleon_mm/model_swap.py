@@ -23,7 +23,7 @@ from chameleon_mm.executor.budget_check import check_budget
 from chameleon_mm.optimizer_state import BUCKET_BYTES, OptimizerSwap, check_optimizer
 from chameleon_mm.parameters import DeviceBesideWindow, ParameterSwap, beside_window, check_parameters
 from chameleon_mm.rerun import Repair
-from chameleon_mm.saved.verify import Checksums
+from chameleon_mm.saved.checksums import Checksums
 from chameleon_mm.snapshots import Snapshots
 
 BUCKET_SHARE = 1 / 16

@@ -94,7 +94,7 @@ class SwapReport(Counters):
     not_recomputed_by_reason: dict[str, int]
     """Storages that a plan would have had made again and that were swapped or kept instead, by reason."""
     recipes_banned: tuple[str, ...]
-    """Operators that are not run again any more, as an audit found them to fail or to give other bits."""
+    """Names of the operators of recipes that made other bits than the original had: those recipes are not used any more."""
     encoded_by_codec: dict[str, int]
     """Storages that crossed in a lossless codec's shorter form, by codec."""
     refused_by_codec: dict[str, int]

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from chameleon_mm.adaptive import Adaptation, link_cost_for, plan_steps
-from chameleon_mm.arguments import check_type, describe
+from chameleon_mm.arguments import check_type
 from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
@@ -215,11 +215,13 @@ class SwapSession:
             self._end_step(completed=completed)
 
     def run_step(self, fn: Callable[[], _R], *, snapshot: bool = False) -> _R:
-        """Run one optimizer step, `fn()`, and run it again where it finds no memory. Returns what `fn` does.
+        """Run one optimizer step, `fn()`, and run it again where it finds no memory, or ends in a `RecomputeMismatch`. Returns
+        what `fn` does.
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
         states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
-        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. That budget is the session's from
+        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. After a `RecomputeMismatch` it runs
+        again within the same budget, without recomputing that tensor. That budget is the session's from
         then on: the report tells it, and a new session begins with what it is given. A step in which an optimizer of the
         model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
         other ranks, which would not follow. With `snapshot`, `snapshot()` is called first, and a step in which the session's
@@ -348,20 +350,6 @@ class SwapSession:
             raise ValueError("host_budget: expected a session with a pool of its own, got one with pool=; set pool.limit_bytes")
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
-
-    @property
-    def audit_every(self) -> int:
-        """Steps of which one makes a storage again beside its original and compares the two; 0: none does. It is 1 unless set,
-        from the next step on. Setting it raises `TypeError` or `ValueError` for anything but a number of steps."""
-        return self._executor.recomputing.audits.every
-
-    @audit_every.setter
-    def audit_every(self, steps: int) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int):
-            raise TypeError(f"audit_every: expected an int, got {describe(steps)}; 1 audits every step, 0 none")
-        if steps < 0:
-            raise ValueError(f"audit_every: expected 0 or more steps, got {steps}; 1 audits every step, 0 none")
-        self._executor.recomputing.audits.every = steps
 
     def _begin_step(self, *, hooked: bool) -> None:
         hbm_budget_bytes = self._budget_now()

@@ -25,7 +25,7 @@ from chameleon_mm.units import allocated_size
 
 
 def least_step_us(trace: Trace, budget: int, cost: LinkCost, names: Collection[str], *, whole: bool = False) -> float:
-    recipes = Recipes.of(trace, names)
+    recipes = Recipes.of(trace, names, cost=cost)
     c = recipes.candidates
     clock = trace.clock_us()
     last = int(trace.hook_tick[c.use].max(initial=0))
@@ -64,6 +64,7 @@ class _Program:
         gone = [(var, float(self._size[j])) for j, var in self._drop.items()]
         held = [(var, -float(self._size[x])) for x, var in self._hold.items()]
         runs = [(var, -float(self._us[o])) for o, var in self._runs.items()]
+        runs += [(var, -float(self._r.compare_us[j])) for j, var in self._drop.items()]
         self._rows += [
             ([*gone, *held, (crosses, 1.0)], over),
             ([(first, 1.0)], before_us),

@@ -136,7 +136,7 @@ class Mix(Director):
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
         self._of = {}
         if self.recomputing is not None:
-            self.plan.banned.update(self.recomputing.audits.read())
+            self.plan.banned.update(())
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
 
     def _choose(self, number: int, drop: float) -> str:

@@ -121,6 +121,16 @@ def calibrates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def quiet() -> Iterator[None]:
+    """Without the lines that say that a budget is too small for a plan: the default rule then goes on, which is a case, too."""
+    logger = logging.getLogger("chameleon_mm")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture
 def no_gc() -> Iterator[None]:
     """No garbage collection during the test: what is still alive at its end is held by a reference, what is gone was let go."""
     was_enabled = gc.isenabled()

@@ -14,11 +14,11 @@ import chameleon_mm as cm
 from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.checksums import Checksums
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.partial_form import PartialForm
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
-from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
@@ -42,7 +42,7 @@ class Life:
         self.pool = cm.PinnedPool(1 << 20, device=self.device)
         self.streams = ComputeStreams(self.device)
         self.compute = self.streams.current()
-        checksums = Checksums(self.device, 1 << 14) if verify else None
+        checksums = Checksums(self.device, self.pool) if verify else None
         if checksums is not None:
             checksums.prepare()
         self.bytes_before = self.device.allocated_bytes()

@@ -33,7 +33,7 @@ from chameleon_mm.units import KIB, MIB
 from tests._traces import H200_LINK, chain, plan_of, random_plan, random_step
 
 # 1024 bytes a microsecond out, 2048 back.
-LINK = LinkCost(d2h_gbps=1.024, h2d_gbps=2.048, duplex_gbps=3.072, copy_us=0.0)
+LINK = LinkCost(d2h_gbps=1.024, h2d_gbps=2.048, duplex_gbps=3.072, copy_us=0.0, hbm_gbps=1e15)
 
 MM = frozenset({"aten::mm"})
 
@@ -116,7 +116,7 @@ def test_the_cheapest_mix_of_swapping_and_recomputing() -> None:
     assert bound.swapped_bytes == pytest.approx(50 * KIB)
     assert bound.recomputed_us == pytest.approx(5.0)
     # On one that carries hardly anything: all of b, in 10 us.
-    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9)
+    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9, hbm_gbps=1e15)
     bound = ideal(trace, budget, none, recompute=MM)
     assert (bound.step_us, bound.swapped_bytes, bound.recomputed_us) == pytest.approx((250.0, 0.0, 10.0), abs=1e-6)
 
@@ -126,7 +126,7 @@ def test_the_side_of_backward_can_decide_the_mix() -> None:
     budget = 101 * KIB
     # Out is fast. Back, 100 KiB take 400 us, where compute has 120 until a's use. Of b, y KiB are made again, in 0.1 us each,
     # until both sides are as long: 120 + y / 10 = (100 - y) * 4, so y = 280 / 4.1.
-    slow = LinkCost(d2h_gbps=100.0, h2d_gbps=0.256, duplex_gbps=100.0)
+    slow = LinkCost(d2h_gbps=100.0, h2d_gbps=0.256, duplex_gbps=100.0, hbm_gbps=1e15)
     bound = ideal(trace, budget, slow, recompute=MM)
     assert bound.recomputed_us == pytest.approx(28 / 4.1)
     assert bound.step_us == pytest.approx(100 + 120 + 28 / 4.1 + 20)
@@ -282,7 +282,7 @@ def test_where_the_bound_itself_hides_it_is_the_smallest() -> None:
         return plan_of(trace)
 
     # A link on which nothing crosses: only the unswapped step hides what it copies.
-    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9)
+    none = LinkCost(d2h_gbps=1e-9, h2d_gbps=1e-9, duplex_gbps=1e-9, hbm_gbps=1e15)
     assert smallest_hidden_budget(trace, none, empty) == peak_memory(trace).nbytes
     with pytest.raises(ValueError, match="tolerance: expected a share of the step from 0 to below 1, got 1"):
         smallest_hidden_budget(trace, none, empty, tolerance=1)

@@ -29,6 +29,7 @@ from chameleon_mm.policy import (
     smallest_budget,
 )
 from chameleon_mm.policy.choice import ChoicePath
+from chameleon_mm.policy.planned_rewrite import rewritten_for
 from chameleon_mm.policy.problem import Problem
 from chameleon_mm.policy.recipes import Recipes
 from chameleon_mm.trace import Trace
@@ -61,10 +62,15 @@ def one_part_in(trace: Trace, parts: int) -> int:
     return max(smallest_budget(trace), peak.nbytes - peak.idle_bytes + peak.idle_bytes // parts)
 
 
+def copies_bytes(trace: Trace, plan: SwapPlan) -> int:
+    """Bytes of the copies of small inputs that what the plan recomputes needs."""
+    return rewritten_for(Recipes.of(trace, None), plan).rebuilds.copies_bytes(trace) if plan.recomputed else 0
+
+
 def held_to(trace: Trace, plan: SwapPlan, cost: LinkCost) -> None:
     """What a plan says of itself is what `simulate` says, and its memory that of a walk that knows no rewritten traces."""
     timeline = simulate(trace, plan, cost)
-    assert timeline.peak_bytes == plan.peak_bytes <= plan.hbm_budget_bytes
+    assert timeline.peak_bytes + copies_bytes(trace, plan) == plan.peak_bytes <= plan.hbm_budget_bytes
     assert (timeline.host_bytes, timeline.recompute_us) == (plan.host_bytes, plan.recompute_us)
     assert timeline.step_us == pytest.approx(plan.step_us)
     assert timeline.stall_us == pytest.approx(plan.stall_us, abs=1e-6)
@@ -190,14 +196,14 @@ def test_prices_rise_along_the_path() -> None:
 # --- built-in models
 
 MUST_HOLD = [
-    ("llama-7b", 4, 4096, "h100", 2, 1.015, 0.98),
-    ("llama-7b", 4, 4096, "h100", 4, 1.04, 0.98),
-    ("llama-7b", 4, 4096, "h100", 8, 1.09, 0.97),
-    ("llama-7b", 1, 32768, "h100", 8, 1.02, 0.97),
-    ("llama-7b", 1, 32768, "h100", 2, 1.002, 0.98),
-    ("gpt2-medium", 16, 1024, "h100", 2, 1.06, 0.98),
-    ("gpt2-medium", 16, 1024, "h100", 4, 1.12, 0.98),
-    ("gpt2-medium", 16, 1024, "h100", 8, 1.145, 0.97),
+    ("llama-7b", 4, 4096, "h100", 2, 1.025, 0.98),
+    ("llama-7b", 4, 4096, "h100", 4, 1.065, 0.98),
+    ("llama-7b", 4, 4096, "h100", 8, 1.115, 0.97),
+    ("llama-7b", 1, 32768, "h100", 8, 1.03, 0.97),
+    ("llama-7b", 1, 32768, "h100", 2, 1.004, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 2, 1.105, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 4, 1.195, 0.98),
+    ("gpt2-medium", 16, 1024, "h100", 8, 1.23, 0.97),
 ]
 """Model, batch, sequence, GPU, parts of the idle activations; the step over the unswapped one at most; the bound's share."""
 
@@ -212,7 +218,7 @@ def test_what_was_promised(model: str, batch: int, seq: int, gpu: str, parts: in
     assert of_bound <= bound / plan.step_us <= 1
     assert bound <= least_step_us(trace, budget, cost, ALL) * (1 + 1e-9)
     timeline = simulate(trace, plan, cost)
-    assert timeline.peak_bytes == plan.peak_bytes <= budget
+    assert timeline.peak_bytes + copies_bytes(trace, plan) == plan.peak_bytes <= budget
     recomputed = full_recomputation(trace)
     assert recomputed.peak_bytes > budget or plan.step_us <= recomputed.step_us
 

@@ -259,12 +259,12 @@ def test_a_held_storage_lives_until_the_rebuild_and_may_be_swapped() -> None:
         (ActionKind.HOLD, x, 16 * KIB),
     ]
     assert (actions[1].out_at, actions[1].reclaim_at, actions[1].in_at, actions[1].use_at) == (0, 0, hook, hook)
-    assert (actions[0].out_at, actions[0].use_at) == (1, hook)
-    # Nobody else holds x from hook 2 on: it may be swapped from there to the rebuild.
+    assert (actions[0].out_at, actions[0].use_at) == (2, hook)  # once only the session has x
+    # Only the session holds x from hook 2 on: it may be copied and swapped from there to the rebuild.
     candidates = Candidates.of(rewritten.trace)
     row = candidates.tensor.tolist().index(x)
-    assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [0, 2, hook]
-    swap = Action(tensor=x, nbytes=16 * KIB, out_at=1, reclaim_at=2, in_at=first_use, use_at=hook)
+    assert rewritten.origin[[candidates.sendable[row], candidates.first[row], candidates.use[row]]].tolist() == [2, 2, hook]
+    swap = Action(tensor=x, nbytes=16 * KIB, out_at=2, reclaim_at=2, in_at=first_use, use_at=hook)
     plan = plan_of(trace, (swap, *actions))
     timeline = simulate(trace, plan, H200_LINK)
     assert timeline.allocated_bytes.tolist() == carried_out_with_rebuilds(trace, plan)
@@ -305,12 +305,61 @@ def test_what_is_not_held_is_made_again_though_it_is_there() -> None:
     s = Step()
     x = s.op("mul", s.w)
     y = s.save(s.op("gelu", x))
-    hook = s.use(y)
     s.b.dies(x)
+    s.b.save(-1, 0)
+    hook = s.use(y)
     trace = s.finish()
     assert ran(rebuilt(trace, [y])) == [(hook, (0, 1), (y,), ())]
     assert ran(rebuilt(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
-    assert memory_curve(rebuilt(trace, [y], [x]).trace).max() == memory_curve(trace).max()
+
+
+def test_what_is_held_must_be_the_sessions_alone_before_anything_is_dropped_for_it() -> None:
+    """Note [Relied on], rule 1: while the model holds x, it may write to it. Autograd's own hold is another matter."""
+    s = Step()
+    x = s.op("mul", s.w)
+    y = s.save(s.op("gelu", x))
+    s.b.save(-1, 0)
+    s.b.dies(x)
+    alone = s.b.save(-1, 0)
+    hook = s.use(y)
+    trace = s.finish()
+    recipes = Recipes.of(trace, None)
+    assert recipes.alone_hook[x] == alone
+    drop, _ = choice_actions(recipes, rebuilt(trace, [y], [x]))
+    assert (drop.out_at, drop.use_at) == (alone, hook)
+    assert rebuilt(trace, [y], [x]).rebuilds.first == {y: alone}
+
+    s = Step()
+    x = s.op("mul", s.w)
+    y = s.save(s.op("gelu", x))
+    s.use(y)
+    s.b.dies(x)  # the model has it until then
+    trace = s.finish()
+    assert ran(rebuilt(trace, [y], [x])) == []
+
+    s = Step()
+    x = s.op("mul", s.w)
+    y = s.save(s.op("gelu", x))
+    hook = s.use(y)
+    s.b.op(
+        "aten::mul_backward", 0, BACKWARD, 10.0, reads=(x,)
+    )  # no hook saved it, and backward reads it: it was too small to move
+    s.b.dies(x)
+    trace = s.finish()
+    assert Recipes.of(trace, None).is_kept[x]
+    assert ran(rebuilt(trace, [y], [x])) == [(hook, (1,), (y,), (x,))]
+
+
+def test_a_large_input_that_others_may_write_is_no_source() -> None:
+    """A parameter or a buffer of more than 64 KiB that autograd does not save: what reads it is not made again."""
+    for nbytes, in_backward, expected in ((64 * KIB, False, True), (65 * KIB, False, False), (65 * KIB, True, True)):
+        s = Step()
+        book = s.b.tensor(nbytes, TensorKind.BUFFER, born=-1)
+        y = s.save(s.op("mul", s.w, book))
+        s.use(y)
+        if in_backward:
+            s.b.op("aten::mul_backward", 0, BACKWARD, 10.0, reads=(book,))
+        assert bool(Recipes.of(s.finish(), None).can_drop[y]) is expected
 
 
 def test_what_was_used_before_the_rebuild_that_reads_it_lives_on() -> None:

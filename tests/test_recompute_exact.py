@@ -60,8 +60,8 @@ def check_mix(name: str, seed: int, *, steps: int = 2, micro_batches: int = 1, *
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", MODELS)
 def test_a_random_mix_changes_no_bit(name: str, seed: int) -> None:
-    session = check_mix(name, seed)
-    assert totals_of(session).recomputed > 0
+    totals = totals_of(check_mix(name, seed, steps=3))
+    assert totals.recomputed + totals.proofs > 0
 
 
 @pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_a_random_mix_on_cuda_changes_no_bit(name: str, seed: int) -> None:
     seen, session = train(MODELS[name], 2, lambda model: mixed(mix, model=model, device="cuda"), device="cuda")
     assert seen == expected, f"mix {seed} ({mix.proofs}) of {name} has other bits"
     assert session is not None
-    assert totals_of(session).recomputed > 0
+    assert totals_of(session).recomputed + totals_of(session).proofs > 0
     assert session.pool.stats().num_live == 0
 
 
@@ -90,7 +90,7 @@ def test_a_thousand_random_mixes_change_no_bit(name: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("name", ["tied weights", "recurrent"])
 def test_gradients_of_several_micro_batches_accumulate(name: str) -> None:
-    assert totals_of(check_mix(name, 4, micro_batches=3)).rebuilds > 0
+    assert totals_of(check_mix(name, 5, steps=3, micro_batches=3)).rebuilds > 0
 
 
 @pytest.mark.parametrize("name", ["dropout transformer", "autocast"])
@@ -274,6 +274,70 @@ def batch_written(side: int) -> Program:
     return program
 
 
+def written_while_relied_on() -> list[Tensor]:
+    """Autograd has saved the source for a part of the graph that no backward comes to: eager does not mind the write."""
+    x = leaf(LARGE, LARGE)
+    source = x * 2
+    beside = source.sin()
+    z = (source + 1).exp().sin()
+    other = x.sin()  # what was saved before is dropped here
+    source.detach().zero_()
+    seen = grads(z.sum() + other.sum(), x)
+    del beside
+    return seen
+
+
+def two_optimizers() -> list[Tensor]:
+    """A detached feature outlives the backward of the weight that it was made from, and its update within that backward."""
+    x, w, head = leaf(LARGE, LARGE), leaf(LARGE, LARGE), leaf(LARGE, LARGE)
+    feature = x @ w
+    loss, other = (feature * 2).sum(), (feature.detach() * head).sin().sum()
+    del feature
+
+    def update(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+    w.register_post_accumulate_grad_hook(update)
+    loss.backward()
+    return grads(other, w, head)
+
+
+class ScalesWhatItSaved(torch.autograd.Function):
+    """Its backward writes over its own saved tensor, to save memory: Liger's SwiGLU does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        x.zero_()
+        return gradients[0] * 3
+
+
+def written_by_its_own_node() -> list[Tensor]:
+    """One backward comes to the function, and a later one to what was made from its input."""
+    x = leaf(LARGE, LARGE)
+    source = x * 2
+    early = ScalesWhatItSaved.apply(source)  # type: ignore[no-untyped-call]  # torch's own
+    late = (source + 1).sin().exp()
+    early.sum().backward()
+    return [*torch.autograd.grad(late.sum(), source), *([] if x.grad is None else [x.grad])]
+
+
+def held_and_written_in_backward() -> list[Tensor]:
+    """The model has a list of hidden states, and scales one of them in a hook."""
+    x = leaf(LARGE, LARGE)
+    states = [x * 2]
+    z = (states[0] + 1).sin()
+    other = x.sin()  # what was saved before is dropped here
+    z.register_hook(lambda g: (states[0].detach().zero_(), None)[1])
+    return grads(z.sum() + other.sum(), x)
+
+
 def batch_written_through_data() -> list[Tensor]:
     x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
     z = (x + batch).sin().exp().tanh()
@@ -385,7 +449,7 @@ def other_default_dtype() -> list[Tensor]:
 
 
 def other_precision() -> list[Tensor]:
-    a, b = leaf(SIDE, 8 * SIDE), outside(8 * SIDE, SIDE)
+    a, b = leaf(SIDE // 2, 8 * SIDE), outside(8 * SIDE, SIDE // 2)
     torch.set_float32_matmul_precision("medium")
     z = (a @ b).sin().exp()
     torch.set_float32_matmul_precision("highest")
@@ -542,6 +606,9 @@ PROGRAMS: list[Program] = [
     batch_written(SIDE // 2),
     batch_written(LARGE),
     batch_written_through_data,
+    written_while_relied_on,
+    two_optimizers,
+    written_by_its_own_node,
     autocast_in_backward,
     in_a_mode_of_the_users,
     in_a_mode_of_functions,
@@ -592,26 +659,38 @@ def test_proofs_leave_a_write_alone_that_nobody_tells_of() -> None:
     assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
 
 
-def test_a_sampled_audit_finds_a_write_that_began_later(caplog: pytest.LogCaptureFixture) -> None:
-    """The same program writes from its third step on only: the recipe is proven by then."""
+def test_a_write_that_begins_later_is_an_error_in_the_step_in_which_it_happens() -> None:
+    """The same program writes in its third step alone: the recipe is proven by then, and is banned from then on."""
     count = [0]
 
     def program() -> list[Tensor]:
         count[0] += 1
         x = leaf()
         y = x * 2
-        z = y.sin()
-        if count[0] > 2:
+        if count[0] % 6 == 3:
             y.detach().numpy()[:] *= 2
-        return grads(z.exp().sum(), x)  # the audit comes at this save
+        z = y.sin()
+        del y
+        return grads(z.exp().sum(), x)
 
-    mix = Mix(1, drop=0.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL)
+    torch.manual_seed(5)
+    expected = [[bits(t) for t in program()] for _ in range(6)]
+    count[0] = 0
+    mix = Mix(1, drop=1.0, held=0.0, proofs=Proofs.FIRST, admitted=ALL)
+    torch.manual_seed(5)
+    seen: list[Any] = []
     with mixed(mix) as session:
-        for _ in range(4):
-            with session.step():
-                program()
-    assert mix.plan.banned == {"aten::mul"}
-    assert caplog.text.count("aten::mul is not run again any more") == 1
+        for _ in range(6):
+            try:
+                with session.step():
+                    seen.append([bits(t) for t in program()])
+            except cm.RecomputeMismatch as error:
+                seen.append(str(error))
+    assert "result of aten::mul" in seen[2]
+    assert "recompute=False" in seen[2]
+    assert seen[:2] + seen[3:] == expected[:2] + expected[3:]
+    assert "aten::mul" in mix.plan.banned
+    assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
 
 
 # --- what a recipe must not rest on
@@ -636,7 +715,7 @@ def test_no_memory_for_the_copy_of_a_small_input_is_not_the_users(monkeypatch: p
 
     session = check(program)
     refusals = totals_of(session).not_recomputed_by_reason["no memory for a copy of a small input"]
-    assert 0 < refusals <= len(raised)  # an audit that has no copy either refuses nothing
+    assert 0 < refusals <= len(raised)
 
 
 class Sharded(nn.Module):
@@ -692,22 +771,20 @@ def test_a_parameter_that_is_resharded_is_in_no_recipe(fetched: bool, filled: bo
     assert totals_of(session).rebuilds > 0
 
 
-def test_a_parameter_that_is_resharded_later_is_an_error() -> None:
-    """Steps have seen it stay, and then it goes: no recipe may read what is there instead."""
-    model = Sharded()
+def test_a_parameter_that_is_resharded_later_is_in_no_recipe() -> None:
+    """Autograd does not save it: eager does not mind that it goes."""
+    model, count = Sharded(), [0]
 
-    def program(*, frees: bool) -> list[Tensor]:
+    def program() -> list[Tensor]:
+        model.fetch()
+        count[0] += 1
         x = leaf(LARGE, LARGE)
         z = (x + model.shift).sin().exp().tanh()
-        if frees:
+        if count[0] % 3 == 0:
             model.free()
         return grads(z.sum(), x)
 
-    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
-    with session, pytest.raises(RuntimeError, match=r"expected an input of 102400 bytes.*recompute=False"):
-        for number in range(3):
-            with session.step():
-                program(frees=number == 2)
+    assert totals_of(check(program)).not_recomputed_by_reason["an input that others may write to"] > 0
 
 
 def external() -> list[Tensor]:
@@ -735,8 +812,13 @@ def test_memory_that_others_fill_is_in_no_recipe(program: Program, reason: str) 
     assert any(reason in one for one in reasons), reasons
 
 
-def test_what_is_written_in_backward_is_an_error_and_no_other_value() -> None:
-    """Nobody watches a backward: a held batch that a hook writes to there is found by its counter."""
+def test_what_the_model_holds_and_a_hook_writes_is_in_no_recipe() -> None:
+    session = check(held_and_written_in_backward, drops=False, held=1.0)
+    assert totals_of(session).not_recomputed_by_reason["an input that the model holds"] > 0
+
+
+def test_a_batch_that_a_hook_writes_in_backward_is_in_no_recipe() -> None:
+    """Nobody watches a backward, and autograd does not save the batch."""
 
     def program() -> list[Tensor]:
         x, batch = leaf(LARGE, LARGE), outside(LARGE, LARGE)
@@ -745,10 +827,7 @@ def test_what_is_written_in_backward_is_an_error_and_no_other_value() -> None:
         z.register_hook(lambda g: (batch.zero_(), None)[1])
         return grads(z.sum() + other.sum(), x)
 
-    session = mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
-    got = outcome(program, 2, session)
-    assert isinstance(got, str)
-    assert "modified by an inplace operation" in got
+    assert totals_of(check(program, drops=False)).not_recomputed_by_reason["an input that others may write to"] > 0
 
 
 def test_a_held_storage_that_only_an_alias_is_left_of_is_not_held() -> None:
@@ -820,12 +899,18 @@ def test_handles_may_go_in_any_order(last_first: bool) -> None:
     assert executor._registry.all() == []
 
 
+IN_THE_SIMULATOR = {"CopySpan", "Access", "Extent"}
+"""Types of what the simulator lists: copies, and accesses to a page of checksums until that is set to zero."""
+
+
 def live_objects() -> int:
-    """Tensors, and objects and functions of ours; not the simulator's list of copies."""
+    """Tensors, and objects and functions of ours; not the simulator's lists."""
     found = 0
     for one in gc.get_objects():
         module = one.__module__ if type(one) is FunctionType else type(one).__module__
-        found += issubclass(type(one), Tensor) or (str(module).startswith("chameleon_mm") and type(one).__name__ != "CopySpan")
+        found += issubclass(type(one), Tensor) or (
+            str(module).startswith("chameleon_mm") and type(one).__name__ not in IN_THE_SIMULATOR
+        )
     return found
 
 

@@ -6,6 +6,7 @@ are plain PyTorch: nothing of ours, no dispatch mode, no simulated device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,13 +19,11 @@ from torch import Tensor, nn
 
 import chameleon_mm as cm
 from chameleon_mm.adaptive.planned_step import PlannedStep
-from chameleon_mm.executor.audits import Audits
+from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.executor.rebuilds import Rebuilds
-from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.policy import LinkCost
 from chameleon_mm.saved.metrics import StepTime
-from chameleon_mm.saved.recipe import Recipe, Refusal
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.recomputed_form import Original
 from tests._mix_models import bits
 from tests._random_models import far_ahead
 
@@ -77,7 +76,6 @@ def train(
     budget: int | None = None,
     *,
     device: cm.SimDevice | None = None,
-    audit_every: int = 1,
     **given: Any,
 ) -> Run:
     """Train in plain PyTorch, or on `device`, within `budget` where there is one."""
@@ -88,7 +86,6 @@ def train(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         if budget is not None:
             run.session = cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model, **given)
-            run.session.audit_every = audit_every
         with run.session or nullcontext():
             for _ in range(steps):
                 if device:
@@ -124,9 +121,13 @@ def budget_for(share: float) -> int:
     return run.kept_bytes + int(share * (run.peaks[-1] - run.kept_bytes))
 
 
+def totals_of_session(session: cm.SwapSession) -> Any:
+    return session._executor.metrics.totals
+
+
 def totals(run: Run) -> Any:
     assert run.session is not None
-    return run.session._executor.metrics.totals
+    return totals_of_session(run.session)
 
 
 @pytest.mark.parametrize("share", [0.6, 0.4, 0.3])
@@ -180,47 +181,50 @@ def test_recomputing_is_faster_than_swapping_alone() -> None:
     assert steps_us[0] - unswapped_us < 0.5 * (steps_us[1] - unswapped_us)
 
 
-@pytest.mark.parametrize(("audit_every", "most"), [(1, 7), (3, 2), (0, 0)])
-def test_each_place_is_proven_once_and_one_storage_is_audited_in_so_many_steps(audit_every: int, most: int) -> None:
-    run = train(8, budget_for(0.4), device=far_ahead(), audit_every=audit_every)
-    assert run.seen == plainly(8).seen
+def test_each_place_is_proven_once_and_nothing_is_dropped_before_that() -> None:
+    """Note [Relied on], rule 3: in the first step by a plan the originals stay until their uses, within the budget."""
+    budget = budget_for(0.4)
+    dropped, proofs = [], []
+    for steps in (1, 2, 3, 8):
+        run = train(steps, budget, device=far_ahead())
+        assert run.seen == plainly(steps).seen
+        assert max(run.peaks) <= budget
+        dropped.append(totals(run).recomputed)
+        proofs.append(totals(run).proofs)
+    assert dropped[:2] == [0, 0]
+    assert 0 < dropped[2] < dropped[3]
+    assert proofs[0] == 0 < proofs[1]
     assert run.session is not None
     adaptation = run.session._adaptation
     assert adaptation is not None
     assert adaptation.latest is not None
-    proven = len(adaptation.latest.proven)
-    assert proven > 0
-    assert proven + (audit_every == 1) <= totals(run).proofs <= proven + most
+    assert len(adaptation.latest.proven) == proofs[3]
+    assert run.session.report().not_recomputed_by_reason == {"proved at its use first": proofs[3]}
 
 
-def test_an_error_of_an_operator_in_an_audit_is_not_the_users(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    compare, compare_bits = Audits.compare, Rebuilds._compare
-    auditing, raised = [False], list[str]()
+def test_what_is_recomputed_is_compared_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[bool] = []
+    add = Comparisons.add
 
-    def audit(*given: Any) -> bool:
-        auditing[0] = True
-        try:
-            return compare(*given)
-        finally:
-            auditing[0] = False
+    def note(comparisons: Comparisons, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
+        pairs.append(is_proof)
+        add(comparisons, original, buffer, is_proof=is_proof)
 
-    def fails(rebuilds: Rebuilds, recipe: Recipe, *given: Any) -> Tensor | Refusal:
-        if not auditing[0]:
-            return compare_bits(rebuilds, recipe, *given)
-        raised.extend(recipe.operators)
+    monkeypatch.setattr(Comparisons, "add", note)
+    run = train(6, budget_for(0.4), device=far_ahead())
+    assert pairs.count(True) == totals(run).proofs
+    assert pairs.count(False) == totals(run).recomputed
+
+
+def test_an_error_of_an_operator_in_a_proof_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, exclude: Any) -> None:
         raise RuntimeError("it does not run in this mode")
 
-    monkeypatch.setattr(Audits, "compare", audit)
-    monkeypatch.setattr(Rebuilds, "_compare", fails)
+    monkeypatch.setattr(Rebuilds, "_run", fails)
     run = train(8, budget_for(0.4), device=far_ahead())
     assert run.seen == plainly(8).seen
-    assert run.session is not None
-    assert raised
-    assert set(run.session.report().recipes_banned) == set(raised)
-    assert set(run.session.report().to_dict()["recipes_banned"]) == set(raised)
-    assert all(caplog.text.count(f"{name} is not run again any more") == 1 for name in set(raised))
+    assert totals(run).recomputed == 0
+    assert totals(run).not_recomputed_by_reason["an error when it runs again"] > 0
 
 
 def test_between_steps_nothing_is_watched() -> None:
@@ -239,31 +243,93 @@ def test_between_steps_nothing_is_watched() -> None:
     assert session.report().rebuilds > 0
 
 
+def differing(monkeypatch: pytest.MonkeyPatch, *, in_proof: bool) -> list[Original]:
+    """Has the first comparison, of a proof or of what was used, find another bit."""
+    changed: list[Original] = []
+    add = Comparisons.add
+
+    def once(comparisons: Comparisons, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
+        if is_proof is in_proof and not changed:
+            changed.append(original)
+            buffer = buffer.clone()
+            buffer[1] ^= 1
+        add(comparisons, original, buffer, is_proof=is_proof)
+
+    monkeypatch.setattr(Comparisons, "add", once)
+    return changed
+
+
 def test_what_a_proof_finds_to_differ_is_swapped_and_planned_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    disproof = Recomputing._disproof
-    refused: list[SavedStorage] = []
-
-    def once(recomputing: Recomputing, recipe: Recipe, saved: SavedStorage, restore: Any) -> Refusal | None:
-        if refused:
-            return disproof(recomputing, recipe, saved, restore)
-        refused.append(saved)
-        return Refusal("other bits than the original")
-
-    monkeypatch.setattr(Recomputing, "_disproof", once)
+    changed = differing(monkeypatch, in_proof=True)
     run = train(8, budget_for(0.4), device=far_ahead())
     assert run.session is not None
     assert run.seen == plainly(8).seen
     report = run.session.report()
-    assert report.not_recomputed_by_reason == {"other bits than the original": 1}
-    assert "1 other bits than the original" in str(report)
+    assert set(report.recipes_banned) == set(changed[0].operators)
+    assert "not run again any more" in str(report)
     adaptation = run.session._adaptation
     assert adaptation is not None
     assert adaptation.latest is not None
     assert adaptation.latest.current is not None
     (number,) = adaptation.latest.refused
-    assert refused[0].planned is not None
-    assert number == refused[0].planned.tensor
+    assert adaptation.latest.refused[number].reason == "other bits than the original"
     assert number not in {action.tensor for action in adaptation.latest.current.schedule.plan.recomputed}
+
+
+def test_a_mismatch_ends_backward_with_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And steps after it are right: that tensor is not recomputed any more."""
+    changed = differing(monkeypatch, in_proof=False)
+    device = far_ahead()
+    with device.compute():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        session = cm.SwapSession(budget_for(0.4), "1GiB", device, min_bytes="16KiB", model=model)
+        with session:
+            for number in range(6):
+                with pytest.raises(cm.RecomputeMismatch) if number == 2 else nullcontext() as error, session.step():
+                    model(torch.randn(BATCH, SEQ, WIDTH)).square().mean().backward()
+                    assert number != 2
+                model.zero_grad()
+                if number == 2:
+                    assert error is not None
+                    text = str(error.value)
+        numbers = dict(session._adaptation.latest.refused) if session._adaptation and session._adaptation.latest else {}
+    assert len(changed) == len(numbers) == 1
+    module = changed[0].module
+    assert module.partition(".")[0] in map(str, range(LAYERS))
+    assert f"{changed[0].nbytes} bytes of torch.float32, result of {changed[0].operators[-1]} in module {module!r}" in text
+    assert "SwapSession(recompute=False)" in text
+    assert session.report().steps_by_phase["failed"] == 1
+
+
+def test_run_step_runs_a_step_with_a_mismatch_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With plain PyTorch's bits in each step, and without a lower budget."""
+
+    def steps(run_step: Callable[[Callable[[], None]], None] | None, model: nn.Module) -> list[bytes]:
+        seen: list[bytes] = []
+
+        def step() -> None:
+            model(torch.randn(BATCH, SEQ, WIDTH)).square().mean().backward()
+
+        for _ in range(6):
+            step() if run_step is None else run_step(step)
+            seen += [bits(p.grad) for p in model.parameters() if p.grad is not None]
+            model.zero_grad()
+        return seen
+
+    torch.manual_seed(0)
+    expected = steps(None, nn.Sequential(*(Block() for _ in range(LAYERS))))
+    changed = differing(monkeypatch, in_proof=False)
+    device, budget = far_ahead(), budget_for(0.4)
+    with device.compute():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        with cm.SwapSession(budget, "1GiB", device, min_bytes="16KiB", model=model) as session:
+            assert steps(session.run_step, model) == expected
+            assert session.hbm_budget_bytes == budget
+    assert len(changed) == 1
+    assert session.report().steps_by_phase["failed"] == 1
+    assert totals_of_session(session).steps_run_again == 1
 
 
 def test_another_link_is_told_from_the_one_that_plans_are_made_for() -> None:

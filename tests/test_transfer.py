@@ -91,6 +91,9 @@ class HeldStream:
     def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
         raise AssertionError("a transfer encodes nothing")
 
+    def add_checksum(self, out: Tensor, src: Tensor) -> None:
+        raise NotImplementedError  # no transfer takes a checksum
+
     def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
         raise AssertionError("a transfer decodes nothing")
 
@@ -629,6 +632,9 @@ class CountingStream:
     def encode(self, codec: object, src: Tensor, dst: Tensor, status: Tensor) -> None:
         raise AssertionError("a transfer encodes nothing")
 
+    def add_checksum(self, out: Tensor, src: Tensor) -> None:
+        raise NotImplementedError  # no transfer takes a checksum
+
     def decode(self, codec: object, src: Tensor, dst: Tensor) -> None:
         raise AssertionError("a transfer decodes nothing")
 
@@ -746,7 +752,7 @@ class PausingStream:
         self.alloc, self.free, self.resize = inner.alloc, inner.free, inner.resize
         self.record, self.wait = inner.record, inner.wait
         self.copy_batch, self.pack, self.unpack = inner.copy_batch, inner.pack, inner.unpack
-        self.encode, self.decode = inner.encode, inner.decode
+        self.encode, self.decode, self.add_checksum = inner.encode, inner.decode, inner.add_checksum
         self._inner = inner
 
     def copy(self, dst: Tensor, src: Tensor, *, speculative: bool = False) -> None:

@@ -84,7 +84,8 @@ def unbound(x: Tensor, w: Tensor) -> Tensor:
 
 def split_with_an_activation(x: Tensor, w: Tensor) -> Tensor:
     q, k, v = (x @ w).split(WIDTH, 1)
-    return q.sin() * F.silu(k) + v.tanh()
+    out: Tensor = q.sin() * F.silu(k) + v.tanh()
+    return out
 
 
 def gated(x: Tensor, w: Tensor) -> Tensor:

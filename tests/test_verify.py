@@ -8,9 +8,10 @@ from torch import Tensor
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device
+from chameleon_mm.saved.checksums import PAGE_BYTES, PAGE_SLOTS, Checksums
 from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.verify import Checksums
 from tests._random_models import far_ahead, planning, train
+from tests.test_compute_streams import Side
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -53,9 +54,13 @@ def test_one_flipped_bit_is_named(device: Device, monkeypatch: pytest.MonkeyPatc
     step(device, verify=False)  # nobody looks: this is what verify mode is for
 
 
+def checksums_on(device: Device) -> Checksums:
+    return Checksums(device, cm.PinnedPool("1MiB", device=device))
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4096, 4099, 20_003])
 def test_the_checksum_sees_every_byte_and_order(nbytes: int, device: Device) -> None:
-    checksum = Checksums(device, 16 << 10).of  # pieces of 6 KiB
+    checksum = checksums_on(device).of
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device.torch_device)
     original = checksum(data)
     assert checksum(data.clone()) == original
@@ -68,44 +73,65 @@ def test_the_checksum_sees_every_byte_and_order(nbytes: int, device: Device) -> 
         assert torch.equal(swapped, data) or checksum(swapped) != original
 
 
-def test_checksums_are_kept_beyond_those_that_there_is_room_for(device: Device) -> None:
-    checksums = Checksums(device, 16 << 10)
-    data = torch.arange(700, device=device.torch_device).view(700, 1)
+def test_there_are_as_many_checksums_as_are_held(device: Device) -> None:
+    """Pages are added while slots are held, and set to zero and used again when none of a page is."""
+    checksums = checksums_on(device)
+    data = torch.arange(PAGE_SLOTS + 100, device=device.torch_device).view(-1, 1)
     kept = [checksums.start(row.view(torch.uint8)) for row in data]
-    assert [one.read() for one in kept] == [checksums.of(row.view(torch.uint8)) for row in data]
-    assert len({one.read() for one in kept}) == len(kept)
+    assert checksums.nbytes == 2 * PAGE_BYTES
+    assert checksums.read(kept) == [checksums.of(row.view(torch.uint8)) for row in data]
+    assert len(set(checksums.read(kept))) == len(kept)
     del kept
-    again = checksums.start(data[5].view(torch.uint8))
-    assert again.read() == checksums.of(data[5].view(torch.uint8))
+    for _ in range(5):
+        again = [checksums.start(row.view(torch.uint8)) for row in data[:PAGE_SLOTS]]
+        assert checksums.read(again[5:6]) == [checksums.of(data[5].view(torch.uint8))]
+        del again
+    assert checksums.nbytes <= 3 * PAGE_BYTES
 
 
-def test_checksums_take_nothing_but_their_scratch_memory(sim: cm.SimDevice) -> None:
+def test_checksums_take_nothing_but_their_pages(sim: cm.SimDevice) -> None:
     with sim.compute():
-        checksums = Checksums(sim, 16 << 10)
+        checksums = checksums_on(sim)
         data = torch.zeros(1 << 20, dtype=torch.uint8)
         checksums.prepare()
         before = sim.read_memory()
         sim.reset_peaks()
         kept = checksums.start(data)
-        assert checksums.of(data) == kept.read() == 0
+        assert [checksums.of(data)] == checksums.read([kept])
         after = sim.read_memory()
     assert after == before
     assert sim.peak_allocated_bytes() == after.allocated_bytes
+    assert checksums.nbytes == PAGE_BYTES
+
+
+def test_checksums_are_ordered_between_streams(device: Device) -> None:
+    """A page is set to zero on one stream and added to on another; a read comes after both."""
+    checksums = checksums_on(device)
+    with device.compute():
+        data = torch.randint(0, 256, (5000,), dtype=torch.uint8, device=device.torch_device)
+        here = checksums.start(data)
+        ready = device.current_stream().record()
+        side = Side(device)
+        with side.current():
+            device.current_stream().wait(ready)
+            there = [checksums.start(data) for _ in range(PAGE_SLOTS)]
+        side.joined()
+        assert len({*checksums.read([here, *there])}) == 1
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_verified_session_keeps_the_budget(seed: int) -> None:
-    """Budgets at which there is a plan without verifying, and the bytes that the scratch memory takes."""
+    """Budgets at which there is a plan without verifying, and the bytes that a page of checksums takes."""
     for share in (0.7, 0.9):
         plain, _ = train(seed, far_ahead(), steps=1)
         budget = int(plain[0].peak_bytes * share)
         unverified, _ = train(seed, device := far_ahead(), planning(device, budget))
         if unverified[-1].plan is None:
             continue  # the budget is too small for any plan
-        budget += 16 << 10
+        budget += PAGE_BYTES
         verified, parameters = train(seed, device := far_ahead(), planning(device, budget, verify=True))
         assert all(step.peak_bytes <= budget for step in verified[1:])
-        assert verified[0].peak_bytes <= budget or unverified[0].peak_bytes > budget - (16 << 10)
+        assert verified[0].peak_bytes <= budget or unverified[0].peak_bytes > budget - PAGE_BYTES
         _, expected = train(seed, far_ahead())
         assert all(map(torch.equal, parameters, expected))
 
@@ -113,7 +139,7 @@ def test_a_verified_session_keeps_the_budget(seed: int) -> None:
 def test_a_budget_that_verifying_leaves_nothing_of_is_refused(sim: cm.SimDevice) -> None:
     with sim.compute():
         weight = torch.randn(64, 64)
-        session = cm.SwapSession(hbm_budget=sim.allocated_bytes() + (16 << 10), device=sim, verify=True)
-        with pytest.raises(cm.InfeasibleBudget, match=r"16\.0 KiB of it for verify=True"), session:
+        session = cm.SwapSession(hbm_budget=sim.allocated_bytes() + PAGE_BYTES, device=sim, verify=True)
+        with pytest.raises(cm.InfeasibleBudget, match=r"4\.00 KiB of it for verify=True"), session:
             pass
     assert weight is not None

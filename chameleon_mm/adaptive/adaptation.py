@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from chameleon_mm.adaptive.budgets import Budgets
@@ -134,7 +134,7 @@ class Adaptation:
 
     @property
     def banned(self) -> tuple[str, ...]:
-        """Base names of the operators that no plan runs again, in order."""
+        """Names of the operators of recipes that made other bits than the original had, in order."""
         return tuple(sorted(self._banned))
 
     @property
@@ -323,9 +323,8 @@ class Adaptation:
 
     # --- what steps teach
 
-    def ban(self, operators: Collection[str]) -> None:
-        """Have no plan run these operators again."""
-        self._banned.update(operators)
+    def replan(self) -> None:
+        """Make new plans for the steps whose plans recompute what cannot be."""
         for entry in self.steps.entries():
             if entry.plan is not None and entry.plan.has_new_refusals():
                 self._add_plans(entry.plan)

@@ -11,7 +11,7 @@ the order in which they are called: `executor/director.py`.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -80,8 +80,8 @@ class PlanFollower(Director):
     def may_recompute(self) -> bool:
         return self._may_recompute
 
-    def ban(self, operators: Collection[str]) -> None:
-        self.adaptation.ban(operators)
+    def replan(self) -> None:
+        self.adaptation.replan()
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         recorder = self.adaptation.begin_step(compute)

@@ -79,7 +79,7 @@ class PlannedStep:
     def __init__(
         self, record: StepRecord, trace: Trace, *, admitted: frozenset[str] = frozenset(), banned: set[str] | None = None
     ) -> None:
-        """`admitted`: base names of operators that may run again; `banned`: those that may not, after all."""
+        """`admitted`: base names of operators that may run again; `banned`: as in `RecomputePlan`."""
         self.record = record
         self.admitted = admitted
         self.banned = set() if banned is None else banned
@@ -91,8 +91,8 @@ class PlannedStep:
         """The link that the latest plans were made for."""
         self.modules: Mapping[int, str] = {}
         """Path of the module that each hook was called in, by the hook's number, where it is known."""
-        self._planned_without: tuple[int, int] = (0, 0)
-        """How many were refused, and how many operators banned, when plans were made."""
+        self._planned_without = 0
+        """How many were refused when plans were made."""
         self.margin_bytes = 0
         """Bytes that plans leave free, and that are left free until each next hook, as sizes of the step are open."""
         self.predicted_by: Structure | None = None
@@ -164,14 +164,9 @@ class PlannedStep:
 
     # --- what may be made again
 
-    @property
-    def replayable(self) -> frozenset[str]:
-        """Base names of the operators that may run again."""
-        return self.admitted - self.banned
-
     def has_new_refusals(self) -> bool:
         """Whether plans rely on something that cannot be made again, as was found since they were made. Forgets them then."""
-        known, self._planned_without = self._planned_without, (len(self.refused), len(self.banned))
+        known, self._planned_without = self._planned_without, len(self.refused)
         if known == self._planned_without:
             return False
         self._aside.clear()
@@ -219,7 +214,7 @@ class PlannedStep:
     def add_plans(self, plans: Sequence[SwapPlan], link: LinkCost) -> None:
         """Add plans for `trace`, best first, made for `link`, to those that there are."""
         self.link = link
-        self._planned_without = len(self.refused), len(self.banned)
+        self._planned_without = len(self.refused)
         known = {trial.schedule.plan.actions for trial in self.trials}
         new = [plan for plan in plans if plan.actions not in known]
         self._nothing_better = not new
@@ -238,7 +233,13 @@ class PlannedStep:
             refused=self.refused,
             inner_bytes=self._inner_bytes(),
             banned=self.banned,
+            module_of=self._module_of,
         )
+
+    def _module_of(self, number: int) -> str:
+        """Path of the module that saves a storage first; "": not known."""
+        hooks = np.flatnonzero((self.trace.hook_tensor == number) & ~self.trace.hook_use)
+        return self.modules.get(int(hooks[0]), "") if len(hooks) else ""
 
     def _inner_bytes(self) -> int:
         """Bytes that an operator which may run again holds inside itself at most, as recorded."""
@@ -256,7 +257,7 @@ class PlannedStep:
     @property
     def chooses_by_link(self) -> bool:
         """Whether what its plans drop hangs on the link, and none of them is on trial."""
-        return bool(self.replayable) and self.is_decided
+        return bool(self.admitted) and self.is_decided
 
     def is_for_another_link(self, link: LinkCost) -> bool:
         """Whether `link` is so much faster or slower than the one that plans were made for that another choice of what is

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from chameleon_mm.adaptive.budgets import Budgets
 from chameleon_mm.adaptive.planned_step import PlannedStep
 from chameleon_mm.errors import InfeasibleBudget
-from chameleon_mm.executor.recomputing import SNAPSHOT_BYTES
 from chameleon_mm.policy import LinkCost, SwapPlan, candidate_plans
 
 _log = logging.getLogger(__name__)
@@ -64,9 +63,8 @@ class Planning:
                     lag_us=lag_us,
                     at_most=at_most,
                     drafts=DRAFTS,
-                    recompute=planned.replayable,
+                    recompute=planned.admitted,
                     refused=planned.refused,
-                    copied_up_to=SNAPSHOT_BYTES,
                 )
             except InfeasibleBudget:
                 if spare_bytes == 0:

@@ -110,6 +110,15 @@ class Stream(Protocol):
         The inverse of `pack`, under the same conditions; destinations share no bytes with anything.
         """
 
+    def add_checksum(self, out: Tensor, src: Tensor) -> None:
+        """Enqueue a kernel that adds the checksum of `src`, (n,) uint8, to the int64 that `out`, (8,) uint8, holds, modulo
+        2**64.
+
+        The checksum has 64 bits and depends on the value and the position of each byte: `kernels.checksum`. Both are flat
+        buffers in device memory. In this stream's order, as an operator's work: the caller keeps them as for `copy`. For
+        compute streams. Raises `ValueError` before anything is enqueued.
+        """
+
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
         """Enqueue one kernel that writes `src`, (n,) uint8, in `codec`'s shorter form to `dst`, (codec.encoded_bytes(n),)
         uint8, and to `status`, (1,) int32, 0 where `dst` stands for `src` exactly.

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,8 +75,8 @@ class Director:
         """Whether the step that has begun may follow a plan that makes something again, as far as is known by now."""
         return self.recompute is not None
 
-    def ban(self, operators: Collection[str]) -> None:
-        """Note operators that are not to run again: an audit found that they give other bits. Called between steps."""
+    def replan(self) -> None:
+        """Have new plans made where a recipe turned out to make other bits than the original. Called between steps."""
 
     def begin_step(self, epoch: int, budget: Budget, compute: Stream) -> Recorder | None:
         """Begin a step, whose storages are of that epoch. Returns what is to record it; None: nothing."""

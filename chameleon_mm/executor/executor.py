@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.executor.director import Director
 from chameleon_mm.executor.hook_counts import HookCounts
-from chameleon_mm.executor.hook_lock import HookLock
+from chameleon_mm.executor.hook_lock import Ended, HookLock
 from chameleon_mm.executor.parts import assemble
+from chameleon_mm.executor.recomputing import WAITS
 from chameleon_mm.executor.recording import Recording
-from chameleon_mm.executor.weak_calls import weak_before_write, weak_claim
+from chameleon_mm.executor.weak_calls import weak_before_write, weak_claim, weak_reliance_ended, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
 from chameleon_mm.process import ThisProcess
@@ -40,6 +41,7 @@ from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance, node_is_torchs
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.saved.version import SavedBytes
@@ -72,14 +74,27 @@ class Executor:
         self._least_bytes = max(1, rule.min_bytes)  # of what moves: not asked of the rule at every hook
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
-        claim_of = partial(weak_claim, weakref.ref(self))
+        me = weakref.ref(self)
+        claim_of, ended = partial(weak_claim, me), partial(weak_reliance_ended, me)
         self.recording = recording = Recording()
         self.parts = parts = assemble(
-            device, pool, claim_of, recording, rule=rule, limits=limits, thresholds=thresholds, codecs=codecs, verify=verify
+            device,
+            pool,
+            claim_of,
+            ended,
+            recording,
+            rule=rule,
+            limits=limits,
+            thresholds=thresholds,
+            codecs=codecs,
+            verify=verify,
         )
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
+        self._comparisons = parts.rebuilds.comparisons
+        self._compared_in: set[int] = set()
+        """Backwards, by autograd's number of each, at whose end what was recomputed is compared."""
         self._streams, self._order = parts.context.streams, parts.order
         self._registry, self._claims = parts.registry, parts.claims
         self._small, self._outs, self._ins = parts.small, parts.outs, parts.ins
@@ -133,7 +148,6 @@ class Executor:
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         watch = self.recording.watch
         if watch is not None:
-            self.recomputing.audit(finished, self._ins.restore)
             self.recomputing.hold_born(self._new_claim, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
@@ -148,13 +162,15 @@ class Executor:
                 self._small.add(handle, facts.nbytes)
         handle.saved_at = (self._registry.epoch, hook)
         if not self.recording.is_over:
-            self.recomputing.note_saved(t, claim or handle)
+            self.recomputing.note_saved(t, handle)
         return handle
 
     def _use(self, handle: Handle, *, is_hook: bool) -> Tensor:
         handle.check_version()
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
+        if isinstance(handle, KeptTensor) and handle.dependents and not node_is_torchs():
+            self._hand_out(handle.dependents)
         if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
             self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
@@ -173,10 +189,37 @@ class Executor:
             raise used_in_capture(saved.nbytes)
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
-            return self.hook_lock.run(self._use_locked, handle, saved, is_hook)
+            if saved.dependents and not node_is_torchs():
+                self._hand_out(saved.dependents)
+            t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
+            if self._comparisons.pending:
+                self._compare_later()
+            return t
+
+    def _hand_out(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
+        """Make again what is made from a tensor that somebody is given who may write to it: Note [Relied on], rule 2."""
+        self.hook_lock.run(self.parts.rescue.run_all, dependents)
+
+    def _compare_later(self) -> None:
+        """Have what was recomputed compared before this backward returns; outside of one now."""
+        task: int = torch._C._current_graph_task_id()
+        if task < 0:
+            self.settle()
+        elif task not in self._compared_in:
+            self._compared_in.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(weak_settle, weakref.ref(self)))
+
+    def settle(self) -> None:
+        """Compare what was recomputed so far with what was dropped; waits for the device. Raises `RecomputeMismatch`."""
+        self._compared_in.clear()
+        error = self.hook_lock.run(self._comparisons.settle)
+        if error is not None:
+            raise error
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
+        if self.recomputing.waiting:
+            self._stop_waiting()
         if is_hook:
             director.on_use(handle.saved_at, saved, finished)
         prefetches = self._advance(finished, check_memory=True, at_hook=is_hook)
@@ -184,6 +227,8 @@ class Executor:
         if prefetches and saved.form.recipe is not None:
             self._ins.fetch_for_rebuild(saved, prefetches, compute)
             prefetches = ()
+        if saved.proof is not None:
+            self.recomputing.prove(saved, self._ins.restore)
         storage = self._ins.restore(saved, compute)
         self._count_use(handle, saved)
         if is_hook:
@@ -240,8 +285,10 @@ class Executor:
             self.budget.begin_step()
         compute = self.device.current_stream()
         self.metrics.begin_step(compute, timed=timed)
-        if banned := self.recomputing.audits.read():
-            self.director.ban(banned)
+        self._comparisons.forget()  # of a step that failed
+        self._compared_in.clear()
+        if self._comparisons.take_failures():
+            self.director.replan()
         recorder = self.director.begin_step(self._registry.epoch, self.budget, compute)
         watches = recorder is None and self.director.may_recompute
         before_write = partial(weak_before_write, weakref.ref(self)) if watches else None
@@ -294,15 +341,18 @@ class Executor:
         """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
         self.hook_lock.claim_ended(saved)
 
-    def _retire(self, ended: deque[SavedStorage]) -> list[BaseException]:
+    def _retire(self, ended: deque[Ended]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""
         with self.recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
             return self._retire_unseen(ended)
 
-    def _retire_unseen(self, ended: deque[SavedStorage]) -> list[BaseException]:
+    def _retire_unseen(self, ended: deque[Ended]) -> list[BaseException]:
         retired, errors = bool(ended), list[BaseException]()
         while ended:
             saved = ended.popleft()
+            if isinstance(saved, Reliance):
+                self._let_go(saved, errors)
+                continue
             self._registry.remove(saved)
             self._claims.forget(saved)
             group = saved.form.group
@@ -322,6 +372,17 @@ class Executor:
             if not self._in_step and (self._saved_any or self._used_any):
                 self._end_unnamed_step()
         return errors
+
+    def _let_go(self, reliance: Reliance, errors: list[BaseException]) -> None:
+        """Make again what is made from a source that autograd does not rely on any more, if others hold it: Note [Relied
+        on]."""
+        value = reliance.source.value
+        if value is None or not value.dependents or reliance.source.is_alone:
+            return
+        try:
+            self.parts.rescue.run(value)
+        except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
+            errors.append(error)
 
     def _end_unnamed_step(self) -> None:
         """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it
@@ -346,14 +407,23 @@ class Executor:
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
         due = self.director.due(finished)
-        for saved in due.drops:
-            if self.recomputing.drop(saved, self._ins.restore) is not None:
+        for saved in (*due.drops, *self.recomputing.retry()) if self.recomputing.waiting else due.drops:
+            refusal = self.recomputing.drop(saved)
+            if refusal is not None and refusal is not WAITS:
                 self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
         self._outs.carry_out(due)
         limit = self.budget.memory_limit
         if check_memory or due.check_memory or (limit is not None and limit.wants_check):
             self.director.note_growth(self.budget.check_memory(), at_hook=check_memory and at_hook)
         return due.prefetches
+
+    def _stop_waiting(self) -> None:
+        """Swap out what could not be dropped before backward began: others hold what it is made from."""
+        for saved in self.recomputing.retry():
+            if self.recomputing.drop(saved) is not None:
+                self._outs.swap_out(saved, alone=True)
+        for saved in self.recomputing.give_up():
+            self._outs.swap_out(saved, alone=True)
 
     def _find_or_make_claim(self, t: Tensor, saved_bytes: SavedBytes, facts: SaveFacts) -> Claim:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""

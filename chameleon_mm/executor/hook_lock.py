@@ -22,26 +22,28 @@ from typing import NoReturn, TypeVar
 from chameleon_mm.device import Device
 from chameleon_mm.process import ThisProcess
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance
 
 _NOTE = "Raised late: it came up in a finaliser, as a saved tensor that autograd had let go of was given back, at"
 
 _Result = TypeVar("_Result")
+
+Ended = SavedStorage | Reliance
+"""A storage whose last handle is gone, or a source that autograd does not rely on any more."""
 
 
 class HookLock:
     """Lets one thread in at a time. Storages whose claims ended meanwhile are retired before, after, and once the lock is free
     again."""
 
-    def __init__(
-        self, device: Device, retire: Callable[[], Callable[[deque[SavedStorage]], list[BaseException]] | None]
-    ) -> None:
+    def __init__(self, device: Device, retire: Callable[[], Callable[[deque[Ended]], list[BaseException]] | None]) -> None:
         """`retire()` returns the function that retires all storages of a queue and returns its errors; None once it is gone."""
         self._device = device
         self._retire = retire
         self.lock = threading.Lock()
         """Taken alone by what asks nothing of the device."""
-        self.ended: deque[SavedStorage] = deque()
-        """Storages to be retired by whoever enters. Others only read it, and the next."""
+        self.ended: deque[Ended] = deque()
+        """Storages to be retired, and sources to be let go of, by whoever enters. Others only read it, and the next."""
         self.errors: deque[BaseException] = deque()
         self.pid = ThisProcess.pid
         """The process whose device and blocks these are. Compared before the lock is taken: in a forked child a thread that is
@@ -87,9 +89,16 @@ class HookLock:
 
     def claim_ended(self, saved: SavedStorage) -> None:
         """Queue a storage whose last handle died, and retire it if nobody is in. Raises nothing."""
+        self._queue(saved)
+
+    def reliance_ended(self, reliance: Reliance) -> None:
+        """Queue a source that autograd let go of; what is made from it is made again if nobody is in. Raises nothing."""
+        self._queue(reliance)
+
+    def _queue(self, ended: Ended) -> None:
         if ThisProcess.pid != self.pid:  # the parent's blocks and its device: neither is the child's to give back
             return
-        self.ended.append(saved)
+        self.ended.append(ended)
         try:
             self.retire_if_idle()
         except BaseException as error:  # noqa: BLE001 - raised by whoever enters next: a finaliser's own would only be printed

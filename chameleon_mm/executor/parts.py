@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from chameleon_mm.device import Device
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.executor.recording import Recording
@@ -19,12 +20,13 @@ from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, UseOrder
 from chameleon_mm.reclaim import Lending
 from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.checksums import Checksums
 from chameleon_mm.saved.claims import Claim, Claims, StorageRegistry
 from chameleon_mm.saved.metrics import Metrics
 from chameleon_mm.saved.packed_group import Staging
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance
 from chameleon_mm.saved.state import SwapContext
-from chameleon_mm.saved.verify import Checksums, scratch_bytes
 from chameleon_mm.transfer import Thresholds, Transfer
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Parts(NamedTuple):
     budget: Budget
     outs: SwapOuts
     ins: SwapIns
+    rebuilds: Rebuilds
     recomputing: Recomputing
     rescue: Rescue
 
@@ -50,6 +53,7 @@ def assemble(
     device: Device,
     pool: PinnedPool,
     claim_of: Callable[[SavedStorage], Claim],
+    reliance_ended: Callable[[Reliance], None],
     recording: Recording,
     *,
     rule: DefaultRule,
@@ -58,14 +62,15 @@ def assemble(
     codecs: Sequence[Codec],
     verify: bool,
 ) -> Parts:
-    """Parts of an executor for `device`. `claim_of` makes a first claim on a storage, and keeps no executor alive itself."""
+    """Parts of an executor for `device`. `claim_of` makes a first claim on a storage; neither it nor `reliance_ended` keeps an
+    executor alive."""
     streams = ComputeStreams(device)
     streams.current()
     transfer = Transfer(device, batch_below_bytes=thresholds.batch_below_bytes)
-    checksums = Checksums(device, scratch_bytes(limits.hbm_budget_bytes)) if verify else None
+    checksums = Checksums(device, pool)
     metrics = Metrics(host_us=lambda: device.host_us, pinned_units=pool.units_reader())
     order, registry, claims = UseOrder(), StorageRegistry(), Claims()
-    context = SwapContext(pool, transfer, metrics, streams, checksums)
+    context = SwapContext(pool, transfer, metrics, streams, checksums if verify else None)
     small = None if limits.free_share is None else SmallTensors(context, registry, claims, claim_of)
     # Weak: in a cycle with its budget, dropped swap-outs would keep their pool until the collector runs.
     weak_outs: weakref.ref[SwapOuts]
@@ -84,7 +89,9 @@ def assemble(
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds, codecs=codecs)
     weak_outs = weakref.ref(outs)
-    rebuilds = Rebuilds(device, context, budget)
+    rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, rebuilds)
-    recomputing = Recomputing(device, streams, metrics, rebuilds)
-    return Parts(context, order, registry, claims, small, budget, outs, ins, recomputing, Rescue(ins, budget, streams))
+    recomputing = Recomputing(device, streams, metrics, rebuilds, reliance_ended)
+    return Parts(
+        context, order, registry, claims, small, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams)
+    )

@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Stream
 from chameleon_mm.errors import ChameleonError
 from chameleon_mm.executor.budget import Budget
+from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.saved.calling_thread import annotation
 from chameleon_mm.saved.handles import flat_bytes
-from chameleon_mm.saved.recipe import Recipe, Refusal, Remade
+from chameleon_mm.saved.recipe import Proof, Recipe, Refusal, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.units import allocated_size
@@ -29,12 +29,6 @@ _log = logging.getLogger(__name__)
 
 NO_ROOM = Refusal("no memory for its proof", lasts=False)
 
-WORD = 8
-"""Bytes that are compared at once."""
-
-_FLAG_BYTES = 4 * allocated_size(1)
-"""Bytes of the results of a comparison."""
-
 Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 """Brings a storage back, ready for a stream."""
 
@@ -42,12 +36,13 @@ Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 class Rebuilds:
     """Replays recipes. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, device: Device, context: SwapContext, budget: Budget) -> None:
+    def __init__(self, device: Device, context: SwapContext, budget: Budget, comparisons: Comparisons) -> None:
         self._device = device
         self._context = context
         self._budget = budget
+        self.comparisons = comparisons
         self.inner_bytes = 0
-        """Room that a comparison leaves for what an operator holds inside itself while it runs again."""
+        """Room that a proof leaves for what an operator holds inside itself while it runs again."""
 
     def rebuild(self, saved: SavedStorage, compute: Stream, restore: Restore) -> None:
         """Make `saved` again, ready for `compute`, the current stream.
@@ -76,12 +71,13 @@ class Rebuilds:
                 if source.form.recipe is None:
                     restore(source, compute)
 
-    def differs(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | Refusal:
-        """Whether `recipe`, replayed on `compute`, makes other bits than `saved` has on the device: (1,) bool, there too; or
-        why not: `lasts` says whether a later step may do."""
+    def prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
+        """Replay a recipe on `compute` before its original, `saved`, is brought back for a use, and have both compared. Counts
+        a use of each source. Returns why it could not be: `lasts` says whether a later step may."""
+        recipe = proof.recipe
         were_away = [source for source in recipe.saved_sources if source.state is State.ON_HOST]
         try:
-            return self._compare(recipe, saved, compute, restore)
+            return self._prove(proof, saved, compute, restore)
         except torch.OutOfMemoryError:
             return NO_ROOM
         except ChameleonError:
@@ -90,14 +86,14 @@ class Rebuilds:
             _log.info("chameleon_mm: %s cannot run again: %s", ", ".join(recipe.operators), str(error))
             return Refusal("an error when it runs again", ", ".join(recipe.operators))
         finally:
+            self._count_uses(recipe)
             for source in were_away:
                 if source.state is State.RESTORED:
                     with suppress(torch.OutOfMemoryError):  # of one that moves in part: for what of it stays
                         source.drop_restored()  # no use of it has come yet
 
-    def _compare(self, recipe: Recipe, saved: SavedStorage, compute: Stream, restore: Restore) -> Tensor | Refusal:
-        original = saved.device
-        assert original is not None
+    def _prove(self, proof: Proof, saved: SavedStorage, compute: Stream, restore: Restore) -> Refusal | None:
+        recipe = proof.recipe
         try:
             storages = self._sources_of(recipe, compute, restore)
         except (torch.OutOfMemoryError, ChameleonError):
@@ -106,13 +102,13 @@ class Rebuilds:
             _log.info("chameleon_mm: not compared: %s", str(error))
             return Refusal("an input that was written to or resized", lasts=False)
         needed = [saved, *recipe.saved_sources]
-        if not self._budget.room_was_made(self._beside_bytes(recipe, saved), exclude=needed):
+        if not self._budget.room_was_made(recipe.peak_bytes + self.inner_bytes, exclude=needed):
             return NO_ROOM
         remade = self._run(recipe, storages, compute, exclude=needed).storage
-        if saved.alloc_stream is not compute:
-            compute.wait(saved.alloc_stream.record())  # the original was written there -> it is read here
-        with torch.no_grad(), self._operators_of_ours(), self._budget.replaying():
-            return _differ(remade, original)
+        with self._budget.replaying():
+            self.comparisons.add(proof.original, flat_bytes(remade), is_proof=True)
+        self._context.streams.join_all(compute)  # the checksum -> the next owner of the memory
+        return None
 
     def copied(self, storage: torch.UntypedStorage, dropping: SavedStorage | None) -> torch.UntypedStorage | None:
         """A copy of `storage`, made on the current stream, if there is room for it. Others than `dropping` are reclaimed for
@@ -130,17 +126,6 @@ class Rebuilds:
             return None
         self._budget.note_allocated(nbytes)
         return copy
-
-    def fits_beside(self, recipe: Recipe, saved: SavedStorage) -> bool:
-        """Whether there is room for comparing what `recipe` makes with `saved`, and nothing has to go for it."""
-        if any(source.state is State.ON_HOST for source in recipe.saved_sources):
-            return False
-        return self._budget.fits_now(self._beside_bytes(recipe, saved))
-
-    def _beside_bytes(self, recipe: Recipe, saved: SavedStorage) -> int:
-        """Bytes of a comparison at most: while `recipe` runs, or of its result and a byte for each word that is compared."""
-        compared_bytes = allocated_size(saved.nbytes) + allocated_size(saved.nbytes // WORD) + _FLAG_BYTES
-        return max(recipe.peak_bytes + self.inner_bytes, compared_bytes)
 
     def replay(self, recipe: Recipe, compute: Stream, restore: Restore, *, exclude: SavedStorage) -> Remade:
         """Replay `recipe` on `compute`, room made for it; `exclude` is not reclaimed for that."""
@@ -187,6 +172,9 @@ class Rebuilds:
         return remade
 
     def _restored(self, saved: SavedStorage, storage: torch.UntypedStorage, compute: Stream) -> None:
+        if saved.form.original is not None:
+            with self._budget.replaying():
+                self.comparisons.add(saved.form.original, flat_bytes(storage))  # Note [Relied on], rule 3
         saved.restored_in(storage, compute)
         if self._context.streams.is_only(compute):
             saved.stay_on_device()  # so that what it was made from may go; elsewhere a use may be on another stream
@@ -235,13 +223,3 @@ def _sources_first(saved: SavedStorage) -> list[SavedStorage]:
         stack.append((one, True))
         stack.extend((source, False) for source in one.form.recipe.saved_sources)
     return order
-
-
-def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> Tensor:
-    """Whether any bit of two storages of one size differs, on the device."""
-    a, b = flat_bytes(one), flat_bytes(other)
-    if any(storage.data_ptr() % WORD for storage in (one, other)):
-        return (a != b).any()
-    words = one.nbytes() // WORD * WORD
-    differs = (a[:words].view(torch.int64) != b[:words].view(torch.int64)).any()
-    return differs if words == one.nbytes() else differs | (a[words:] != b[words:]).any()

@@ -7,7 +7,7 @@ plan.note_refusal(number, refusal)    # a storage was not dropped, now or for go
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -42,7 +42,7 @@ class RecomputePlan:
     held: Mapping[BirthPlace, int]
     """Numbers of the storages in the trace that nobody saves and that are held, by where in the step they are born."""
     proven: set[int] = field(default_factory=set)
-    """Numbers of the storages that a recipe at their place has made bit for bit."""
+    """Numbers of the storages that a recipe at their place has made bit for bit, beside the original."""
     refused: dict[int, Refusal] = field(default_factory=dict)
     """Numbers of the storages that are not made again, and why."""
     is_on_trial: bool = False
@@ -55,7 +55,9 @@ class RecomputePlan:
     inner_bytes: int = 0
     """Bytes that an operator which may run again holds inside itself, at most, while it runs."""
     banned: set[str] = field(default_factory=set)
-    """Names of operators that an audit has found to differ when they run again."""
+    """Names of the operators of recipes that made other bits than the original had, for the report."""
+    module_of: Callable[[int], str] = field(default=lambda number: "")
+    """Path of the module in which a storage was saved first, by its number; "": not known."""
 
     def refuse(self, call: Call) -> Refusal | None:
         """Why `call` must not run again; None: it may."""
@@ -63,13 +65,17 @@ class RecomputePlan:
         name = base_name(operation.func.name())
         if name not in self.admitted:
             return Refusal("an operator that is not on the list", name)
-        if name in self.banned:
-            return Refusal("an operator that an audit has banned", name)
         if running_statistics(operation.facts, call.args):
             return Refusal("a batch norm with running statistics", name)
         if not operation.grad_enabled:
             return Refusal("made without gradients, as in a custom function", name)
         return None
+
+    def ban(self, number: int, operators: Sequence[str]) -> None:
+        """Note that a recipe, of these operators, made other bits than the original had: it is not used any more."""
+        self.proven.discard(number)
+        self.banned.update(operators)
+        self.note_refusal(number, Refusal("other bits than the original", ", ".join(dict.fromkeys(operators))))
 
     def note_refusal(self, number: int, refusal: Refusal) -> None:
         """Note why a storage was not dropped that was to be."""

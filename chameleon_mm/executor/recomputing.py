@@ -1,44 +1,52 @@
-"""Drops what a plan has made again: watches how storages are made, writes their recipes, proves and audits these.
+"""Drops what a plan has made again: watches how storages are made, writes their recipes, and proves them.
 
     watch = recomputing.begin(followed, ...)     # entered with the step; None: nothing is recomputed in it
-    recomputing.note_saved(t, claim)             # at a save: autograd's own copy may be a recipe's source
+    recomputing.note_saved(t, handle)            # at a save: autograd's own copy may be a recipe's source
     recomputing.hold_born(...)                   # at a save: storages that nobody saved, held for recipes
     recomputing.drop(saved)                      # ON_DEVICE -> ON_HOST in `RecomputedForm`; or why not
-    recomputing.audit(finished)                  # now and then a recipe, run beside what it is to make, and compared
+    recomputing.waiting                          # what is dropped once only the session holds its sources
+    recomputing.prove(saved, storage)            # at the first use of what stayed: its recipe is compared with it
 
-A recipe is relied on only where the same place of a step like this one has made its storage bit for bit, beside the original.
-What differs is refused from then on, and so is what any later audit finds.
+What a recipe may rely on is Note [Relied on], in `saved/source.py`; the rules are cited by number here.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from chameleon_mm.device import Device, Stream
-from chameleon_mm.executor.audits import Audits
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
+from chameleon_mm.policy.recipes import COPIED_BYTES
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value, has_plain_storage
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
-from chameleon_mm.saved.handles import Handle, KeptTensor, flat_bytes
+from chameleon_mm.saved.handles import Handle, KeptTensor, SwappedView, flat_bytes
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.recipe import Recipe, Refusal, Source, build
-from chameleon_mm.saved.recomputed_form import RecomputedForm
+from chameleon_mm.saved.recipe import Proof, Recipe, Refusal, build
+from chameleon_mm.saved.recomputed_form import Original, RecomputedForm
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance, Source
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes, VersionProbe
-from chameleon_mm.units import KIB
 
-SNAPSHOT_BYTES = 64 * KIB
-"""Size up to which a recipe keeps a copy of a parameter or an input instead of its version: biases, which autograd does not
-save, may be written to after forward."""
+AT_ITS_USE = Refusal("proved at its use first", lasts=False)
+"""Refusal in the first step by a plan: rule 3."""
+
+WAITS = Refusal("it waits for its sources", lasts=False)
+"""Refusal until only the session holds its sources: rule 1."""
+
+OTHERS_HOLD = Refusal("an input that the model holds", lasts=False)
+
+OTHERS_WRITE = Refusal("an input that others may write to")
 
 
 NewClaim = Callable[[Tensor, SavedBytes, Stream, Found], Claim]
@@ -95,8 +103,17 @@ class ParameterSizes:
 class Recomputing:
     """Writes recipes for one executor's storages. Not thread-safe: the executor holds its lock."""
 
-    def __init__(self, device: Device, streams: ComputeStreams, metrics: Metrics, rebuilds: Rebuilds) -> None:
+    def __init__(
+        self,
+        device: Device,
+        streams: ComputeStreams,
+        metrics: Metrics,
+        rebuilds: Rebuilds,
+        reliance_ended: Callable[[Reliance], None],
+    ) -> None:
+        """`reliance_ended`: called as `Reliance` calls it."""
         self._device = device
+        self._reliance_ended = reliance_ended
         self._streams = streams
         self._metrics = metrics
         self._rebuilds = rebuilds
@@ -109,14 +126,13 @@ class Recomputing:
         self._held: dict[int, tuple[Value, Claim]] = {}
         """Values that recipes of this step may need, each with what keeps its bytes, by the value's id."""
         self._snapshots: dict[int, tuple[Value, Source]] = {}
-        self._source_values: list[Value] = []
-        """Values that the recipe that is being written takes from sources."""
+        self.waiting: list[_Waiting] = []
+        """What is to be dropped and is not yet, by rule 1. Others only read it."""
         self._parameters = ParameterSizes()
         self._dropping: SavedStorage | None = None
-        """The storage whose recipe is being written so that it can be dropped; None: for an audit."""
-        self._waits_for = ""
-        """Why the recipe that is being written cannot be, this time."""
-        self.audits = Audits(rebuilds, streams, metrics.totals)
+        """The storage whose recipe is being written."""
+        self._obstacle: Refusal | None = None
+        """Why the recipe that is being written cannot be, whatever operators made it."""
 
     # --- the step
 
@@ -129,7 +145,6 @@ class Recomputing:
         if before_write is not None:
             self.watch = CallWatch(self._device, before_write)
             self.watch.after_forward = self._held.clear  # recipes hold what they need
-            self.audits.begin_step(is_measured=self._metrics.timing is not None)
         self._follow()
         return self.watch
 
@@ -149,7 +164,6 @@ class Recomputing:
             else:
                 plan.is_typical = watch is not None and not self._is_untypical
                 self._rebuilds.inner_bytes = plan.inner_bytes
-                self.audits.is_on_trial = plan.is_on_trial
 
     def _note_untypical(self) -> None:
         """Note that the step takes another time than others under its plan will."""
@@ -158,29 +172,34 @@ class Recomputing:
             self._plan.is_typical = False
 
     def end(self) -> None:
-        """End the step: forget all that was noted of it, and read what its audits found."""
+        """End the step: forget all that was noted of it."""
         if self.watch is not None:
             self.watch.end()
         self.watch = self._plan = self._followed = None
         self._held.clear()
         self._snapshots.clear()
-        self._source_values = []
+        self.waiting = []
         self._parameters.end_step()
 
     # --- what the hooks tell
 
-    def note_saved(self, t: Tensor, holder: Claim | Handle) -> None:
-        """Note what keeps the bytes of `t`, which autograd saves now."""
+    def note_saved(self, t: Tensor, handle: Handle) -> None:
+        """Note the handle that keeps the bytes of `t`, which autograd saves now."""
         self._parameters.look()
-        if not isinstance(holder, (Claim, KeptTensor)) or not _is_plain(t):
+        if not isinstance(handle, (SwappedView, KeptTensor)) or not _is_plain(t):
             return
         if self.watch is None:
             if isinstance(t if t._base is None else t._base, Parameter):
                 self._parameters.note(t.untyped_storage())
-        else:
-            value = self.watch.given(t)  # inputs are saved before their operator runs
-            if value.claim is None or value.claim() is None or isinstance(holder, Claim):
-                value.claim = weakref.ref(holder)
+            return
+        value = self.watch.given(t)  # inputs are saved before their operator runs
+        holder = handle.claim if isinstance(handle, SwappedView) else handle
+        if value.claim is None or value.claim() is None or isinstance(holder, Claim):
+            value.claim = weakref.ref(holder)
+        value.handles.append(weakref.ref(handle))
+        reliance = None if value.reliance is None else value.reliance()
+        if reliance is not None:
+            reliance.watch(handle)
 
     def hold_born(self, new_claim: NewClaim, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
@@ -205,56 +224,126 @@ class Recomputing:
 
     # --- recipes
 
-    def drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
-        """Drop a storage that the plan has made again, if its recipe is proven now or was before. Returns why it stays."""
+    def drop(self, saved: SavedStorage) -> Refusal | None:
+        """Drop a storage that the plan has made again, once its recipe is proven and its sources are secure. Returns why it
+        stays."""
         self._follow()
-        refusal = self._drop(saved, restore)
+        refusal = self._drop(saved)
         if refusal is not None:
-            self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
-            self._note_untypical()
-            if self.watch is not None and self._plan is not None and saved.planned is not None:
-                self._plan.note_refusal(saved.planned.tensor, refusal)
+            self._note_refusal(saved, refusal)
         return refusal
 
-    def _drop(self, saved: SavedStorage, restore: Restore) -> Refusal | None:
+    def _note_refusal(self, saved: SavedStorage, refusal: Refusal) -> None:
+        if refusal is WAITS:
+            return
+        self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
+        self._note_untypical()
+        if refusal is not AT_ITS_USE and self.watch is not None and self._plan is not None and saved.planned is not None:
+            self._plan.note_refusal(saved.planned.tensor, refusal)
+
+    def _drop(self, saved: SavedStorage) -> Refusal | None:
         plan, number = self._plan, None if saved.planned is None else saved.planned.tensor
         if self.watch is None or plan is None or number is None:
             return Refusal("nobody watched how it was made")
         if number in plan.refused:
             return plan.refused[number]
+        if saved.proof is not None:
+            return AT_ITS_USE
         self._dropping = saved
         try:
             recipe = self._recipe(saved)
         finally:
             self._dropping = None
-        refusal = recipe if isinstance(recipe, Refusal) else None
-        sources = self._source_values
-        if not isinstance(recipe, Refusal) and number not in plan.proven:
-            self._note_untypical()
-            refusal = self._disproof(recipe, saved, restore)
-        if isinstance(recipe, Refusal) or refusal is not None:
-            return refusal
-        plan.proven.add(number)
+        if isinstance(recipe, Refusal):
+            return recipe
+        held = [source for source in recipe.sources if not source.is_secure]
+        if held:
+            self.waiting.append(_Waiting(saved, held))
+            return WAITS
         if saved.device is None or saved.state is not State.ON_DEVICE:
-            return Refusal("it has moved", lasts=False)  # memory was short for the proof
-        value = self.watch.value_of(saved.device)
-        assert value is not None and value.call is not None and value.result is not None
-        for source in recipe.saved_sources:
-            source.add_view()
-        me = weakref.ref(saved)
-        for one in sources:
-            one.dependents.append(me)
-        value.call.operation.dropped.append((value.result, me))
-        self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
-        saved.leave_in(RecomputedForm(recipe), flat_bytes(saved.device))
-        self._metrics.totals.recomputed += 1
-        self._metrics.totals.bytes_recomputed += saved.nbytes
+            return Refusal("it has moved", lasts=False)  # memory was short for a copy of a source
+        if number not in plan.proven:
+            self._streams.join_all(saved.alloc_stream)  # what wrote it -> its checksum
+            saved.proof = Proof(recipe, self._original(saved, recipe), partial(plan.note_refusal, number))
+            self._count_sources(recipe)
+            return AT_ITS_USE
+        self._leave(saved, recipe)
         return None
 
+    def _leave(self, saved: SavedStorage, recipe: Recipe) -> None:
+        """Drop the device copy of `saved`: `recipe` stands for it from now on."""
+        assert self.watch is not None and saved.device is not None
+        value = self.watch.value_of(saved.device)
+        assert value is not None and value.call is not None and value.result is not None
+        self._streams.join_all(saved.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        original = self._original(saved, recipe)
+        self._streams.join_all(saved.alloc_stream)  # the checksum -> the next owner of the memory
+        self._count_sources(recipe)
+        me = weakref.ref(saved)
+        for source in recipe.sources:
+            self._rely(source, recipe, me)
+        value.call.operation.dropped.append((value.result, me))
+        saved.leave_in(RecomputedForm(recipe, original), flat_bytes(saved.device))
+        self._metrics.totals.recomputed += 1
+        self._metrics.totals.bytes_recomputed += saved.nbytes
+
+    def _original(self, saved: SavedStorage, recipe: Recipe) -> Original:
+        """What has to be known of `saved`, which is dropped now, by rule 3."""
+        plan = self._plan
+        assert saved.device is not None and saved.planned is not None and plan is not None
+        number, operators = saved.planned.tensor, recipe.operators
+        return Original(
+            checksum=self._rebuilds.comparisons.begin(flat_bytes(saved.device)),
+            nbytes=saved.nbytes,
+            dtype="several dtypes" if saved.dtype is None else str(saved.dtype),
+            module=plan.module_of(number),
+            operators=operators,
+            note_proven=partial(plan.proven.add, number),
+            ban=partial(plan.ban, number, operators),
+        )
+
+    @staticmethod
+    def _count_sources(recipe: Recipe) -> None:
+        """Note one more use to come of each storage that the recipe reads."""
+        for source in recipe.saved_sources:
+            source.add_view()
+
+    def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
+        """Have `dropped` made again before the bytes of `source` may change: by an operator in forward, or once autograd does
+        not rely on them any more."""
+        value = source.value
+        if value is None:
+            return
+        value.dependents.append(dropped)
+        if source.claim is not None:
+            source.claim.saved.dependents = value.dependents
+        for ref in value.handles:
+            if isinstance(handle := ref(), KeptTensor):
+                handle.dependents = value.dependents
+        if source.is_relied_on:  # rule 2
+            reliance = None if value.reliance is None else value.reliance()
+            if reliance is None:
+                reliance = Reliance(source, self._reliance_ended)
+                value.reliance = weakref.ref(reliance)
+            recipe.reliances.append(reliance)
+
+    def retry(self) -> list[SavedStorage]:
+        """Storages of `waiting` whose sources only the session holds now: they are to be dropped again."""
+        ready = [one for one in self.waiting if all(source.is_secure for source in one.sources)]
+        if ready:
+            self.waiting = [one for one in self.waiting if one not in ready]
+        return [one.saved for one in ready]
+
+    def give_up(self) -> list[SavedStorage]:
+        """Have nothing wait any more: backward has begun. Returns what is not dropped."""
+        waiting, self.waiting = self.waiting, []
+        for one in waiting:
+            self._note_refusal(one.saved, OTHERS_HOLD)
+        return [one.saved for one in waiting]
+
     def _recipe(self, saved: SavedStorage) -> Recipe | Refusal:
-        """Recipe of what `saved` holds now; `_source_values` are then those that it is made from."""
-        self._source_values = []
-        self._waits_for = ""
+        """Recipe of what `saved` holds now."""
+        self._obstacle = None
         if saved.device is None or saved.part is not None or saved.state is not State.ON_DEVICE:
             return Refusal("it has moved", lasts=False)
         value = None if self.watch is None else self.watch.value_of(saved.device)
@@ -263,9 +352,8 @@ class Recomputing:
         if not saved.is_copyable or not saved.was_written(value.writes):
             return Refusal("written to where nobody looks")
         recipe = build(value, self._source_of, self._plan.refuse)
-        if isinstance(recipe, Refusal) and self._waits_for:
-            return Refusal(self._waits_for, lasts=False)
-        return recipe
+        obstacle: Refusal | None = self._obstacle  # set by `_source_of`
+        return obstacle if isinstance(recipe, Refusal) and obstacle is not None else recipe
 
     def _source_of(self, value: Value) -> Source | None:
         """The source with the bytes of `value`, if anything keeps them."""
@@ -274,8 +362,6 @@ class Recomputing:
         source = self._kept(value)
         if source is None and value.call is None:
             source = self._given(value)
-        if source is not None:
-            self._source_values.append(value)
         return source
 
     def _kept(self, value: Value) -> Source | None:
@@ -290,7 +376,7 @@ class Recomputing:
         probe = saved.whole_probe()
         if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
             return None
-        return Source(nbytes=value.nbytes, claim=holder, probe=probe)
+        return Source(nbytes=value.nbytes, value=value, claim=holder, probe=probe)
 
     def _given(self, value: Value) -> Source | None:
         """What was there before anybody watched: a parameter, an input."""
@@ -305,7 +391,7 @@ class Recomputing:
         storage = value.storage()
         if storage is None or storage.nbytes() != value.nbytes or not storage.resizable():
             return None  # what torch did not allocate may be written to by whoever did
-        if storage.device != self._device.torch_device and value.nbytes > SNAPSHOT_BYTES:
+        if storage.device != self._device.torch_device and value.nbytes > COPIED_BYTES:
             return None  # a host buffer, which the next batch goes into
         known = self._snapshots.get(id(value))
         if known is not None:
@@ -313,41 +399,38 @@ class Recomputing:
         stream = self._streams.current()
         root = t if t._base is None else t._base
         stays = value.call is not None or not isinstance(root, Parameter) or self._parameters.keeps_its_size(value)
-        if value.nbytes > SNAPSHOT_BYTES and not stays:
-            self._waits_for = "a parameter that no step has seen keep its size"
+        if value.nbytes > COPIED_BYTES and not stays:
+            self._obstacle = Refusal("a parameter that no step has seen keep its size", lasts=False)
             return None
-        if value.nbytes <= SNAPSHOT_BYTES and value.call is None and not (is_saved and stays):
+        if value.nbytes > COPIED_BYTES and not is_saved:
+            self._obstacle = OTHERS_WRITE  # rule 2 does not hold, and rule 1 never will: the model has it
+            return None
+        if value.nbytes <= COPIED_BYTES and value.call is None and not (is_saved and stays):
             copied = self._rebuilds.copied(storage, self._dropping)
             if copied is None:
-                self._waits_for = "no memory for a copy of a small input"
+                self._obstacle = Refusal("no memory for a copy of a small input", lasts=False)
                 return None
-            source = Source(nbytes=value.nbytes, storage=copied, stream=stream)
+            source = Source(nbytes=value.nbytes, value=None, storage=copied, stream=stream)  # rule 1
         else:
-            source = Source(nbytes=value.nbytes, storage=storage, probe=VersionProbe(t), stream=stream)
+            source = Source(nbytes=value.nbytes, value=value, storage=storage, probe=VersionProbe(t), stream=stream)
         self._snapshots[id(value)] = value, source
         return source
 
-    # --- proofs
+    def prove(self, saved: SavedStorage, restore: Restore) -> None:
+        """Try the recipe of `saved`, which is used next for the first time and was kept for that: rule 3."""
+        proof, saved.proof = saved.proof, None
+        assert proof is not None
+        refusal = self._rebuilds.prove(proof, saved, self._streams.current(), restore)
+        if refusal is not None:
+            self._metrics.totals.not_recomputed_by_reason[refusal.reason] += 1
+            proof.refuse(refusal)
 
-    def _disproof(self, recipe: Recipe, saved: SavedStorage, restore: Restore) -> Refusal | None:
-        """Why the recipe does not stand for `saved`; None: it makes its bits."""
-        differs = self._rebuilds.differs(recipe, saved, self._streams.current(), restore)
-        if isinstance(differs, Refusal):
-            return differs
-        self._metrics.totals.proofs += 1
-        return Refusal("other bits than the original", ", ".join(recipe.operators)) if bool(differs.item()) else None
 
-    def audit(self, finished: Sequence[SavedStorage], restore: Restore) -> None:
-        """Compare what a recipe of one of `finished` makes with it, where the step has an audit to do."""
-        self._follow()
-        for saved in finished:
-            if self.audits.next_is_due() and self._plan is not None:
-                known = set(self._snapshots)
-                recipe = self._recipe(saved)
-                if isinstance(recipe, Recipe) and self.audits.compare(recipe, saved, restore):
-                    self._note_untypical()
-                for key in self._snapshots.keys() - known:  # a plan has no room for them
-                    del self._snapshots[key]
+class _Waiting(NamedTuple):
+    """A storage that is to be dropped, and the sources of its recipe that others hold."""
+
+    saved: SavedStorage
+    sources: list[Source]
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -1,11 +1,13 @@
-"""Makes dropped storages again before an operator overwrites what they are made from.
+"""Makes dropped storages again before what they are made from may be overwritten. Note [Relied on].
 
 rescue = Rescue(ins, budget, streams)
 rescue.run(value)             # under the executor's lock, outside of hooks, before the operator runs
+rescue.run_all(dependents)    # before others may write to a source, of which autograd does not check the version any more
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import suppress
 
 import torch
@@ -31,9 +33,14 @@ class Rescue:
 
     def run(self, value: Value) -> None:
         """Make again all that is made from `value`, which is about to change, and have it stay or go to the host."""
+        self.run_all(value.dependents)
+
+    def run_all(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
+        """The same for `dependents`, the list of a value, which is empty afterwards."""
         compute = self._streams.current()
-        dependents, value.dependents = value.dependents, []
-        for ref in dependents:
+        refs = dependents.copy()
+        dependents.clear()
+        for ref in refs:
             saved = ref()
             if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
                 self._rescue(saved, compute)

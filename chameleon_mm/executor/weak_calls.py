@@ -1,6 +1,8 @@
 """Calls of an executor by what must not keep it alive: what it holds itself, and what watches a step.
 
 claim_of = partial(weak_claim, weakref.ref(executor))
+ended = partial(weak_reliance_ended, weakref.ref(executor))
+at_end = partial(weak_settle, weakref.ref(executor))
 before_write = partial(weak_before_write, weakref.ref(executor))
 """
 
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.saved.claims import Claim
 from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance
 
 if TYPE_CHECKING:
     from chameleon_mm.executor.executor import Executor
@@ -22,6 +25,20 @@ def weak_before_write(executor: weakref.ref[Executor], value: Value) -> None:
     it = executor()
     if it is not None:
         it.before_write(value)
+
+
+def weak_reliance_ended(executor: weakref.ref[Executor], reliance: Reliance) -> None:
+    """Call `reliance_ended` of an executor, while there is one."""
+    it = executor()
+    if it is not None:
+        it.hook_lock.reliance_ended(reliance)
+
+
+def weak_settle(executor: weakref.ref[Executor]) -> None:
+    """Have an executor compare what was recomputed in the backward that ends. Raises `RecomputeMismatch`."""
+    it = executor()
+    if it is not None:
+        it.settle()
 
 
 def weak_claim(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:

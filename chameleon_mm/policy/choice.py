@@ -5,9 +5,9 @@ path.choice(u)                          # dropped, held: at price number u; betw
 path.estimates(u)                       # level and time of it, before any rebuild is looked at
 
 in the order of making, at a price of p us for a byte:
-    get(x)      0 where x is there: saved, or alive by itself; else the less of p * size, to hold it, and of making it again
-    make(j)     time of its operators + get of all that they read
-    drop j      where make(j) < p * size
+    get(x)      0 where x is saved, or kept by autograd where it is; else the less of p * size, to hold it, and of making it
+    again make(j)     time of its operators, of comparing it with the original, and get of all that they read drop j      where
+    make(j) < p * size
 
 What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly
 over the order of making, and the cheaper one for the others.
@@ -87,10 +87,10 @@ class _Pricing:
         self._free = self._alive_at_peaks(level)
 
     def _alive_at_peaks(self, level: Int64s) -> Bools:
-        """(m,) whether each may be held, and is there by itself when the most is allocated of the time until a rebuild reads
-        it."""
+        """(m,) whether autograd keeps each, so that it is there by itself when the most is allocated of the time until a
+        rebuild reads it."""
         trace, recipes = self._recipes.trace, self._recipes
-        alive = recipes.can_hold & (recipes.needed_until >= 0)
+        alive = recipes.can_hold & recipes.is_kept & (recipes.needed_until >= 0)
         which = np.flatnonzero(alive)
         since = recipes.hold_hook[which].tolist()
         until = np.searchsorted(trace.hook_tick, recipes.needed_until[which], side="right").tolist()
@@ -100,7 +100,8 @@ class _Pricing:
         return np.asarray(alive)
 
     def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each; of an operator that makes several dropped ones, the share by size."""
+        """(m,) time of the operators that make each, and of comparing it with the original; of an operator that makes several
+        dropped ones, the share by size."""
         recipes, size, can_drop = self._recipes, self._size.tolist(), self._can_drop.tolist()
         op_us = recipes.trace.op_us.tolist()
         us = [0.0] * len(size)
@@ -109,6 +110,7 @@ class _Pricing:
                 fresh = recipes.fresh[o]
                 whole = sum(size[x] for x in fresh if can_drop[x]) if len(fresh) > 1 and can_drop[j] else 0.0
                 us[j] += op_us[o] * size[j] / whole if whole else op_us[o]
+            us[j] += float(recipes.compare_us[j]) if can_drop[j] else 0.0
         return us
 
     def prices(self) -> Float64s:

@@ -50,8 +50,6 @@ class PlanLimits:
     cost: LinkCost
     lead_us: PerTensor
     lag_us: PerTensor
-    copied_up_to: int = 0
-    """Bytes up to which an input that was there before the step and that autograd does not save is copied for a recipe."""
 
 
 def hybrid_plans(
@@ -59,7 +57,7 @@ def hybrid_plans(
 ) -> list[SwapPlan]:
     """Plans of `trace` within `limits` that recompute, best first. `names`: base names of operators that may run again;
     `refused`: storages that may not be dropped."""
-    recipes = Recipes.of(trace, names, refused)
+    recipes = Recipes.of(trace, names, refused, cost=limits.cost)
     if not recipes.can_drop.any():
         return []
     search = HybridSearch(problem, recipes, limits)
@@ -154,7 +152,7 @@ class HybridSearch:
         dropped, held = set(choice.dropped.tolist()), choice.held.tolist()
         for repair in range(_REPAIRS):
             rewritten = RewrittenTrace.of(self._recipes, dropped, held)
-            copies_bytes = rewritten.rebuilds.copies_bytes(self._trace, limits.copied_up_to)
+            copies_bytes = rewritten.rebuilds.copies_bytes(self._trace)
             budget = limits.budget - copies_bytes
             problem = Problem.of(rewritten.trace)
             if problem.least_bytes <= budget:

@@ -90,13 +90,15 @@ class RebuildTime:
         return order
 
     def _shares_us(self) -> list[float]:
-        """(m,) time of the operators that make each, shared out by size where one makes several."""
+        """(m,) time of the operators that make each, shared out by size where one makes several, and of comparing what was
+        dropped."""
         recipes, size, op_us = self._recipes, self._size, self._recipes.trace.op_us.tolist()
         us = [0.0] * len(size)
         for j in self._order:
             for o in recipes.makers[j]:
                 whole = sum(size[x] for x in recipes.fresh[o] if self._needed[x] and (self._can_drop[x] or not self._saved[x]))
                 us[j] += op_us[o] * (size[j] / whole if j in recipes.fresh[o] and whole else 1.0)
+            us[j] += float(recipes.compare_us[j]) if self._can_drop[j] else 0.0
         return us
 
     def _find_lines(self) -> None:

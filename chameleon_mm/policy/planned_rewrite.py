@@ -43,13 +43,13 @@ def rewritten_for(recipes: Recipes, plan: SwapPlan) -> RewrittenTrace:
 def choice_actions(recipes: Recipes, rewritten: RewrittenTrace) -> tuple[Action, ...]:
     """What `rewritten` drops, by the hook at which it is made again, and then what it holds, by the hook of the first rebuild
     that reads it."""
-    candidates, nbytes = recipes.candidates, recipes.trace.tensor_bytes
+    nbytes = recipes.trace.tensor_bytes
     first_read: dict[int, int] = {}
     for rebuild in rewritten.rebuilds.rebuilds:
         for x in rebuild.sources:
             first_read.setdefault(x, rebuild.hook)
     spans = [
-        (ActionKind.RECOMPUTE, j, int(candidates.first[recipes.row[j]]), rewritten.made_at[j])
+        (ActionKind.RECOMPUTE, j, rewritten.rebuilds.first[j], rewritten.made_at[j])
         for j in sorted(rewritten.rebuilds.dropped, key=lambda j: (rewritten.made_at[j], j))
     ]
     spans += [

@@ -95,15 +95,11 @@ def candidate_plans(
     within: float = 0.02,
     recompute: Collection[str] = (),
     refused: Collection[int] = (),
-    copied_up_to: int = 0,
 ) -> list[SwapPlan]:
     """Return the plan of `generate_plan`, then others whose simulated step takes at most `within` (a share) longer, best first.
 
     A model of the link and of the operators is not exact: whoever can measure may try them all. After a plan that recomputes
     the best one that only swaps comes second, if its step takes at most a quarter longer. Raises as `generate_plan` does.
-
-    copied_up_to: bytes up to which whoever follows the plan copies inputs of what is made again, such as biases, that were
-    there before the step. Plans that recompute leave room for the copies.
     """
     hbm_budget = whole_bytes("hbm_budget", hbm_budget)
     host_budget = None if host_budget is None else whole_bytes("host_budget", host_budget)
@@ -121,7 +117,6 @@ def candidate_plans(
         cost=cost_model,
         lead_us=lead_us,
         lag_us=lag_us,
-        copied_up_to=copied_up_to,
     )
     search = Search(problem, hbm_budget, host_budget, cost_model, lead_us=lead_us, lag_us=lag_us)
     search.try_ranks()

@@ -12,12 +12,12 @@ again as a part of the rebuild, and goes within it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from chameleon_mm.policy.recipes import Recipes
+from chameleon_mm.policy.recipes import COPIED_BYTES, Recipes
 from chameleon_mm.trace import StepPhase, Trace
 from chameleon_mm.units import allocated_size
 
@@ -46,17 +46,20 @@ class Rebuilds:
     """The dropped storages, by number: those that are not needed again before they could be dropped."""
     held: tuple[int, ...]
     """The held ones, by number: those that a rebuild reads."""
+    first: Mapping[int, int]
+    """Hook from which each dropped storage is away: when nobody but its handle holds it, and nobody but the session what is
+    held for it."""
 
-    def copies_bytes(self, trace: Trace, up_to: int) -> int:
-        """Bytes of copies of all that they read which was there before the step, such as biases, has up to so many bytes each,
-        and is not read in backward: autograd saves that, and keeps the original."""
+    def copies_bytes(self, trace: Trace) -> int:
+        """Bytes of copies of all small things that they read which were there before the step, such as biases, and are not read
+        in backward: autograd saves that, and keeps the original."""
         again = np.unique([op for rebuild in self.rebuilds for op in rebuild.ops])
         reader = np.repeat(np.arange(len(trace.op_us)), np.diff(trace.read_offsets))
         read = np.unique(trace.read_tensors[np.isin(reader, again)])
         saved = np.unique(trace.read_tensors[trace.op_phase[reader] == StepPhase.BACKWARD])
         read = np.setdiff1d(read[trace.tensor_born[read] < 0], saved)
         nbytes = trace.tensor_bytes[read]
-        return int(allocated_size(nbytes[nbytes <= up_to]).sum())
+        return int(allocated_size(nbytes[nbytes <= COPIED_BYTES]).sum())
 
 
 def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> Rebuilds:
@@ -64,18 +67,25 @@ def find_rebuilds(recipes: Recipes, dropped: Collection[int], held: Collection[i
 
     Raises `ValueError` where a rebuild would need what is neither there nor can be made again.
     """
-    candidates = recipes.candidates
-    first = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
+    candidates, alone = recipes.candidates, recipes.alone_hook.tolist()
+    idle = dict(zip(candidates.tensor.tolist(), candidates.first.tolist(), strict=True))
     use = dict(zip(candidates.tensor.tolist(), candidates.use.tolist(), strict=True))
+    holds = frozenset(held)
     gone = {j for j in dropped if recipes.makers[j] and j in use}
     while True:
-        rebuilds = _Walk(recipes, gone, frozenset(held)).rebuilds(sorted(gone, key=lambda j: (use[j], j)), use)
+        rebuilds = _Walk(recipes, gone, holds).rebuilds(sorted(gone, key=lambda j: (use[j], j)), use)
+        first: dict[int, int] = {}
+        for rebuild in rebuilds:
+            since = max((alone[x] for x in rebuild.sources if x in holds), default=0)
+            first.update({j: max(idle[j], since) for j in rebuild.made})
         too_early = {j for rebuild in rebuilds for j in rebuild.made if rebuild.hook <= first[j]}
         if not too_early:
             break
         gone -= too_early
     read = {x for rebuild in rebuilds for x in rebuild.sources}
-    return Rebuilds(rebuilds=tuple(rebuilds), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(held))))
+    return Rebuilds(
+        rebuilds=tuple(rebuilds), dropped=tuple(sorted(gone)), held=tuple(sorted(read.intersection(holds))), first=first
+    )
 
 
 class _Walk:

@@ -6,8 +6,8 @@ recipes.inputs[j]                       what they read beside it that was made i
 recipes.can_drop[j]                     whether it may be dropped at all: saved, idle, and rebuilt from what can be had again
 recipes.can_hold[j]                     whether it may be held: unsaved, and there at a hook after it was written
 
-What was there before the step is there at a rebuild too: it is no input here, and an operator that reads what somebody writes
-before the rebuild makes nothing again. A view writes nothing.
+What was there before the step is there at a rebuild too, unless others may write to it: it is no input here, and an operator
+that reads what somebody writes before the rebuild makes nothing again. A view writes nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from chameleon_mm.policy.cost import FASTEST_GBPS, LinkCost
 from chameleon_mm.policy.memory import Candidates
 from chameleon_mm.trace import NEVER, StepPhase, TensorKind, Trace
-from chameleon_mm.trace.replayable import BATCH_NORMS, VIEWS, base_name
-from chameleon_mm.trace.trace import Bools, Int64s
+from chameleon_mm.trace.replayable import BATCH_NORMS, ELEMENTWISE, VIEWS, base_name
+from chameleon_mm.trace.trace import Bools, Float64s, Int64s
+from chameleon_mm.units import KIB
 
 ALWAYS = np.iinfo(np.int64).max
 """Tick after all ticks."""
+
+COPIED_BYTES = 64 * KIB
+"""Size up to which a recipe has a copy of its own of a parameter or an input that autograd does not save, such as a bias:
+others may write to it after forward. What is larger may be read again only where backward reads it, as autograd relies on it
+then. Note [Relied on], `saved/source.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,11 +63,26 @@ class Recipes:
     can_hold: Bools
     hold_hook: Int64s
     """(m,) first hook at which it is whole; the number of hooks: there is none."""
+    is_kept: Bools
+    """(m,) whether backward reads it though no hook saved it: autograd keeps it where it is, as it does with what is small."""
+    alone_hook: Int64s
+    """(m,) first hook at which what is made from it may be dropped: the model does not hold it any more, or autograd keeps
+    it."""
+    compare_us: Float64s
+    """(m,) time in which it is compared with the original, if it is dropped: each of two checksums reads every byte."""
 
     @classmethod
-    def of(cls, trace: Trace, names: Collection[str] | None, refused: Collection[int] = ()) -> Recipes:
-        """Recipes of `trace`. `refused`: storages that may not be made again. O(ticks + storages)."""
-        return _Finder(trace, names).recipes(refused)
+    def of(
+        cls,
+        trace: Trace,
+        names: Collection[str] | None,
+        refused: Collection[int] = (),
+        *,
+        cost: LinkCost | None = None,
+    ) -> Recipes:
+        """Recipes of `trace`. `refused`: storages that may not be made again. `cost`: prices comparisons; None: they take no
+        time. O(ticks + storages)."""
+        return _Finder(trace, names).recipes(refused, cost)
 
 
 class _Finder:
@@ -79,6 +101,10 @@ class _Finder:
         batch_norm = np.array([base in BATCH_NORMS for base in bases], np.bool_)
         reads_statistics = batch_norm[trace.op_name[self._read_op]] & (trace.tensor_kind[self._read] == TensorKind.BUFFER)
         self._may_run[self._read_op[reads_statistics]] = False
+        self._in_backward = np.zeros(m, np.bool_)
+        self._in_backward[self._read[trace.op_phase[self._read_op] == StepPhase.BACKWARD]] = True
+        others_write = ~self._in_step & ~self._in_backward & (trace.tensor_bytes > COPIED_BYTES)
+        self._may_run[self._read_op[others_write[self._read]]] = False
         op = np.repeat(np.arange(n), np.diff(trace.write_offsets))
         written = trace.write_tensors.astype(np.int64)
         is_view = views[trace.op_name[op]]
@@ -115,7 +141,7 @@ class _Finder:
         np.minimum.at(until, self._read_op[~own], next_tick[~own])
         return until
 
-    def recipes(self, refused: Collection[int]) -> Recipes:
+    def recipes(self, refused: Collection[int], cost: LinkCost | None) -> Recipes:
         trace, m = self._trace, len(self._trace.tensor_bytes)
         candidates = Candidates.of(trace)
         row = np.full(m, -1, np.int64)
@@ -127,6 +153,7 @@ class _Finder:
         makers, inputs, reads, fresh, stays = self._by_storage()
         hold_hook = np.searchsorted(trace.hook_tick, self._last_write, side="right")
         there = np.append(trace.hook_tick, trace.num_ticks + 1)[hold_hook] <= trace.tensor_dies
+        kept = self._in_step & ~saved & self._in_backward
         can_hold = self._in_step & ~saved & there & (self._last_write != NEVER) & (trace.tensor_bytes > 0)
         order = [j for j in np.argsort(self._last_write, kind="stable").tolist() if makers[j]]
         use_tick = np.full(m, -1, np.int64)
@@ -166,6 +193,9 @@ class _Finder:
             last_write=self._last_write,
             can_hold=can_hold,
             hold_hook=hold_hook,
+            is_kept=kept,
+            alone_hook=np.where(kept, 0, np.searchsorted(trace.hook_tick, trace.tensor_dies, side="right")),
+            compare_us=np.zeros(m) if cost is None else 2 * trace.tensor_bytes / (_streaming_gbps(trace, cost) * 1e3),
         )
 
     def _by_storage(
@@ -203,3 +233,18 @@ class _Finder:
         ]
         reads = [tuple(dict.fromkeys(read)) for read in made_of]
         return [tuple(made_by) for made_by in makers], inputs, reads, [tuple(new) for new in fresh], stays
+
+
+def _streaming_gbps(trace: Trace, cost: LinkCost) -> float:
+    """Rate at which kernels that do little arithmetic go through device memory, in 1e9 bytes a second: that of forward's
+    elementwise operators, by what they read and write. Where there are none, that of copies within device memory."""
+    elementwise = np.array([base_name(name) in ELEMENTWISE for name in trace.op_names], np.bool_)
+    which = elementwise[trace.op_name] & (trace.op_phase == StepPhase.FORWARD)
+    touched = 0
+    for offsets, tensors in ((trace.read_offsets, trace.read_tensors), (trace.write_offsets, trace.write_tensors)):
+        nbytes = np.concatenate(([0], np.cumsum(trace.tensor_bytes[tensors])))
+        touched += int((nbytes[offsets[1:]] - nbytes[offsets[:-1]])[which].sum())
+    us = float(trace.op_us[which].sum())
+    if not touched or us * FASTEST_GBPS < touched:
+        return 2 * cost.hbm_gbps  # a copy reads and writes every byte
+    return touched / (us * 1e3)

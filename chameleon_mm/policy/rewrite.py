@@ -1,10 +1,10 @@
 """A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
-rewritten.trace              a dropped storage dies at its first idle hook; what makes it again runs after a hook of backward
-rewritten.hook_of[k]         number there of hook k of the step
-rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
-rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
+rewritten.trace              a dropped storage dies at the hook from which it is away; what makes it again runs after a hook of
+backward rewritten.hook_of[k]         number there of hook k of the step rewritten.origin[q]          the hook of the step at
+which hook q of the rewritten trace is: it rises with q rewritten.to_step(moves)     moves for the rewritten trace -> moves for
+the step; `from_step` is the way back
 
 hook k of the step           rewritten
 use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k
@@ -47,7 +47,7 @@ class RewrittenTrace:
     made_at: dict[int, int]
     """By dropped storage: the hook of the step at which it is made again."""
     recompute_us: float
-    """Time of the operators that run again."""
+    """Time of the operators that run again, and of comparing what they make."""
 
     @classmethod
     def of(cls, recipes: Recipes, dropped: Collection[int], held: Collection[int]) -> RewrittenTrace:
@@ -141,7 +141,8 @@ class _Writer:
         old = self._old
         tensors = self._old_tensors()
         again, op_rows, hook_rows, made_at = self._insert(tensors)
-        ops = np.array(op_rows, np.int64).reshape(-1, 2)
+        ops = np.array([row[:2] for row in op_rows], np.int64).reshape(-1, 2)
+        op_us = np.concatenate((old.op_us, old.op_us[ops[:, 0]] + np.array([us for _, _, us in op_rows])))
         hooks = np.array(hook_rows, np.int64).reshape(-1, 3)
         op_tick = np.concatenate((self._tick_of[old.op_tick], ops[:, 1]))
         op_order = np.argsort(op_tick, kind="stable")
@@ -165,7 +166,7 @@ class _Writer:
             op_name=old.op_name[op_from],
             op_content=old.op_content[op_from],
             op_phase=phase,
-            op_us=old.op_us[op_from],
+            op_us=op_us[op_order],
             op_tick=op_tick[op_order].astype(np.int32),
             **_ragged("read", old.read_offsets, old.read_tensors, op_from),
             **_ragged("write", old.write_offsets, old.write_tensors, op_from),
@@ -188,7 +189,7 @@ class _Writer:
             hook_of=hook_of[:num_hooks],
             origin=origin,
             made_at=made_at,
-            recompute_us=float(old.op_us[ops[:, 0]].sum()) if len(ops) else 0.0,
+            recompute_us=float(op_us[len(old.op_us) :].sum()),
         )
 
     def _old_tensors(self) -> dict[str, Any]:
@@ -207,13 +208,13 @@ class _Writer:
 
     def _insert(
         self, tensors: dict[str, Any]
-    ) -> tuple[dict[str, list[int]], list[tuple[int, int]], list[tuple[int, int, int]], dict[int, int]]:
-        """Storages that are made again, as columns; inserted operators, (operator, tick); inserted hooks, (storage, tick, hook
-        of the step); and at which hook of the step each dropped storage is made again."""
+    ) -> tuple[dict[str, list[int]], list[tuple[int, int, float]], list[tuple[int, int, int]], dict[int, int]]:
+        """Storages that are made again, as columns; inserted operators, (operator, tick, time beside its own); inserted hooks,
+        (storage, tick, hook of the step); and at which hook of the step each dropped storage is made again."""
         old, recipes = self._old, self._recipes
         nbytes, dies = old.tensor_bytes.tolist(), tensors["dies"]
         again: dict[str, list[int]] = {name: [] for name in tensors}
-        op_rows: list[tuple[int, int]] = []
+        op_rows: list[tuple[int, int, float]] = []
         hook_rows: list[tuple[int, int, int]] = []
         made_at: dict[int, int] = {}
         second: dict[int, int] = {}
@@ -225,9 +226,11 @@ class _Writer:
                 hook_rows.append((x, tick, rebuild.hook))
             last_read: dict[int, int] = {}
             for at, o in enumerate(rebuild.ops, tick + 1):
-                op_rows.append((o, at))
+                op_rows.append((o, at, 0.0))
                 last_read.update(dict.fromkeys(recipes.reads[o], at))
             end = tick + len(rebuild.ops)
+            compared_us = float(recipes.compare_us[list(rebuild.made)].sum())  # both checksums, though one is taken in forward
+            op_rows[-1] = (*op_rows[-1][:2], compared_us)
             made, passing = set(rebuild.made), set(rebuild.passing)
             for at, o in enumerate(rebuild.ops, tick + 1):
                 for x in recipes.fresh[o]:
@@ -256,14 +259,16 @@ class _Writer:
         known = sendable >= 0
         sendable[known] = hook_of[sendable[known]]
         dropped = np.array(self._rebuilds.dropped, np.int64)
-        first = recipes.candidates.first[recipes.row[dropped]]
+        first = np.array([self._rebuilds.first[j] for j in self._rebuilds.dropped], np.int64)
         tensors["dies"][dropped] = self._tick_of[old.hook_tick[first]] - 1
         tensors["released"][dropped] = NEVER
         sendable[dropped] = NEVER
         held = np.array(self._rebuilds.held, np.int64)
         natural = old.tensor_dies[held].astype(np.int64)
         tensors["released"][held] = np.where(natural < old.num_ticks, self._end[natural], NEVER)
-        sendable[held] = hook_of[recipes.hold_hook[held]]
+        # Only once the model does not hold it, its copy has for certain what recipes read: Note [Relied on].
+        since = np.where(recipes.is_kept[held], recipes.hold_hook[held], recipes.alone_hook[held])
+        sendable[held] = hook_of[np.minimum(since, len(hook_of) - 1)]
         tensors["kind"][held] = TensorKind.ACTIVATION
 
 

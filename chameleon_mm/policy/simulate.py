@@ -109,7 +109,7 @@ class Simulator:
         if not plan.recomputed and not plan.held:
             return self.run_moves(*self._checked(plan.actions))
         if self._recipes is None:
-            self._recipes = Recipes.of(self.trace, None)
+            self._recipes = Recipes.of(self.trace, None, cost=self._cost)
         return self.run_rewritten(rewritten_for(self._recipes, plan), plan.swaps)
 
     def run_rewritten(self, rewritten: RewrittenTrace, swaps: Sequence[Action]) -> Timeline:

@@ -80,7 +80,8 @@ class Value:
     """Bytes that a storage holds from one write to the next."""
 
     __slots__ = (
-        "call", "claim", "dependents", "is_latest", "nbytes", "result", "storage", "tensor", "version", "writes"
+        "call", "claim", "dependents", "handles", "is_latest", "nbytes", "reliance", "result", "storage", "tensor", "version",
+        "writes",
     )  # fmt: skip
 
     def __init__(
@@ -103,6 +104,15 @@ class Value:
         """The claim on what autograd saved of it."""
         self.dependents: list[weakref.ref[Any]] = []
         """What is made again from it: told of before it is overwritten."""
+        self.handles: list[weakref.ref[Any]] = []
+        """Autograd's handles for it: as long as one is there, autograd relies on its bytes."""
+        self.reliance: weakref.ref[Any] | None = None
+        """What watches the handles, where a recipe rests on them."""
+
+    @property
+    def is_relied_on(self) -> bool:
+        """Whether autograd relies on its bytes, under its own check of versions."""
+        return any(handle() is not None for handle in self.handles)
 
     @property
     def is_uninitialised(self) -> bool:

@@ -1,9 +1,9 @@
-"""Runs a step again that ran out of memory, from its beginning and within a tighter budget.
+"""Runs a step again that ran out of memory, or recomputed other bits, from its beginning.
 
     snapshot = what the step begins with               # random states, buffers, gradients that exist
-    run it -> OutOfMemoryError -> out of the except block, every frame of the step gone
+    run it -> OutOfMemoryError | RecomputeMismatch -> out of the except block, every frame of the step gone
         an optimizer stepped, or a parameter changed?  -> raise, and say that it was not run again; with a `Repair`, restore it
-        snapshot.restore(); a tighter budget, no plan; run it again
+        snapshot.restore(); out of memory: a tighter budget, no plan; run it again
     MAX_RETRIES times, then raise, and say what was tried
 
 Out of the block first, because an exception's traceback holds the tensors of the frames it passed.
@@ -22,6 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from chameleon_mm.errors import RecomputeMismatch
 from chameleon_mm.executor.executor import Executor
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.profiler.retry import tried_bytes
@@ -48,9 +49,11 @@ class _Result(Generic[_R]):
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """A run that found no memory, without the exception itself: its frames hold tensors."""
+    """A run that found no memory, or recomputed other bits, without the exception itself: its frames hold tensors."""
 
     message: str
+    is_mismatch: bool
+    """True for other bits: what was recomputed wrongly is not recomputed any more, and the budget stays."""
     asked_bytes: int
     allocated_bytes: int
     """Device memory allocated when it failed."""
@@ -85,13 +88,14 @@ class StepRunner:
         return self.hbm_budget_bytes if self.hbm_budget_bytes < self._given_bytes else None
 
     def run(self, step: Callable[[], AbstractContextManager[object]], fn: Callable[[], _R], repair: Repair | None = None) -> _R:
-        """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` after `MAX_RETRIES` more runs."""
+        """Run `fn()` inside `step()`. Raises what `fn` does; `torch.OutOfMemoryError` or `RecomputeMismatch` after
+        `MAX_RETRIES` more runs."""
         obstacle = self._obstacle()
         if obstacle is not None:
             try:
                 with step():
                     return fn()
-            except torch.OutOfMemoryError as error:
+            except (torch.OutOfMemoryError, RecomputeMismatch) as error:
                 raise _not_retried(error, obstacle) from error
         start = StepSnapshot(self._model, self._device, self._pool, self._buffers)
         try:
@@ -117,7 +121,11 @@ class StepRunner:
             start.restore()
             if len(budgets) > MAX_RETRIES:
                 raise _gave_up(outcome, budgets)
-            self._tighten(outcome)
+            if outcome.is_mismatch:
+                self._executor.metrics.totals.steps_run_again += 1
+                _log.warning("chameleon_mm: a step runs again: %s", outcome.message)
+            else:
+                self._tighten(outcome)
             budgets.append(self.hbm_budget_bytes)
 
     def _attempt(
@@ -136,11 +144,13 @@ class StepRunner:
                 except torch.OutOfMemoryError:
                     allocated_bytes = self._device.allocated_bytes()  # before any of it goes
                     raise
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, RecomputeMismatch) as error:
             obstacle = start.obstacle(restored)
             if obstacle is not None:
                 raise _not_retried(error, obstacle) from error
-            return _Failure(str(error), tried_bytes(error), allocated_bytes, traceback.format_exc())
+            is_mismatch = isinstance(error, RecomputeMismatch)
+            asked_bytes = 0 if isinstance(error, RecomputeMismatch) else tried_bytes(error)
+            return _Failure(str(error), is_mismatch, asked_bytes, allocated_bytes, traceback.format_exc())
 
     def _obstacle(self) -> str | None:
         """Reason why no step may run again here; None: there is none."""
@@ -180,12 +190,13 @@ def tighter(budget: int, *, allocated: int, asked: int, resting: int) -> int:
     return min(budget, max(reach - max(asked, int(LEAST_CUT * reach)), (reach + resting) // 2))
 
 
-def _not_retried(error: torch.OutOfMemoryError, obstacle: str) -> torch.OutOfMemoryError:
-    return torch.OutOfMemoryError(f"{error} run_step: the step was not run again, because {obstacle}.")
+def _not_retried(error: torch.OutOfMemoryError | RecomputeMismatch, obstacle: str) -> RuntimeError:
+    return type(error)(f"{error} run_step: the step was not run again, because {obstacle}.")
 
 
-def _gave_up(failure: _Failure, budgets: Sequence[int]) -> torch.OutOfMemoryError:
-    error = torch.OutOfMemoryError(
+def _gave_up(failure: _Failure, budgets: Sequence[int]) -> RuntimeError:
+    kind = RecomputeMismatch if failure.is_mismatch else torch.OutOfMemoryError
+    error = kind(
         f"{failure.message} run_step: expected the step to fit, it was run {len(budgets)} times, within budgets of "
         f"{', '.join(map(format_size, budgets))}; gradients, buffers and random states are as before it; make the batch smaller"
     )

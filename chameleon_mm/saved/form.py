@@ -24,6 +24,7 @@ from chameleon_mm.saved.handles import flat_bytes
 if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
     from chameleon_mm.saved.recipe import Recipe
+    from chameleon_mm.saved.recomputed_form import Original
 
 
 class Form:
@@ -37,6 +38,8 @@ class Form:
     """The group that has the bytes then; None: none has."""
     recipe: Recipe | None = None
     """How to make the bytes again; None: they are kept."""
+    original: Original | None = None
+    """What is known of the bytes that a recipe stands for; None: they are kept."""
     device_bytes = 0
     """Device memory that it takes while the storage is off the device."""
     host_decides = False

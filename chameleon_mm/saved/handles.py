@@ -24,6 +24,7 @@ from chameleon_mm.saved.version import Origin, VersionProbe, inplace_message
 
 if TYPE_CHECKING:
     from chameleon_mm.saved.claims import Claim
+    from chameleon_mm.saved.saved_storage import SavedStorage
 
 
 NO_HOOK = -1
@@ -36,11 +37,13 @@ class KeptTensor:
     """A saved tensor that stays on the device. It is held by reference, as eager holds it, unless it may be a result of the
     node that saves it, or a view of one. That one is detached: a node must not keep itself."""
 
-    __slots__ = ("__weakref__", "_origin", "expected", "moved", "saved_at", "tensor")
+    __slots__ = ("__weakref__", "_origin", "dependents", "expected", "moved", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, *, by_reference: bool = False) -> None:
         self.saved_at = saved_at
         """The step, and the number of the hook in it."""
+        self.dependents: list[weakref.ref[SavedStorage]] | None = None
+        """What was dropped and is made again from it; None: nothing was."""
         self.moved: SwappedView | None = None
         """Handle that replaced it when memory was short; `tensor` is then None."""
         self.expected = t._version
@@ -78,7 +81,9 @@ class KeptTensor:
 class SwappedView:
     """One saved tensor whose storage moves: the storage's record, the geometry of this view, its version."""
 
-    __slots__ = ("_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "saved_at", "swap_in_number")
+    __slots__ = (
+        "__weakref__", "_conj", "_dtype", "_neg", "_offset", "_shape", "_stride", "claim", "probe", "saved_at", "swap_in_number"
+    )  # fmt: skip
 
     def __init__(self, claim: Claim, t: Tensor, probe: VersionProbe) -> None:
         self.saved_at = _NOWHERE

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chameleon_mm.device import Stream
 from chameleon_mm.profiler.calls import (
     Argument,
     Call,
@@ -32,14 +31,14 @@ from chameleon_mm.profiler.calls import (
     written_tensors,
 )
 from chameleon_mm.profiler.kernel_settings import applied
-from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.saved.source import Reliance, Source
 from chameleon_mm.trace.replayable import base_name
 from chameleon_mm.units import allocated_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from chameleon_mm.saved.claims import Claim
+    from chameleon_mm.saved.recomputed_form import Original
     from chameleon_mm.saved.saved_storage import SavedStorage
 
 MOST_CALLS = 256
@@ -55,45 +54,13 @@ class Refusal(NamedTuple):
     """Whether it holds for the same place of later steps, too."""
 
 
-class Source:
-    """A storage that a recipe is given: a claim's, or one that it holds itself."""
+class Proof(NamedTuple):
+    """A recipe that is tried at the first use of its original, which is kept for that use."""
 
-    __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "storage")
-
-    def __init__(
-        self,
-        *,
-        nbytes: int,
-        claim: Claim | None = None,
-        storage: torch.UntypedStorage | None = None,
-        probe: VersionProbe | None = None,
-        stream: Stream | None = None,
-    ) -> None:
-        """`probe`: of its version counter; None: nobody else can write to it. `stream`: the one on which a storage that it
-        holds itself was written."""
-        self.claim = claim
-        self.storage = storage
-        self._stream = stream
-        self.last_swap_in = -1
-        """Swap-in of the claim's storage for which the recipe used it last."""
-        self._nbytes = nbytes
-        self._probe = probe
-
-    @property
-    def written_on(self) -> Stream | None:
-        """The stream that its bytes are ordered on."""
-        return self._stream if self.claim is None else self.claim.saved.alloc_stream
-
-    def check(self, storage: torch.UntypedStorage) -> None:
-        """Raise what eager raises for a saved tensor that was written to, where `storage`, its bytes now, may have been."""
-        saved = None if self.claim is None else self.claim.saved
-        if self._probe is not None and (saved is None or saved.first() is storage):
-            self._probe.check()
-        if storage.nbytes() != self._nbytes:
-            raise RuntimeError(
-                f"a saved tensor that is made again: expected an input of {self._nbytes} bytes, as it was in forward, got one "
-                f"of {storage.nbytes()}: it was resized since; make the session SwapSession(recompute=False)"
-            )
+    recipe: Recipe
+    original: Original
+    refuse: Callable[[Refusal], None]
+    """Told why it could not be tried."""
 
 
 class Slot(NamedTuple):
@@ -126,7 +93,7 @@ class Remade(NamedTuple):
 class Recipe:
     """The calls that make one storage from its sources."""
 
-    __slots__ = ("_nbytes", "_result", "_source_places", "_steps", "peak_bytes", "sources")
+    __slots__ = ("_nbytes", "_result", "_source_places", "_steps", "peak_bytes", "reliances", "sources")
 
     def __init__(
         self, steps: list[Step], sources: list[Source], source_places: list[int], *, result: int, values: Sequence[Value]
@@ -137,6 +104,8 @@ class Recipe:
         self._source_places = source_places
         self._result = result
         self._nbytes = [value.nbytes for value in values]
+        self.reliances: list[Reliance] = []
+        """Watches of the sources that it may rely on by rule 2 alone. Held here: they end with the recipe."""
         self.peak_bytes = _peak_bytes(steps, values)
         """Device memory at most while it is replayed, its result included, its sources and what operators hold inside not."""
 

@@ -34,6 +34,7 @@ from chameleon_mm.saved.calling_thread import annotation, call_site, current_ope
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.source import held_alone
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
 from chameleon_mm.saved.version import SavedBytes, cover_all
@@ -79,13 +80,23 @@ class SavedStorage(DeviceCopy):
     @property
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
-        that was written to raises anyway."""
+        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
         if self._device is None or self._device.nbytes() != self.nbytes:
             return False
+        if self.is_held_for_recipes and not self.is_private:
+            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
         for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
             if saved.probe.alias._version == saved.probe.expected:
                 return True
         return False
+
+    @property
+    def is_private(self) -> bool:
+        """Whether only the session can reach its bytes: on the device no tensor holds them, or they are on the host."""
+        storage = self._device
+        if storage is not None:
+            return held_alone(storage)
+        return self.first() is None and self.latest() is None
 
     @property
     def transfer_bytes(self) -> int:
@@ -417,6 +428,7 @@ class SavedStorage(DeviceCopy):
         self._retired()
 
     def _retired(self) -> None:
+        self.proof = None
         self._release_block()
         self.form.drop()
         self._device, self.form = None, WHOLE

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.checksums import Checksums
 from chameleon_mm.saved.metrics import Metrics
-from chameleon_mm.saved.verify import Checksums
 from chameleon_mm.transfer import Transfer
 
 

@@ -55,7 +55,8 @@ class HostView:
         storage = self.storages.get(own._cdata)
         if storage is None:
             storage = self.storages[own._cdata] = self.storage_of(own)
-        low = torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        low = torch.empty(0, dtype=tensor.dtype, device="cpu")  # whatever the default device is
+        low = low.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
             low = low.conj()
         return torch._neg_view(low) if tensor.is_neg() else low

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm import native
+from chameleon_mm.device.checksum import Checksummer
 from chameleon_mm.device.cuda.all_work import events_after_all_work
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
@@ -52,6 +53,7 @@ class CudaDevice:
 
     def __init__(self, index: int | None = None, *, pack_programs: int = PACK_PROGRAMS) -> None:
         self.packer = Packer(pack_programs)
+        self.checksummer = Checksummer()
         if not cuda_is_available():
             build = "is built without CUDA" if torch.version.cuda is None else "finds no driver or no visible GPU"
             raise DeviceUnavailable(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.checksum import check_sum
 from chameleon_mm.device.packing import PackPlans, check_ends
 from chameleon_mm.device.protocols import Event
 
@@ -178,6 +179,11 @@ class CudaStream:
                 return
         for destination, offset in zip(destinations, offsets, strict=True):
             self.copy(destination, src[offset : offset + destination.numel()])
+
+    def add_checksum(self, out: Tensor, src: Tensor) -> None:
+        check_sum(out, src, self._device.torch_device)
+        with self._as_current():
+            self._device.checksummer.add(out, src)
 
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
         with self._as_current():

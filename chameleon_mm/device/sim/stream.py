@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.checksum import add_by_operators, check_sum
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim.late_copy import LateCopy, carry_out
 from chameleon_mm.device.sim.shadow import Access, Clock, Extent
@@ -106,6 +107,12 @@ class SimStream:
     def unpack(self, destinations: Sequence[Tensor], src: Tensor, offsets: Sequence[int]) -> None:
         """Unpack as `Stream.unpack` does, priced and checked as `pack` is."""
         self._machine.unpack(self, destinations, src, offsets)
+
+    def add_checksum(self, out: Tensor, src: Tensor) -> None:
+        """Add as `Stream.add_checksum` does, for one launch and one reading of the bytes. Raises `ValueError` also for host
+        memory and on a stream of copies, `SimRaceError`."""
+        check_sum(out, src, torch.device("cpu"))
+        self._machine.run_codec(self, "checksum", lambda: add_by_operators(out.view(torch.int64), src), [src], [out])
 
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
         """Encode as `Stream.encode` does, by the codec's torch reference, for one launch and the bytes' way through device

@@ -1,0 +1,87 @@
+"""Compares what recipes made with the originals: rule 3 of Note [Relied on], `saved/source.py`.
+
+    slot = comparisons.begin(buffer)              # as an original is dropped, or a proof of its recipe is due: its checksum
+    comparisons.add(original, buffer)             # as it was made again: the checksum of that
+    comparisons.add(original, buffer, note)       # the same for a proof: the original is used, and `note` is told
+    error = comparisons.settle()                  # before `backward` returns: the host compares both
+
+No kernel waits for the host: it reads checksums once at the end of each backward, after the last of them was taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from torch import Tensor
+
+from chameleon_mm.errors import RecomputeMismatch
+from chameleon_mm.saved.checksums import Checksums, ChecksumSlot
+from chameleon_mm.saved.metrics import Totals
+from chameleon_mm.saved.recomputed_form import Original
+
+_log = logging.getLogger(__name__)
+
+
+class _Pair(NamedTuple):
+    original: Original
+    remade: ChecksumSlot
+    is_proof: bool
+    """True if the original was used, and not what was made again."""
+
+
+class Comparisons:
+    """Comparisons of one executor. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, checksums: Checksums, totals: Totals) -> None:
+        self._checksums = checksums
+        self._totals = totals
+        self.pending: list[_Pair] = []
+        """Pairs that the host has not compared. Others only read it."""
+        self._failed = False
+
+    def begin(self, buffer: Tensor) -> ChecksumSlot:
+        """Take the checksum of an original, a flat uint8 tensor, on the current stream. Raises `torch.OutOfMemoryError`."""
+        return self._checksums.start(buffer)
+
+    def add(self, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
+        """Take the checksum of what was made in place of an original, on the current stream, and note the pair."""
+        self.pending.append(_Pair(original, self._checksums.start(buffer), is_proof))
+
+    def settle(self) -> RecomputeMismatch | None:
+        """Compare all pairs. The host waits until the latest checksum was taken. All recipes that made other bits are banned.
+        Returns the error of the first of them whose result was used."""
+        pairs, self.pending = self.pending, []
+        numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.remade)])
+        error: RecomputeMismatch | None = None
+        for pair, before, after in zip(pairs, numbers[::2], numbers[1::2], strict=True):
+            original = pair.original
+            self._totals.proofs += pair.is_proof
+            if before == after:
+                if pair.is_proof:
+                    original.note_proven()
+                continue
+            self._failed = True
+            original.ban()
+            _log.info("chameleon_mm: not recomputed any more, as its recipe made other bits: %s", original)
+            error = error or (None if pair.is_proof else _mismatch(original, before, after))
+        return error
+
+    def take_failures(self) -> bool:
+        """Whether a recipe was banned since this was asked last."""
+        failed, self._failed = self._failed, False
+        return failed
+
+    def forget(self) -> None:
+        """Forget what was not compared: the step failed."""
+        self.pending = []
+
+
+def _mismatch(original: Original, before: int, after: int) -> RecomputeMismatch:
+    chain = " -> ".join(original.operators)
+    return RecomputeMismatch(
+        f"a saved tensor was recomputed with other bits: expected {original} with checksum {before:#x}, got {after:#x} from "
+        f"{chain}. A kernel wrote to it or to an input of these operators without autograd knowing (a pointer, `.data`, an "
+        f"extension), or one of them is not reproducible. The gradients of this step are wrong: drop them (zero_grad), or run "
+        f"steps by `session.run_step`. Later steps keep this tensor; SwapSession(recompute=False) recomputes none"
+    )

@@ -1,0 +1,937 @@
+"""Small programs that write what autograd does not rely on, and what a recomputation might: each right in plain PyTorch.
+
+    program.step(number, write=True)                 # a forward that writes at some point, and a backward
+    PROGRAMS                                         # all of them
+
+A program's class says what plain PyTorch does with the write, and whether the write is an operator. Those of the last part
+write what autograd saved, and eager refuses them. How they are trained: `_relied_on.py`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack
+
+from tests._unseen_kernels import (
+    OPERATORS,
+    AddOver,
+    Embed,
+    FusedCrossEntropy,
+    Gate,
+    Rotary,
+    ScaleMarked,
+    ScaleUnmarked,
+    apply,
+    custom_said,
+    custom_unsaid,
+    on_another_thread,
+    overwrite,
+    scale,
+)
+
+ROWS, SIDE = 256, 160
+"""Most tensors are 256 x 160 and take 160 KiB, or 80 KiB in float16: storages below 64 KiB take another way."""
+
+EVERY = 4
+
+
+class When(enum.Enum):
+    """Steps that write."""
+
+    EACH = "each"
+    FOURTH = "fourth"
+
+    def writes(self, number: int) -> bool:
+        return self is When.EACH or number % EVERY == EVERY - 1
+
+
+# --- what programs are made of
+
+
+class Program(nn.Module):
+    """A model whose step is a forward, a write at some point, and a backward."""
+
+    seen: ClassVar[bool] = False
+    """True if torch dispatches an operator for each write, where that counts: any but `.data` on other threads and in hooks."""
+    eager_refuses: ClassVar[bool] = False
+    named_error: ClassVar[bool | None] = None
+    """Whether the named error may end a step that writes, if only some do; None: where the write is unseen."""
+    whens: ClassVar[tuple[When, ...]] = (When.EACH, When.FOURTH)
+    on_cuda: ClassVar[bool] = True
+    """False for what only memory of the host can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, SIDE) / 4)
+        self.write = False
+        """Whether this step writes: for hooks, which are made once."""
+        self.number = 0
+
+    @classmethod
+    def writes_in(cls, number: int, when: When) -> bool:
+        """Whether it writes in that step."""
+        return when.writes(number)
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        loss: Tensor = self()
+        loss.backward()
+
+    def batch(self, which: int = 0, *shape: int) -> Tensor:
+        """Random numbers, the same in each run of a step."""
+        generator = torch.Generator(torch.get_default_device()).manual_seed(50 * self.number + which)
+        return torch.randn(shape or (ROWS, 16), generator=generator)
+
+    def embedded(self, which: int = 0) -> Tensor:
+        """An activation in float16 that cannot be made again, and of which autograd saves nothing."""
+        h: Tensor = apply(Embed, self.batch(which), self.weight)
+        return h
+
+
+def waves(h: Tensor, scales: tuple[float, ...] = (1.0, 2.0, 3.0, 4.0)) -> Tensor:
+    """Of this autograd saves what is made of `h`, in float32, and not `h`."""
+    return torch.stack([torch.sin(h.float() * k).mean() for k in scales]).sum()
+
+
+class Reads(Program):
+    """Reads `h`, writes it, reads it again: autograd did not save it. Subclasses say how."""
+
+    later: ClassVar[tuple[float, ...]] = (1.5, 2.5)
+
+    def forward(self) -> Tensor:
+        h = self.embedded()
+        loss = waves(h)
+        if self.write:
+            h = self.written(h)
+        return loss + h.float().mean() + waves(self.embedded(1), self.later)
+
+    def written(self, h: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class PointerAfterRead(Reads):
+    """A kernel is given a pointer."""
+
+    def written(self, h: Tensor) -> Tensor:
+        scale(h, 0.5)
+        return h
+
+
+class PointerAtTheEnd(PointerAfterRead):
+    """The same with little in forward after the write."""
+
+    later = (1.5,)
+
+
+class FunctionUnmarked(Reads):
+    """A custom Function's kernel writes its input; `mark_dirty` is missing."""
+
+    def written(self, h: Tensor) -> Tensor:
+        halved: Tensor = apply(ScaleUnmarked, h, 0.5)
+        return halved
+
+
+class FunctionMarked(Reads):
+    """A custom Function's kernel writes its input and marks it dirty."""
+
+    def written(self, h: Tensor) -> Tensor:
+        halved: Tensor = apply(ScaleMarked, h, 0.5)
+        return halved
+
+
+class PointerThenVersion(Reads):
+    """A kernel writes and moves the version counter afterwards."""
+
+    def written(self, h: Tensor) -> Tensor:
+        scale(h, 0.5)
+        torch.autograd.graph.increment_version(h)
+        return h
+
+
+class OperatorUnsaid(Reads):
+    """An operator of a library whose schema says that it reads."""
+
+    def written(self, h: Tensor) -> Tensor:
+        OPERATORS.scale_unsaid(h.detach(), 0.5)
+        return h
+
+
+class OperatorSaid(Reads):
+    """An operator of a library whose schema says that it writes."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        OPERATORS.scale_said_(h.detach(), 0.5)
+        return h
+
+
+class CustomUnsaid(Reads):
+    """A custom operator without `mutates_args`."""
+
+    def written(self, h: Tensor) -> Tensor:
+        custom_unsaid(h.detach(), 0.5)
+        return h
+
+
+class CustomSaid(Reads):
+    """A custom operator with `mutates_args`."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        custom_said(h.detach(), 0.5)
+        return h
+
+
+class DlpackAlias(Reads):
+    """An alias by DLPack: another storage on the same memory."""
+
+    def written(self, h: Tensor) -> Tensor:
+        from_dlpack(h.detach()).mul_(0.5)
+        return h
+
+
+class NumpyAlias(Reads):
+    """NumPy's alias."""
+
+    on_cuda = False
+
+    def written(self, h: Tensor) -> Tensor:
+        np.multiply(h.detach().numpy(), np.float16(0.5), out=h.detach().numpy())
+        return h
+
+
+class Data(Reads):
+    """Through `.data`, which has a version counter of its own."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        h.data.mul_(0.5)
+        return h
+
+
+class SetAlias(Reads):
+    """Through a tensor that `set_` put on the same storage."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.empty(0, dtype=h.dtype).set_(h.detach().untyped_storage(), 0, h.shape, h.stride()).mul_(0.5)
+        return h
+
+
+class Operator(Reads):
+    """By an operator in place, which autograd sees."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        return h.mul_(0.5)
+
+
+class OnAThread(Reads):
+    """By an operator on a thread that is joined before forward goes on."""
+
+    seen = True
+
+    def written(self, h: Tensor) -> Tensor:
+        on_another_thread(lambda: h.detach().mul_(0.5)).join()
+        return h
+
+
+class DataOnAThread(Reads):
+    """Through `.data` on a thread that is joined before forward goes on."""
+
+    def written(self, h: Tensor) -> Tensor:
+        on_another_thread(lambda: h.data.mul_(0.5)).join()
+        return h
+
+
+class PointerOnAThread(Reads):
+    """Through a pointer on a thread that is joined before forward goes on."""
+
+    on_cuda = False
+
+    def written(self, h: Tensor) -> Tensor:
+        on_another_thread(lambda: scale(h, 0.5)).join()
+        return h
+
+
+class JoinedBeforeBackward(Program):
+    """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
+
+    seen = True
+    on_cuda = False
+
+    def writing(self, h: Tensor) -> None:
+        h.detach().mul_(0.5)
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        h = self.embedded()
+        loss = waves(h)
+        thread = on_another_thread(lambda: self.writing(h)) if write else None
+        loss = loss + waves(self.embedded(1), (1.5,))
+        if thread is not None:
+            thread.join()
+        loss.backward()
+
+
+class PointerJoinedBeforeBackward(JoinedBeforeBackward):
+    """The same through a pointer."""
+
+    seen = False
+
+    def writing(self, h: Tensor) -> None:
+        scale(h, 0.5)
+
+
+class Undone(Program):
+    """Scales through a pointer, reads, and scales back: before and after the bytes are the same."""
+
+    def forward(self) -> Tensor:
+        h = self.embedded() + self.weight[0].half()
+        if self.write:
+            scale(h, 2.0)
+        loss = waves(h)
+        if self.write:
+            scale(h, 0.5)
+        return loss + h.float().mean()
+
+
+class UndoneByData(Program):
+    """Scales through `.data`, reads, and scales back."""
+
+    seen = True
+
+    def forward(self) -> Tensor:
+        h = self.embedded() + self.weight[0].half()
+        if self.write:
+            h.data.mul_(2)
+        loss = waves(h)
+        if self.write:
+            h.data.mul_(0.5)
+        return loss + h.float().mean()
+
+
+class BetweenMadeAndRead(Program):
+    """Writes an intermediate between the operator that made it and the one that reads it; neither saves it."""
+
+    def forward(self) -> Tensor:
+        made = self.embedded() * 1.5
+        if self.write:
+            scale(made, 0.5)
+        return waves(made + 1)
+
+
+class DataBetweenMadeAndRead(Program):
+    """The same through `.data`."""
+
+    seen = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded() * 1.5
+        if self.write:
+            made.data.mul_(0.5)
+        return waves(made + 1)
+
+
+class BetweenMadeAndSaved(Program):
+    """Writes an activation between the operator that made it and the one that saves it. Autograd saved the bytes after that."""
+
+    def forward(self) -> Tensor:
+        h = self.embedded()
+        losses = []
+        for k in (1.0, 2.0, 3.0, 4.0):
+            made = h.float() * k
+            if self.write:
+                scale(made, 0.5)
+            losses.append(torch.sin(made).mean())
+        return torch.stack(losses).sum()
+
+
+class FunctionBetweenMadeAndSaved(Program):
+    """The same within a custom Function that marks what it wrote."""
+
+    def forward(self) -> Tensor:
+        h = self.embedded()
+        losses = []
+        for k in (1.0, 2.0, 3.0, 4.0):
+            made: Tensor = h.float() * k
+            if self.write:
+                made = apply(ScaleMarked, made, 0.5)
+            losses.append(torch.sin(made).mean())
+        return torch.stack(losses).sum()
+
+
+class MicroBatches(Program):
+    """Two micro-batches in a step, each with a write through a pointer."""
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        for which in range(2):
+            h = self.embedded(which)
+            loss = waves(h)
+            if write:
+                scale(h, 0.5)
+            (loss + h.float().mean()).backward()
+
+
+class MicroBatchesInFlight(Program):
+    """Both micro-batches' forwards, a write of what the first one read, then both backwards."""
+
+    seen = True
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        first, second = self.embedded(), self.embedded(1)
+        losses = [waves(first), waves(second)]
+        if write:
+            with torch.no_grad():
+                first.mul_(0.5)
+        for loss in reversed(losses):
+            loss.backward()
+
+
+class Checkpointed(Program):
+    """A checkpoint around the block that writes through a pointer, and the same block without one after it."""
+
+    reentrant: ClassVar[bool] = False
+
+    def block(self, h: Tensor) -> Tensor:
+        made = h * 1.5
+        loss = waves(made)
+        if self.write:
+            scale(made, 0.5)
+        return loss + made.float().mean()
+
+    def forward(self) -> Tensor:
+        h = self.embedded() * 0.5
+        inside: Tensor = checkpoint(self.block, h, use_reentrant=self.reentrant)
+        return inside + self.block(h)
+
+
+class CheckpointedReentrant(Checkpointed):
+    """The same with torch's older checkpoint."""
+
+    reentrant = True
+
+
+# --- kernels that people have
+
+
+class Rotated(Program):
+    """An in-place rotary kernel on q and k, of which others were made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k = (nn.Linear(SIDE, SIDE, bias=False) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        h = self.embedded().float()
+        q, k = self.to_q(h), self.to_k(h)
+        norms = waves(q * 1.5) + waves(k * 1.5)
+        angle = torch.arange(SIDE // 2) * (torch.arange(ROWS)[:, None] / ROWS)
+        cos, sin = angle.cos(), angle.sin()
+        if self.write:
+            q, k = apply(Rotary, q, k, cos, sin)
+        scores = torch.softmax(q @ k.t() / SIDE, -1)
+        return norms + scores.square().sum()
+
+
+class ResidualByPointer(Program):
+    """residual += x in a fused kernel that marks the residual dirty."""
+
+    marked: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(2))
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        added: Tensor = apply(AddOver, residual, x, self.marked)
+        return added
+
+    def forward(self) -> Tensor:
+        residual = self.embedded().float() * 1.5
+        for layer in self.layers:
+            x = layer(torch.sin(residual * 0.7))
+            residual = self.add(residual, x) if self.write else residual + x
+        return torch.sin(residual * 0.3).square().mean()
+
+
+class ResidualUnmarked(ResidualByPointer):
+    """The same kernel without `mark_dirty`."""
+
+    marked = False
+
+
+class ResidualByOperator(ResidualByPointer):
+    """residual += x as Python has it."""
+
+    seen = True
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        residual += x
+        return residual
+
+
+class LossOverLogits(Program):
+    """A fused cross entropy that writes its gradient over the logits, of which a z-loss was made before."""
+
+    pointer: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(SIDE, SIDE)
+
+    def forward(self) -> Tensor:
+        logits = self.head(torch.sin(self.embedded().float()))
+        z_loss = waves(logits)
+        target = torch.arange(ROWS) * (self.number + 1) % SIDE
+        loss: Tensor = apply(FusedCrossEntropy, logits, target, self.write, self.pointer)
+        return loss + z_loss
+
+
+class LossOverLogitsByData(LossOverLogits):
+    """The same by an operator on `.data`."""
+
+    seen = True
+    pointer = False
+
+
+class GateOverSaved(Program):
+    """A gate whose backward writes over what it saved, while another activation was made of the same tensor."""
+
+    pointer: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
+
+    def forward(self) -> Tensor:
+        h = self.embedded().float()
+        a, b = self.up(h), self.gate(h)
+        others = waves(a) + waves(b)
+        gated: Tensor = apply(Gate, a, b, self.write, self.pointer)
+        return others + gated.square().mean()
+
+
+class GateOverSavedByOperator(GateOverSaved):
+    """The same by operators in place."""
+
+    seen = True
+    pointer = False
+
+
+class Hidden(Program):
+    """Hidden states in a list, which are scaled by operators in a hook of what came last, as backward begins."""
+
+    seen = True
+
+    def writing(self, h: Tensor) -> None:
+        h.detach().mul_(0.5)
+
+    def forward(self) -> Tensor:
+        hidden = [self.embedded(which) for which in range(2)]
+        loss = torch.stack([waves(h, (1.0, 2.0, 3.0)) for h in hidden]).sum()
+        last = self.embedded(2).float()
+        write = self.write
+
+        def scale_all(_: Tensor) -> None:
+            if write:
+                for h in hidden:
+                    self.writing(h)
+
+        last.register_hook(scale_all)
+        return loss + last.sin().mean()
+
+
+class HiddenByPointer(Hidden):
+    """The same through a pointer."""
+
+    seen = False
+
+    def writing(self, h: Tensor) -> None:
+        scale(h, 0.5)
+
+
+class HiddenByNumpy(Hidden):
+    """The same by NumPy."""
+
+    seen = False
+    on_cuda = False
+
+    def writing(self, h: Tensor) -> None:
+        h.detach().numpy()[:] *= np.float16(0.5)
+
+
+class HiddenAfterBackward(Program):
+    """Hidden states that are scaled in place after one backward, while another loss made of them is to come."""
+
+    seen = True
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        hidden = [self.embedded(which) for which in range(2)]
+        later = torch.stack([waves(h.detach() * 1.5 + self.weight[0].half(), (1.0, 2.0, 3.0)) for h in hidden]).sum()
+        torch.stack([waves(h) for h in hidden]).sum().backward()
+        if write:
+            with torch.no_grad():
+                for h in hidden:
+                    h.mul_(0.5)
+        later.backward()
+
+
+# --- what hooks and optimizers write
+
+
+class Book(Program):
+    """A codebook that forward reads and a tensor's hook scales by operators, while backward runs."""
+
+    seen = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.randn(SIDE, SIDE) / 12)
+        self.body, self.tail = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
+        self.shift = nn.Parameter(torch.zeros(SIDE))
+        self.book: Tensor
+
+    def writing(self) -> None:
+        with torch.no_grad():
+            self.book.mul_(0.9)
+
+    def hooked(self, last: Tensor) -> Tensor:
+        last.register_hook(self.on_gradient)
+        return last
+
+    def on_gradient(self, *_: Any) -> None:
+        if self.write:
+            self.writing()
+
+    def forward(self) -> Tensor:
+        x, z = self.batch(0, SIDE, SIDE), self.batch(1, SIDE, SIDE)
+        t, v = torch.tanh(z @ self.book.t()), self.body(x)
+        loss = torch.stack([(v * torch.sigmoid(t * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
+        del t, v
+        return loss + self.hooked((self.tail(self.body(x)) + self.shift).sin().mean())
+
+
+class BookByData(Book):
+    """The same through `.data`: what a trial of the library had wrong bits with, so that it has to be right and no error."""
+
+    named_error = False
+
+    def writing(self) -> None:
+        self.book.data.mul_(0.9)
+
+
+class BookByPointer(Book):
+    """The same through a pointer."""
+
+    seen = False
+
+    def writing(self) -> None:
+        scale(self.book, 0.9)
+
+
+class BookInFullHook(Book):
+    """A module's full backward hook keeps the moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail.register_full_backward_hook(self.on_gradient)
+
+    def hooked(self, last: Tensor) -> Tensor:
+        return last
+
+
+class BookAfterAccumulation(Book):
+    """A parameter's post-accumulate-grad hook keeps the moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def hooked(self, last: Tensor) -> Tensor:
+        return last
+
+
+class BookInForward(Book):
+    """The moving average is kept in forward, after the codebook was read."""
+
+    def hooked(self, last: Tensor) -> Tensor:
+        if self.write:
+            with torch.no_grad():
+                self.book.mul_(0.9).add_(self.batch(2, SIDE, SIDE), alpha=0.1)
+        return last
+
+
+class BookByPointerInForward(Book):
+    """A kernel keeps it in forward."""
+
+    seen = False
+
+    def hooked(self, last: Tensor) -> Tensor:
+        if self.write:
+            overwrite(self.book, (self.book * 0.9 + self.batch(2, SIDE, SIDE) * 0.1).contiguous())
+        return last
+
+
+class BookSet(Book):
+    """The codebook is put on other memory by `set_`, in forward."""
+
+    def hooked(self, last: Tensor) -> Tensor:
+        if self.write:
+            with torch.no_grad():
+                self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
+        return last
+
+
+class BookSetInBackward(Book):
+    """The codebook is put on other memory by `set_`, in a hook."""
+
+    def writing(self) -> None:
+        with torch.no_grad():
+            self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
+
+
+class Centres(Program):
+    """Class centres that move to the features of their class after the loss has read them."""
+
+    seen = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centres", torch.randn(10, SIDE))
+        self.centres: Tensor
+
+    def forward(self) -> Tensor:
+        features = self.embedded()
+        labels = torch.arange(ROWS) * (self.number + 3) % 10
+        loss = waves((features - self.centres[labels]).half())
+        if self.write:
+            with torch.no_grad():
+                self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
+        return loss
+
+
+class CentresInBackward(Centres):
+    """The same in a hook of the features."""
+
+    def forward(self) -> Tensor:
+        features = self.embedded()
+        labels = torch.arange(ROWS) * (self.number + 3) % 10
+        loss = waves((features - self.centres[labels]).half())
+        last = self.embedded(1).float()
+
+        def move(_: Tensor) -> None:
+            if self.write:
+                with torch.no_grad():
+                    self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
+
+        last.register_hook(move)
+        return loss + last.sin().mean()
+
+
+class UpdatedInBackward(Program):
+    """The optimizer's step of a bias is a hook in backward; gates were made of the layer's output, detached."""
+
+    seen = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(SIDE))
+        self.other = nn.Linear(16, SIDE)
+        self.bias.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, p: Tensor) -> None:
+        assert p.grad is not None
+        if self.write:
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=50.0)
+            p.grad = None
+
+    def forward(self) -> Tensor:
+        shifted = self.batch(1, SIDE, SIDE) + self.bias
+        gates, other = torch.tanh(shifted.detach()), self.other(self.batch(0, SIDE, 16))
+        loss = torch.stack([(other * torch.sigmoid(gates * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
+        return loss + shifted.mean()
+
+
+class UpdatedByDataInBackward(UpdatedInBackward):
+    """The same through `.data`."""
+
+    seen = False
+    named_error = False
+
+    def update(self, p: Tensor) -> None:
+        assert p.grad is not None
+        if self.write:
+            p.data.sub_(p.grad, alpha=50.0)
+            p.grad = None
+
+
+class TiedUpdatedInBackward(Program):
+    """Tied weights, updated by a hook in backward; gates were made of the embedding, detached."""
+
+    seen = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(SIDE, SIDE))
+        self.other = nn.Linear(16, SIDE)
+        self.table.register_post_accumulate_grad_hook(self.update)
+
+    def update(self, p: Tensor) -> None:
+        assert p.grad is not None
+        if self.write:
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=5.0)
+            p.grad = None
+
+    def forward(self) -> Tensor:
+        ids = torch.arange(ROWS) * (self.number + 3) % SIDE
+        with torch.no_grad():
+            gates = F.embedding(ids, self.table)
+        other = self.other(self.batch())
+        loss = torch.stack([(other * torch.sigmoid(gates * k)).square().mean() for k in (1, 2, 3)]).sum()
+        logits = F.linear(torch.sin(F.embedding(ids, self.table)), self.table)
+        return loss + F.cross_entropy(logits, ids.flip(0))
+
+
+class ActorCritic(Program):
+    """Two losses and two optimizers: the second loss was made of an activation, detached, whose weights the first one moves."""
+
+    seen = True
+    fused: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.critic = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)
+        self.first: Any = torch.optim.SGD(self.encoder.parameters(), lr=0.5, fused=self.fused)
+        self.second: Any = torch.optim.SGD(self.critic.parameters(), lr=0.5, fused=self.fused)
+
+    def step(self, number: int, write: bool) -> None:
+        self.number, self.write = number, write
+        features = self.encoder(self.batch(0, SIDE, SIDE))
+        policy = features.mean()
+        seen, value = torch.tanh(features.detach()), self.critic(self.batch(1, SIDE, SIDE))
+        error = torch.stack([(value * torch.sigmoid(seen * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
+        del features, seen, value
+        policy.backward()
+        if write:
+            self.first.step()
+        error.backward()
+        if write:
+            self.second.step()
+
+
+class ActorCriticFused(ActorCritic):
+    """The same with fused optimizers."""
+
+    fused = True
+
+
+# --- what eager refuses
+
+
+class SavedByOperator(Program):
+    """An operator writes what autograd saved."""
+
+    seen = True
+    eager_refuses = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded().float()
+        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
+        if self.write:
+            with torch.no_grad():
+                made.mul_(0.5)
+        return loss
+
+
+class SavedMarked(Program):
+    """A custom Function writes what autograd saved, and marks it."""
+
+    eager_refuses = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded().float()
+        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
+        if self.write:
+            loss = loss + apply(ScaleMarked, made, 0.5).mean()
+        return loss
+
+
+class SavedThenVersion(Program):
+    """A kernel writes what autograd saved, and moves the version counter."""
+
+    eager_refuses = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded().float()
+        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
+        if self.write:
+            scale(made, 0.5)
+            torch.autograd.graph.increment_version(made)
+        return loss
+
+
+class SavedInBackward(Book):
+    """A hook writes a buffer that autograd saved and has yet to use."""
+
+    eager_refuses = True
+
+    def forward(self) -> Tensor:
+        x = self.batch(0, SIDE, SIDE)
+        loss = torch.stack([(self.body(x) * self.book * k).sin().square().mean() for k in (1, 2, 3, 4)]).sum()
+        return loss + self.hooked((self.tail(self.body(x)) + self.shift).sin().mean())
+
+
+NEAR = {
+    "PointerAtTheEnd",
+    "DataOnAThread",
+    "PointerOnAThread",
+    "PointerJoinedBeforeBackward",
+    "UndoneByData",
+    "DataBetweenMadeAndRead",
+    "FunctionBetweenMadeAndSaved",
+    "CheckpointedReentrant",
+    "ResidualUnmarked",
+    "LossOverLogitsByData",
+    "GateOverSavedByOperator",
+    "HiddenByNumpy",
+    "HiddenByPointer",
+    "BookAfterAccumulation",
+    "BookByPointerInForward",
+    "BookSetInBackward",
+    "CentresInBackward",
+    "UpdatedByDataInBackward",
+    "ActorCriticFused",
+    "SavedThenVersion",
+}
+"""Programs that differ from another one by the way in which they write."""
+
+
+def _all(kind: type[Program]) -> Iterator[type[Program]]:
+    """Subclasses that have a step of their own."""
+    for one in kind.__subclasses__():
+        if one is not Reads:
+            yield one
+        yield from _all(one)
+
+
+PROGRAMS = tuple(_all(Program))

@@ -1,0 +1,188 @@
+"""What is dropped and made again has plain PyTorch's bits, whatever wrote what it was made of in between.
+
+    Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
+    Eager is right, so a session is right: see `complaint` for what "right" is.
+
+Here a diagonal of programs, budgets, links and mixes, of which what differs little is `slow`; their product is `thorough`.
+The reference is torch alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests._mixes import Proofs
+from tests._relied_on import (
+    CASES,
+    LINKS,
+    SHARES,
+    STEPS,
+    Budget,
+    Case,
+    Mixed,
+    Refused,
+    Setting,
+    complaint,
+    plainly,
+    roomy,
+    trained,
+)
+from tests._relied_on_programs import NEAR, PROGRAMS, ActorCritic, Book, UpdatedInBackward, When
+
+pytestmark = pytest.mark.usefixtures("quiet")
+
+MIXED_STEPS = 5
+"""Enough for a write in the fourth step and a step after it."""
+
+MIXES = tuple(
+    Mixed(seed, proofs, drop, held)
+    for seed, (proofs, drop, held) in enumerate(
+        [
+            (Proofs.FIRST, 0.9, 0.4),
+            (Proofs.EACH, 0.9, 1.0),
+            (Proofs.FIRST, 0.6, 1.0),
+            (Proofs.EACH, 1.0, 0.4),
+            (Proofs.EACH, None, None),
+        ]
+    )
+)
+
+ON_CUDA = (
+    "PointerAfterRead",
+    "FunctionMarked",
+    "OperatorUnsaid",
+    "CustomSaid",
+    "DlpackAlias",
+    "Data",
+    "Undone",
+    "BetweenMadeAndSaved",
+    "CheckpointedReentrant",
+    "Rotated",
+    "ResidualByPointer",
+    "LossOverLogits",
+    "GateOverSaved",
+    "HiddenByPointer",
+    "BookByData",
+    "BookInFullHook",
+    "UpdatedInBackward",
+    "ActorCritic",
+    "SavedMarked",
+)
+"""A program or two of each kind."""
+
+
+def diagonal(number: int) -> list[tuple[Case, Setting]]:
+    """A budget and a link for a program that writes in each step, others for one that writes in some, and a mix."""
+    program = PROGRAMS[number]
+    each, fourth = (Case(program, when) for when in When)
+    if issubclass(program, (Book, UpdatedInBackward, ActorCritic)):  # that is made again on the slowest link alone
+        budgets = [Budget(SHARES[2 + number % 2], "slowest"), Budget(SHARES[3 - number % 2], "slowest")]
+    else:
+        budgets = [
+            Budget(SHARES[number % 4], "slow" if number % 8 else "default"),
+            Budget(SHARES[1 + (number + 1) % 4], "slowest"),
+        ]
+        if number % 2:
+            budgets.reverse()
+    mix = ((each, fourth)[number % 2], MIXES[number % len(MIXES)])
+    return [(each, budgets[0]), (fourth, budgets[1]), mix]
+
+
+NUMBERS = [
+    pytest.param(number, id=program.__name__, marks=pytest.mark.slow if program.__name__ in NEAR else ())
+    for number, program in enumerate(PROGRAMS)
+]
+
+
+SETTINGS: tuple[Setting, ...] = (*(Budget(share, link) for link in LINKS for share in SHARES), *MIXES)
+
+
+def problem(case: Case, setting: Setting, kind: str = "sim", *, named: bool | None = None) -> str | None:
+    """What is wrong with a case, in words."""
+    steps = MIXED_STEPS if isinstance(setting, Mixed) else STEPS
+    broken = complaint(case, trained(case, setting, kind, steps), kind=kind, named=named)
+    return None if broken is None else f"{case}, {setting}: {broken}"
+
+
+def named(value: object) -> str:
+    if isinstance(value, Mixed):
+        return f"mix {value.seed}"
+    return f"{value.share} {value.link}" if isinstance(value, Budget) else str(value)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_write_that_eager_allows_changes_no_bit(number: int) -> None:
+    broken = [found for case, setting in diagonal(number) if (found := problem(case, setting)) is not None]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("setting", SETTINGS, ids=named)
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_write_that_eager_allows_changes_no_bit_at_any_budget_on_any_link_and_with_any_mix(
+    case: Case, setting: Setting
+) -> None:
+    assert problem(case, setting) is None
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10, 13))
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_without_proofs_a_write_is_made_again_or_named(case: Case, seed: int) -> None:
+    """`Proofs.NEVER`: nothing stood beside the original, so what an unseen write changed in each step may end in the error."""
+    unseen = not case.program.seen and not case.program.eager_refuses
+    assert problem(case, Mixed(seed, Proofs.NEVER), named=case.named_error or unseen) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", When)
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_write_on_cuda_changes_no_bit(name: str, when: When) -> None:
+    (program,) = (program for program in PROGRAMS if program.__name__ == name)
+    case = Case(program, when)
+    settings: tuple[Setting, ...] = (*MIXES[1:3], Budget(SHARES[ON_CUDA.index(name) % 5]))
+    for setting in settings:
+        assert problem(case, setting, "cuda") is None
+
+
+# --- what the programs are worth
+
+
+def test_the_programs_are_plain_pytorchs() -> None:
+    """Each gives the same bits twice, and is refused by eager where it says so and nowhere else."""
+    for case in CASES:
+        plain = plainly(case)
+        assert plainly.__wrapped__(case).steps == plain.steps, case
+        for number, step in enumerate(plain.steps):
+            assert isinstance(step, Refused) == (case.program.eager_refuses and case.program.writes_in(number, case.when)), (
+                f"{case}, step {number}"
+            )
+
+
+@pytest.mark.slow
+def test_most_programs_recompute() -> None:
+    """In a budget or with a mix of the diagonal; what does not tests nothing."""
+    pairs = [pair for number in range(len(PROGRAMS)) for pair in diagonal(number)]
+    without = [f"{case} {setting}" for case, setting in pairs if not trained(case, setting, steps=3).recomputed]
+    assert len(without) <= len(pairs) // 3, without
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_a_session_with_room_gives_the_same(case: Case, link: str) -> None:
+    assert complaint(case, roomy(case, link)) is None
+
+
+def test_the_comparison_sees_one_bit_and_an_error_that_is_not_allowed() -> None:
+    case = CASES[0]
+    got = trained(case, Budget(0.9, "default"))
+    first = got.steps[0]
+    assert not isinstance(first, Refused) and first[0] is not None
+    got.steps[0] = (bytes([first[0][0] ^ 1]) + first[0][1:], *first[1:])
+    assert "other bits in [0]" in (complaint(case, got) or "")
+    got.steps[0] = Refused("RuntimeError", "one of the variables has been modified by an inplace operation")
+    assert "refused in eager's words" in (complaint(case, got) or "")

@@ -227,6 +227,23 @@ def test_every_step_of_a_session_has_eagers_bits(name: str, recompute: bool, dev
     assert report.bytes_swapped_out + report.bytes_recomputed > 0
 
 
+@pytest.mark.parametrize("name", ["GRU", "half after the other"])
+def test_verification_takes_no_other_bytes_for_wrong_ones(name: str) -> None:
+    expected = plain(slow_sim(10.0), name)
+    peak = 1 << 30
+    for share, verify in ((1.0, False), (0.7, True)):
+        sim = slow_sim(10.0)
+        with sim.compute():
+            model = model_on(sim, name)
+            budget = int(share * peak)
+            with cm.SwapSession(budget, "256MiB", sim, 0, model=model, verify=verify, recompute=False) as session:
+                for _ in range(2):
+                    with session.step():
+                        got = step(model, sim)
+                    assert_same_bits(got, expected)
+        peak = session.report().peak_hbm_bytes
+
+
 def test_parts_that_one_operator_saves_are_one_copy(sim: cm.SimDevice) -> None:
     """A fused projection whose three parts are saved at once: swapped whole, once."""
     with cm.PinnedPool("256MiB", device=sim) as pool, sim.compute():

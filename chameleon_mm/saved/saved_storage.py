@@ -130,6 +130,9 @@ class SavedStorage(DeviceCopy):
         for saved in self._saved_bytes:
             versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
         is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
+        at_once = not is_all and self._reads_uncovered(source)
+        if at_once:
+            self._checksum = None  # of the other bytes anything may arrive
         if self._checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(self.alloc_stream)
@@ -141,7 +144,7 @@ class SavedStorage(DeviceCopy):
                 after,
                 timed=context.metrics.timed,
                 written=(versions, context.streams.record_each),
-                at_once=not is_all and self._reads_uncovered(source),
+                at_once=at_once,
             )
         if out.failed:
             block.release()

@@ -3,20 +3,6 @@
 A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
 `form` says how the bytes are kept off the device, its base classes which saves share one copy (`SaveRecord`) and who holds
 what is on the device (`DeviceCopy`).
-
-Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
-in a queue and come after that operator alone. Other bytes of the storage are not: their owner may write them while the copy
-waits, and no version counter of a saved tensor says so.
-
-Example: torch's GRU off cuDNN. Its gates are `unsafe_chunk` parts of one product, each with a counter of its own. It writes
-them in place one after the other, and saves each when it is complete.
-
-So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, behind what waits there,
-and comes after every write until then. A copy that waits comes, piece by piece, after all that was launched until it is handed
-over, if a version counter of its saves has moved: what was written is covered by no save any more.
-
-Bytes that are written after the hand-over may arrive half written, and no use reads them: when they are saved later,
-`Claims.find` sees that this copy began too early for them.
 """
 
 from __future__ import annotations

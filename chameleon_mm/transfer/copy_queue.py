@@ -59,12 +59,7 @@ class Move:
     )  # fmt: skip
 
     def __init__(
-        self,
-        dst: Tensor,
-        src: Tensor,
-        after: Sequence[Event],
-        timed: bool,
-        written: WrittenSince | None = None,
+        self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool, written: WrittenSince | None = None
     ) -> None:
         if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
             raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
@@ -129,10 +124,7 @@ class CopyQueue:
         """Queue a move, and hand over what may be outstanding. `at_once`: all of it and of what waits before it."""
         self.queued.append(move)
         try:
-            if at_once:
-                self.hand_over_all()
-            else:
-                self.hand_over()
+            (self.hand_over_all if at_once else self.hand_over)()
         except BaseException:
             self._fail(move)  # the caller never learns of it, and gives both buffers to others
             raise
@@ -335,15 +327,9 @@ class Transfer:
     # whoever uses it gets eager's error instead of the bytes.
 
     def swap_out(
-        self,
-        host: Tensor,
-        hbm: Tensor,
-        after: Sequence[Event],
-        *,
-        timed: bool = False,
-        written: WrittenSince | None = None,
-        at_once: bool = False,
-    ) -> Move:
+        self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False,
+        written: WrittenSince | None = None, at_once: bool = False,
+    ) -> Move:  # fmt: skip
         """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete.
 
         `written` orders a piece after what was written since. `at_once`: hand all of it over now, behind what waits.

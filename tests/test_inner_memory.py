@@ -6,17 +6,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import chameleon_mm as cm
 from chameleon_mm.device import Device, MemoryReading
-from chameleon_mm.device.inner_memory import inner_bytes
+from chameleon_mm.device.inner_memory import _FORMULAS, inner_bytes
 from chameleon_mm.device.op_call import OpCall
 from chameleon_mm.device.operators import OpFacts
 from chameleon_mm.planning.prediction import needs_of
@@ -83,6 +85,82 @@ def test_what_the_norm_of_many_tensors_holds() -> None:
     tensors = [meta(100), meta(3 * 65_536 + 1), meta(7)]
     assert called(aten._foreach_norm.Scalar, tensors, 2) == 512
     assert called(aten._foreach_norm.Scalar, [meta(40 * 65_536, dtype=torch.float16)] * 10, 2) == 10 * 40 * 4 + 448
+
+
+class RefusesSizes(Tensor):
+    """A subclass that does not say how large it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.size, Tensor.numel, Tensor.dim, Tensor.shape.__get__):  # type: ignore[attr-defined]  # a property
+            raise RuntimeError(f"{func}: this class has no sizes")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch annotates none
+
+
+def symbolic(*shape: int) -> Tensor:
+    """A tensor whose sizes are symbols without a number that they stand for."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        return torch.empty([shapes.create_unbacked_symint() for _ in shape])
+
+
+ODD_TENSORS: dict[str, Callable[[], Tensor]] = {
+    "nested": lambda: torch.nested.as_nested_tensor([torch.zeros(3, 3), torch.zeros(5, 5)], layout=torch.strided),
+    "jagged": lambda: torch.nested.as_nested_tensor([torch.zeros(3, 4), torch.zeros(5, 4)], layout=torch.jagged),
+    "refuses": lambda: torch.zeros(3, 4).as_subclass(RefusesSizes),
+    "symbolic": lambda: symbolic(3, 4),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+}
+
+ARGUMENTS: dict[str, Callable[[Any], tuple[object, ...]]] = {
+    "_safe_softmax": lambda t: (t, -1),
+    "_foreach_norm": lambda t: ([t, meta(100)], 2),
+    "embedding_dense_backward": lambda t: (t, t, 5, -1, True),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": lambda t: (t, t, t, t, t, t, 0.0, True),
+}
+"""Arguments of every operator that has a formula, among them a given tensor."""
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_no_formula_raises_for_tensors_without_plain_sizes(kind: str) -> None:
+    odd = ODD_TENSORS[kind]()
+    assert ARGUMENTS.keys() == _FORMULAS.keys()
+    for name, arguments in ARGUMENTS.items():
+        (overload, *_) = getattr(aten, name).overloads()
+        func = getattr(getattr(aten, name), overload)
+        assert called(func, *arguments(odd)) >= 0
+    if kind in ("nested", "refuses", "symbolic"):
+        assert called(aten._safe_softmax.default, odd, -1) == 0
+
+
+def test_what_a_formula_raises_for_plain_tensors_is_raised() -> None:
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        q = meta(2, 3, dtype=torch.float16)
+        called(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, *[q] * 6, 0.0, True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_products_of_nested_tensors_are_priced_at_nothing_instead_of_failing(sim: cm.SimDevice) -> None:
+    a, b = (torch.nested.as_nested_tensor([torch.ones(n, n) for n in (3, 5)], layout=torch.strided) for _ in range(2))
+    with sim.compute():
+        got = torch.bmm(a, b)
+    assert torch.equal(got.values(), torch.bmm(a, b).values())
+
+
+def test_attention_over_jagged_tensors_runs(sim: cm.SimDevice) -> None:
+    def step() -> Tensor:
+        torch.manual_seed(0)
+        values = torch.randn(32, 16, requires_grad=True)
+        x = torch.nested.nested_tensor_from_jagged(values * 2, offsets=torch.tensor([0, 7, 20, 32]))
+        q, k, v = (x.unflatten(-1, (2, 8)).transpose(1, 2) for _ in range(3))
+        F.scaled_dot_product_attention(q, k, v).values().square().mean().backward()
+        assert values.grad is not None
+        return values.grad
+
+    plain = step()
+    with sim.compute(), cm.save_on_cpu(device=sim, min_bytes=1):
+        assert torch.equal(step(), plain)
 
 
 # --- the simulator

@@ -144,7 +144,7 @@ def state_of(session: cm.SwapSession, held: int) -> dict[str, object]:
             saved.state, saved.views, saved.uses_left, saved.swap_in_number, saved.op_is_over, saved.planned, saved.copies,
             saved.nbytes, saved.dtype, saved._noted_in, saved._device is None, saved._lent is None, saved._block is None,
             saved.last_save.epoch, saved.last_save.hook, saved.last_save.num_claims, saved.last_save.lent is None,
-            [(one._begin, one._end, one._solid, one._geometry, one.probe.expected) for one in saved._saved_bytes],
+            [(one.begin, one.end, one.is_dense, one._geometry, one.probe.expected) for one in saved._saved_bytes],
             [move and (move.nbytes, move.next_byte, move.ended, move.timed) for move in (saved._out, saved._in)],
         )
         for key, saved in parts.registry._storages.items()

@@ -145,7 +145,7 @@ def passed_on_unused(m: Machine) -> None:
     target, event = m.load(first, m.h2d)
     first.release(after=event)
     between = m.pool.allocate(2 * SIZE, stream=m.other)
-    del between
+    between.release()  # a block that is dropped waits for all there is
     second = m.pool.allocate(SIZE, stream=m.d2h)
     m.d2h.copy(second.buffer, source)
     m.check(target, 1)

@@ -1,6 +1,6 @@
 """Device memory that operators take for themselves and give back before they end, by formula, for where none can be measured.
 
-    inner_bytes(call)      # beside its inputs and results; 0 for an operator that has no formula here
+    inner_bytes(call)      # besides its inputs and results; 0 for an operator that has no formula here, or odd tensors
 
 On a GPU the recorder measures it for every operator. On the simulator, whose kernels are a CPU's, and under fake tensors there
 is nothing to measure: what a CPU kernel takes says nothing of a GPU's. So this is data, read in torch's sources, of operators
@@ -33,7 +33,7 @@ def inner_bytes(call: OpCall) -> int:
     formula = _FORMULAS.get(call.facts.name)
     if formula is None or call.func.namespace != "aten":
         return 0
-    return sum(allocated_size(nbytes) for nbytes in formula(*call.args, **call.kwargs))
+    return call.ask(lambda *args, **kwargs: sum(allocated_size(int(nbytes)) for nbytes in formula(*args, **kwargs)))
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> list[int]:

@@ -14,12 +14,13 @@ of a complex matrix is wrong in its first digit under any dispatch mode that doe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from chameleon_mm.device.operators import OpFacts, updated_statistics
 
@@ -100,7 +101,21 @@ class OpCall:
     def flops(self) -> int:
         """Floating-point operations of the call, once it has run; 0 where torch counts none."""
         formula = self.facts.flops
-        return 0 if formula is None else formula(*self.args, **self.kwargs, out_val=self.out)
+        return 0 if formula is None else self.ask(formula, out_val=self.out)
+
+    def ask(self, formula: Callable[..., int], **more: Any) -> int:
+        """Number that a formula gives for the operator's own arguments; 0 where their sizes are no numbers.
+
+        A formula asks for sizes. An irregular dimension of a nested tensor has none, a symbolic one no number, and a subclass
+        may refuse. The operator runs with them, so the formula must not fail. Plain tensors have sizes: an error for them is
+        raised.
+        """
+        try:
+            return int(formula(*self.args, **self.kwargs, **more))
+        except Exception:
+            if have_plain_sizes((self.args, *self.kwargs.values(), *more.values())):
+                raise
+            return 0
 
     def touched_bytes(self) -> int:
         """Bytes read and written by the call, once it has run, each tensor's by its own count."""
@@ -121,6 +136,17 @@ def collect_tensors(values: Iterable[Any], device_type: str, found: Tensors) -> 
                     collect_tensors(_parts(value), device_type, found)
         elif isinstance(value, (tuple, list)):
             collect_tensors(value, device_type, found)
+
+
+def have_plain_sizes(values: Iterable[Any]) -> bool:
+    """True if all tensors in a nest of arguments are torch's own strided ones."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if type(value) not in (Tensor, Parameter) or value.layout is not torch.strided or value.is_nested:
+                return False
+        elif isinstance(value, (tuple, list)) and not have_plain_sizes(value):
+            return False
+    return True
 
 
 def _nbytes(t: Tensor) -> int:

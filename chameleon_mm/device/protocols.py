@@ -244,6 +244,14 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """The host waits for all streams of the device."""
 
+    def record_all(self) -> tuple[Event, ...]:
+        """Events after all work that the process has given to streams so far: those of every device in use, whoever made them.
+        For memory whose users are not known.
+
+        The host does not wait where the driver can record such an event, and the simulator always can. Else the host waits
+        until the work is done, and there is no event. Not while a graph is captured.
+        """
+
     def compute(self) -> AbstractContextManager[Any]:
         """A context in which this thread's torch ops are this device's compute. Re-entrant.
 

@@ -21,10 +21,11 @@ inline void forgive(PyObject* kind) {
 
 // ----------------------------------------------------------------------------------------------------------------- copy queues
 
-// CopyQueue._hand_over_piece, of a move that is not timed.
+// CopyQueue._hand_over_piece, of a move that is not timed and whose source's counters nobody watches.
 inline bool hand_over_piece(const Queue& q, PyObject* move) {
   PyObject *dst = field(move, Move.dst), *src = field(move, Move.src);
-  if (field(move, Move.timed) != Py_False || !THPVariable_Check(dst) || !THPVariable_Check(src)) return false;
+  if (field(move, Move.timed) != Py_False || field(move, Move.written) != Py_None) return false;
+  if (!THPVariable_Check(dst) || !THPVariable_Check(src)) return false;
   const long long begin = field_number(move, Move.next_byte), nbytes = field_number(move, Move.nbytes);
   const long long end = std::min(begin + q.piece_bytes, nbytes);
   Ref done;
@@ -80,6 +81,7 @@ inline Ref submit(const Parts& p, const Queue& q, PyObject* dst, PyObject* src, 
   Ref move(Move.make());
   set(move.it, Move.dst, dst), set(move.it, Move.src, src), set(move.it, Move.after, after), set_number(move.it, Move.nbytes, nbytes);
   set_number(move.it, Move.next_byte, 0), set(move.it, Move.timed, Py_False), set(move.it, Move.done, Py_None);
+  set(move.it, Move.written, Py_None);
   set(move.it, Move.cancelled, Py_False), set(move.it, Move.failed, Py_False), give(move.it, Move.pieces, PyObject_CallNoArgs(p.deque));
   Locked lock(p.copy_lock);
   append(q.queued, move.it);
@@ -151,13 +153,19 @@ inline Ref call_site(const Parts& p) {
 
 inline Ref current_operator(const Parts& p) { return Ref(need(Py_BuildValue("(LL)", p.thread, p.operators))); }
 
-// SwapOuts.swap_out_planned, of a storage that moves as it is, in a step that is not timed.
+// Whether a save covers a storage of so many bytes, and none of them was written since: SavedStorage.swap_out asks the same.
+inline bool is_all_of(PyObject* bytes, long long nbytes) {
+  return field(bytes, Bytes.is_dense) == Py_True && field_number(bytes, Bytes.begin) == 0 &&
+         field_number(bytes, Bytes.end) >= nbytes && !has_moved(field(bytes, Bytes.probe));
+}
+
+// SwapOuts.swap_out_planned, of a storage that moves as it is and was saved whole, in a step that is not timed.
 inline bool swap_out_planned(const Parts& p, PyObject* saved, long long last_bytes) {
   if (!moves_whole(p, saved)) return false;
   const bool may = field(saved, Storage.state) == State.on_device && field(saved, Storage.op_is_over) == Py_True;
   if (!may || !is_copyable(saved)) return true;
   const long long nbytes = field_number(saved, Storage.nbytes);
-  if (last_bytes < nbytes) return false;
+  if (last_bytes < nbytes || !is_all_of(PyList_GET_ITEM(field(saved, Storage._saved_bytes), 0), nbytes)) return false;
   Ref block(allocate(p.pool, p.ledger, field(saved, Storage.nbytes)));
   if (!block) return false;  // Python reserves more, or does what is to be done where the host has no more
   const at::Tensor& memory = THPVariable_Unpack(field(block.it, Block._memory));

@@ -140,7 +140,7 @@ SLOTTED(ProbeClass, "saved.version", "VersionProbe", PROBE_FIELDS)
 #define ORIGIN_FIELDS(X) X(_name) X(_node_number) X(_output_nr) X(_ref)
 SLOTTED(OriginClass, "saved.version", "Origin", ORIGIN_FIELDS)
 
-#define BYTES_FIELDS(X) X(_begin) X(_counter) X(_end) X(_geometry) X(_solid) X(probe)
+#define BYTES_FIELDS(X) X(_counter) X(_geometry) X(begin) X(end) X(is_dense) X(probe)
 SLOTTED(BytesClass, "saved.version", "SavedBytes", BYTES_FIELDS)
 
 #define CLAIM_FIELDS(X) X(_end) X(saved)
@@ -155,7 +155,7 @@ SLOTTED(ViewClass, "saved.handles", "SwappedView", VIEW_FIELDS)
 #define KEPT_FIELDS(X) X(expected) X(saved_at) X(tensor)
 SLOTTED(KeptClass, "saved.handles", "KeptTensor", KEPT_FIELDS)
 
-#define MOVE_FIELDS(X) X(after) X(cancelled) X(done) X(dst) X(failed) X(nbytes) X(next_byte) X(pieces) X(src) X(timed)
+#define MOVE_FIELDS(X) X(after) X(cancelled) X(done) X(dst) X(failed) X(nbytes) X(next_byte) X(pieces) X(src) X(timed) X(written)
 SLOTTED(MoveClass, "transfer.copy_queue", "Move", MOVE_FIELDS)
 
 #define EVENT_FIELDS(X) X(raw) X(timed)

@@ -35,8 +35,8 @@ Ref bytes_of(PyObject* probe, PyObject* counter, const at::Tensor& t, PyObject* 
   Ref bytes(Bytes.make()), geometry(need(Py_BuildValue("(nOOL)", (Py_ssize_t)t.element_size(), shape, stride, (long long)t.storage_offset())));
   const long long begin = t.storage_offset() * (long long)t.element_size();
   set(bytes.it, Bytes.probe, probe), give(bytes.it, Bytes._counter, PyWeakref_NewRef(counter, nullptr));
-  set(bytes.it, Bytes._geometry, geometry.it), set(bytes.it, Bytes._solid, Py_True);
-  set_number(bytes.it, Bytes._begin, begin), set_number(bytes.it, Bytes._end, begin + (long long)t.nbytes());
+  set(bytes.it, Bytes._geometry, geometry.it), set(bytes.it, Bytes.is_dense, Py_True);
+  set_number(bytes.it, Bytes.begin, begin), set_number(bytes.it, Bytes.end, begin + (long long)t.nbytes());
   return bytes;
 }
 
@@ -137,8 +137,8 @@ Ref shared_claim(PyObject* reference, PyObject* storage, PyObject* counter, cons
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all); i++) {
     PyObject *earlier = PyList_GET_ITEM(all, i), *probe = field(earlier, Bytes.probe);
     if (has_moved(probe) || field_number(probe, Probe.expected) != (long long)t._version()) continue;
-    const bool covers = field(earlier, Bytes._solid) == Py_True && field_number(earlier, Bytes._begin) <= begin &&
-                        end <= field_number(earlier, Bytes._end);
+    const bool covers = field(earlier, Bytes.is_dense) == Py_True && field_number(earlier, Bytes.begin) <= begin &&
+                        end <= field_number(earlier, Bytes.end);
     if (covers && call(field(earlier, Bytes._counter)).it == counter) return claim;
   }
   return Ref();

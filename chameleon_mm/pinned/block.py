@@ -4,13 +4,16 @@
     d2h.copy(block.buffer, hbm)
     h2d.wait(d2h.record()); h2d.copy(hbm2, block.buffer)
     block.release(after=h2d.record())               # whoever gets the bytes next waits for that
-                                                    # ... or is dropped: then it returns itself
+                                                    # ... or is dropped: then for all that the device was given by then
     t = block.tensor(shape, dtype)                  # holds the block: while t or a view of it lives, release() refuses
 
 Note [Host block]: the device may still read a block when the host is done with it, so a block hands its last event on, and
 whoever uses the bytes next waits for it: a stream on the device, the host only where the host itself touches the memory.
 A block knows two kinds of events of earlier owners: `pending_events`, which nobody has waited for, and `_met`, which a stream
 has waited for. Released without an event of its own, it hands the second kind on too: the wait ordered that stream, no other.
+
+Note [Dropped]: a block that is dropped names no event, and torch does not note which streams used memory that it did not
+allocate. So the block hands on a `LateEvent` for all work of all streams. It is recorded when its bytes are handed out again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.protocols import Event, Stream
+from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.errors import BlockInUseError, BlockReleasedError
 from chameleon_mm.pinned.pending import LateEvent, recorded
 from chameleon_mm.pinned.tensors import BlockView, as_array, as_tensor, nbytes_of, plain_dtype, plain_shape, tensor_nbytes
@@ -43,6 +46,10 @@ which takes 0.4 us to make, a tenth of what a block may take in all."""
 class Owner(Protocol):
     """Owner of blocks, which makes them and is told of their release."""
 
+    @property
+    def device(self) -> Device:
+        """Device whose streams use the blocks."""
+
     def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
         """Note that a block was released; its bytes may be in use until `events`. Called in finalizers: no lock, no device."""
 
@@ -53,6 +60,10 @@ class PinnedBlock:
     What `tensor`, `numpy`, `as_memoryview` and the protocols of NumPy, DLPack and Python's buffers give are views: each holds
     the block. `buffer` is none: hold the block as long as that is in use. One thread at a time uses a block; `release`, and
     dropping it, may happen on any thread at any point, the garbage collector's included.
+
+    Dropping a block and its views is safe while the device uses it, on any stream: whoever gets the bytes next waits for all
+    work that the process's devices were given by then. That is an event where the driver has one for a whole device (CUDA 12.5
+    and newer), else a wait of the host. `release(after=event)` is the cheap way: it waits for that event alone.
     """
 
     __slots__ = ("__weakref__", "_memory", "_met", "_owner", "_start", "_take_turn", "_views", "nbytes", "pending_events")
@@ -99,9 +110,9 @@ class PinnedBlock:
         """The memory as a contiguous CPU tensor, for the host to read and write. No copy; the content is what was there.
 
         The tensor, and all that shares its storage, holds the block. The host waits for what earlier owners left pending.
-        Device work of the caller's own is the caller's to wait for before the last view goes, or to name in `release`. Raises
-        `ValueError` for a shape that needs more than `nbytes`, `TypeError` for what is no shape or no dtype,
-        `BlockReleasedError` after the release.
+        Device work of the caller's own is the caller's to name in `release`; where the block is dropped with its last view, the
+        next owner waits for all. Raises `ValueError` for a shape that needs more than `nbytes`, `TypeError` for what is no
+        shape or no dtype, `BlockReleasedError` after the release.
         """
         sizes = plain_shape("tensor", shape)
         return as_tensor(self._view(tensor_nbytes("tensor", sizes, dtype, self.nbytes), "tensor"), sizes, dtype)
@@ -214,7 +225,9 @@ class PinnedBlock:
         # they hold the block, so there are none, or the collector takes them apart together.
         if self._take_turn:
             with suppress(IndexError):  # another thread's release was faster
-                self._return(self._take_turn.pop(), self.pending_events + self._met)
+                ticket = self._take_turn.pop()
+                # Any stream's last use of the block -> the next owner's first. Note [Dropped]
+                self._return(ticket, (*self.pending_events, *self._met, LateEvent(self._owner.device.record_all)))
 
     def __repr__(self) -> str:
         state = "released" if self.released else f"{len(self.pending_events)} pending events"

@@ -170,6 +170,8 @@ class PinnedPool:
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in a block of its own, which returns when the tensor and its views are gone.
 
+        It may be dropped while a copy to or from it runs, on any stream. Who gets the bytes next then waits for all work of all
+        streams; where the last use is known, `allocate` with `release(after=event)` waits for less.
         Raises what `allocate` raises, `ValueError` for sizes below 0, `TypeError` for what is no shape or no dtype.
         """
         from chameleon_mm.pinned.tensors import empty_tensor

@@ -1,7 +1,7 @@
 """Views of a block that keep it alive, and tensors that are all there is of one.
 
     block.tensor(shape, dtype):  BlockView(block) <- array <- tensor <- every view of the tensor      # each holds the next left
-    empty_tensor(pool, ...):     the same; nobody else has the block, so it returns with the last view
+    empty_tensor(pool, ...):     the same; nobody else has the block, so it is dropped with the last view
 
 NumPy keeps the object that an array's memory came from, and torch the array that a tensor's storage came from. So the object
 at the bottom lives exactly as long as something can reach the bytes, whatever was derived from it: slices, `detach()`, DLPack
@@ -20,13 +20,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.protocols import Event
-from chameleon_mm.pinned.pending import LateEvent
-
 if TYPE_CHECKING:
-    from chameleon_mm.device.protocols import Device
     from chameleon_mm.pinned.allocator import Allocator
-    from chameleon_mm.pinned.block import PinnedBlock, Ticket
+    from chameleon_mm.pinned.block import PinnedBlock
 
 
 class BlockView:
@@ -60,28 +56,12 @@ def as_array(view: BlockView, shape: tuple[int, ...], dtype: np.dtype[Any]) -> n
 def empty_tensor(allocator: Allocator, shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised, contiguous CPU tensor in a block of its own, which returns when the last view of the tensor goes.
 
-    Copies to and from the device on the stream that is current when the bytes are used again are waited for then, as they would
-    be for torch's own pinned tensors. For work on another stream keep the tensor until it is done, or take the block:
-    `allocate`, then `release(after=event)`. Raises `ValueError` for sizes below 0, `TypeError` for what is no shape or no
-    dtype, and what `allocate` raises.
+    The tensor may be dropped while the device copies to or from it, on any stream: see `PinnedBlock` for what the next user of
+    the bytes waits for. `allocate`, then `release(after=event)`, waits for less. Raises `ValueError` for sizes below 0,
+    `TypeError` for what is no shape or no dtype, and what `allocate` raises.
     """
     sizes = plain_shape("empty", shape)
-    block = allocator.allocate(tensor_nbytes("empty", sizes, dtype))
-    return block.lend(_Dropped(block, allocator.device)).tensor(sizes, dtype)
-
-
-class _Dropped:
-    """Owner of a block that goes with its views: whoever gets the bytes next waits for what is then on the current stream."""
-
-    __slots__ = ("_device", "_inner")
-
-    def __init__(self, inner: PinnedBlock, device: Device) -> None:
-        self._inner = inner
-        self._device = device
-
-    def note_released(self, ticket: Ticket, events: tuple[Event, ...]) -> None:
-        self._inner.set_pending((*events, LateEvent(lambda: (self._device.current_stream().record(),))))
-        self._inner.release()
+    return allocator.allocate(tensor_nbytes("empty", sizes, dtype)).tensor(sizes, dtype)
 
 
 def plain_shape(what: str, shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from chameleon_mm.device import Device, Stream
+from chameleon_mm.device import Device, Event, Stream
 
 sequence_nr = torch._C._autograd._get_sequence_nr
 """Returns the number of the thread's next differentiable op. It moves between one op's saves and the next op's: Note
@@ -101,6 +101,10 @@ class ComputeStreams:
     def is_only(self, stream: Stream) -> bool:
         """Whether no other stream has been seen."""
         return len(self._seen) == 1 and self._seen[0] is stream
+
+    def record_each(self) -> list[Event]:
+        """Events after what every one of them has been given so far."""
+        return [stream.record() for stream in tuple(self._seen)]
 
     def join_all(self, alloc_stream: Stream) -> None:
         """Order all streams after what each has been given so far. Costs nothing while `alloc_stream` is the only one."""

@@ -22,7 +22,7 @@ from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
-from chameleon_mm.saved.version import SavedBytes
+from chameleon_mm.saved.version import SavedBytes, cover_all
 from chameleon_mm.transfer import Move
 
 _log = logging.getLogger(__name__)
@@ -100,12 +100,27 @@ class SavedStorage(DeviceCopy):
             raise
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
+        first = self._saved_bytes[0]
+        versions: list[tuple[Tensor, int]] = []
+        for saved in self._saved_bytes:
+            versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
+        is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
+        at_once = not is_all and self._reads_uncovered(source)
+        if at_once:
+            self._checksum = None  # of the other bytes anything may arrive
         if self._checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(self.alloc_stream)
             self._checksum.close(flat_bytes(self._device))
         with annotation("chameleon::swap_out"):
-            out = context.transfer.swap_out(block.buffer, source, after, timed=context.metrics.timed)
+            out = context.transfer.swap_out(
+                block.buffer,
+                source,
+                after,
+                timed=context.metrics.timed,
+                written=(versions, context.streams.record_each),
+                at_once=at_once,
+            )
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
@@ -114,6 +129,13 @@ class SavedStorage(DeviceCopy):
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
         self._to(State.SWAPPING_OUT)
+
+    def _reads_uncovered(self, source: Tensor) -> bool:
+        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
+        encoded, we alone write."""
+        if self.gathered or source.untyped_storage() is not self._device:
+            return False
+        return not cover_all(self._saved_bytes, self.nbytes)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
         """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.

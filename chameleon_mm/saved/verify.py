@@ -4,7 +4,8 @@
     checksum.close(buffer)           # when its copy out is queued
     checksum.check(buffer)           # when it is used again: SwapMismatch if one bit differs
 
-Costs a pass over the bytes each way and a host sync for every check: for finding out, not for training.
+Costs a pass over the bytes each way and a host sync for every check: for finding out, not for training. A storage of which only
+some bytes are saved when it is copied is not checked, unless those are gathered: its owner may write the others meanwhile.
 """
 
 from __future__ import annotations

@@ -12,12 +12,27 @@ same version. Note [Identity].
 Eager's error names the operator by what the tensor is when it is used, unless the operator saved its own result; the words of
 its hint and the spelling of an operator's name differ between torch versions, so they are read from an error that torch is made
 to raise. Of a tensor that nobody holds any more, the operator is named that it came from when it was saved.
+
+Note [Uncovered]: the bytes of a saved tensor are complete when the operator that saves it is over. So a copy of them may wait
+in a queue and come after that operator alone. Other bytes of the storage are not: their owner may write them while the copy
+waits, and no version counter of a saved tensor says so.
+
+Example: torch's GRU off cuDNN. Its gates are `unsafe_chunk` parts of one product, each with a counter of its own. It writes
+them in place one after the other, and saves each when it is complete.
+
+So a copy that reads bytes that no save covers does not wait in the queue. It is handed over at once, behind what waits there,
+and comes after every write until then. A copy that waits comes, piece by piece, after all that was launched until it is handed
+over, if a version counter of its saves has moved: what was written is covered by no save any more.
+
+Bytes that are written after the hand-over may arrive half written, and no use reads them: when they are saved later,
+`Claims.find` sees that this copy began too early for them.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -118,7 +133,7 @@ class VersionProbe:
 class SavedBytes:
     """The bytes of its storage that a saved tensor covers, under the version counter that it had."""
 
-    __slots__ = ("_begin", "_counter", "_end", "_geometry", "_solid", "probe")
+    __slots__ = ("_counter", "_geometry", "begin", "end", "is_dense", "probe")
 
     def __init__(self, t: Tensor) -> None:
         self.probe = VersionProbe(t)
@@ -128,15 +143,15 @@ class SavedBytes:
         element_bytes = t.element_size()
         shape, stride, offset = t.shape, t.stride(), t.storage_offset()
         self._geometry = (element_bytes, shape, stride, offset)
-        self._solid = t.is_contiguous()
+        self.is_dense = t.is_contiguous()
         """Whether it covers all bytes from its first to its last."""
         last = t.numel() - 1
-        if not self._solid:
+        if not self.is_dense:
             dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1)
             last = sum(step * (size - 1) for step, size in dims)
-            self._solid = _without_holes(dims)
-        self._begin = int(offset) * element_bytes
-        self._end = self._begin + (last + 1) * element_bytes
+            self.is_dense = _without_holes(dims)
+        self.begin = int(offset) * element_bytes
+        self.end = self.begin + (last + 1) * element_bytes
 
     def copy_includes(self, later: SavedBytes, *, same_bytes: bool = False) -> bool:
         """Whether a copy of these bytes, begun after they were saved, has those of `later`, saved since then.
@@ -148,11 +163,59 @@ class SavedBytes:
         counter = self._counter()
         return counter is not None and counter is later._counter() and (same_bytes or self.covers(later))
 
+    def columns(self) -> tuple[int, int, int, int] | None:
+        """Columns of a matrix that it covers: bytes of a row, number of rows, first byte in the row and the one after the last.
+
+        A range without holes is one row. None: it covers other bytes.
+        """
+        if self.is_dense:
+            return self.end, 1, self.begin, self.end
+        element_bytes, shape, stride, _ = self._geometry
+        dims = sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1 and step > 0)
+        run = 1  # elements side by side
+        while dims and dims[0][0] == run:
+            run *= dims.pop(0)[1]
+        if not dims or dims[0][0] < run:
+            return None
+        width, num_rows = dims[0][0], 1
+        for step, size in dims:
+            if step != width * num_rows:
+                return None
+            num_rows *= size
+        begin = self.begin % (width * element_bytes)
+        if self.begin != begin or begin + run * element_bytes > width * element_bytes:
+            return None
+        return width * element_bytes, num_rows, begin, begin + run * element_bytes
+
     def covers(self, other: SavedBytes) -> bool:
         """Whether all bytes of `other` are among these."""
-        if self._solid and self._begin <= other._begin and other._end <= self._end:
+        if self.is_dense and self.begin <= other.begin and other.end <= self.end:
             return True
         return self._geometry == other._geometry
+
+
+def cover_all(saves: Sequence[SavedBytes], nbytes: int) -> bool:
+    """True if `saves` are known to cover every byte of their storage, of `nbytes`, together.
+
+    As ranges of bytes, or as columns of one matrix, such as the parts of a fused projection. Those written since do not count.
+    """
+    by_rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for saved in saves:
+        columns = None if saved.probe.moved else saved.columns()
+        if columns is not None:
+            width, num_rows, begin, end = columns
+            # A range without holes is a row of a matrix that has this one alone.
+            rows = (nbytes, 1) if num_rows == 1 else (width, num_rows)
+            by_rows.setdefault(rows, []).append((begin, end))
+    for (width, num_rows), ranges in by_rows.items():
+        reach = 0
+        for begin, end in sorted(ranges):
+            if begin > reach:
+                break
+            reach = max(reach, end)
+        if reach >= width and width * num_rows >= nbytes:
+            return True
+    return False
 
 
 def _without_holes(dims: list[tuple[int, int]]) -> bool:

@@ -46,18 +46,28 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+WrittenSince = tuple[Sequence[tuple[Tensor, int]], Callable[[], Sequence[Event]]]
+"""Tensors with the version counters of a copy's source, each with its version when the copy was queued; and a function that
+gives events after all writes so far, called where a counter has moved."""
+
+
 class Move:
     """A copy of one buffer across the link. Raises `ValueError` for unequal sizes."""
 
-    __slots__ = ("after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed")
+    __slots__ = (
+        "after", "cancelled", "done", "dst", "failed", "nbytes", "next_byte", "pieces", "src", "timed", "written"
+    )  # fmt: skip
 
-    def __init__(self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool) -> None:
+    def __init__(
+        self, dst: Tensor, src: Tensor, after: Sequence[Event], timed: bool, written: WrittenSince | None = None
+    ) -> None:
         if dst.numel() != src.numel():  # pieces are slices, and slices of unequal buffers can be of equal size
             raise ValueError(f"expected a destination of the source's {src.numel()} bytes, got {dst.numel()}; slice the larger")
         self.dst: Tensor | None = dst
         self.src: Tensor | None = src
         self.nbytes = src.numel()
         self.after = tuple(after)
+        self.written = written
         self.next_byte = 0
         self.timed = timed
         self.pieces: deque[Piece] = deque()
@@ -78,6 +88,13 @@ class Move:
     def ended(self) -> bool:
         """Whether no piece of it will be handed over any more."""
         return self.done is not None or self.cancelled or self.failed
+
+
+def _late_events(move: Move) -> Sequence[Event]:
+    """Events that a move comes after, because its source was written since the move was queued."""
+    if move.written is None or all(counter._version == version for counter, version in move.written[0]):
+        return ()
+    return move.written[1]()
 
 
 class CopyQueue:
@@ -103,11 +120,11 @@ class CopyQueue:
         """Moves that wait to be handed over. Others only read it."""
         self._running: deque[Event] = deque()
 
-    def submit(self, move: Move) -> None:
-        """Queue a move, and hand over what may be outstanding."""
+    def submit(self, move: Move, *, at_once: bool = False) -> None:
+        """Queue a move, and hand over what may be outstanding. `at_once`: all of it and of what waits before it."""
         self.queued.append(move)
         try:
-            self.hand_over()
+            (self.hand_over_all if at_once else self.hand_over)()
         except BaseException:
             self._fail(move)  # the caller never learns of it, and gives both buffers to others
             raise
@@ -203,7 +220,8 @@ class CopyQueue:
         """Enqueue whole moves in one call. If it is refused, all of them have failed."""
         timed = next((move for move in moves if move.timed), None)
         try:
-            for event in dict.fromkeys(event for move in moves for event in move.after):
+            late = [event for move in moves for event in _late_events(move)]
+            for event in dict.fromkeys([*(event for move in moves for event in move.after), *late]):
                 self.stream.wait(event)  # orders the copies after their sources were written and their destinations' last use
             start = None if timed is None else self.stream.record(timed=True)
             pairs = [(move.dst, move.src) for move in moves if move.dst is not None and move.src is not None]
@@ -229,6 +247,12 @@ class CopyQueue:
                 for event in move.after:
                     stream.wait(event)  # orders the copy after its source was written and its destination's last use
                 move.after = ()
+            if move.written is not None:
+                for counter, version in move.written[0]:
+                    if counter._version != version:
+                        for event in move.written[1]():
+                            stream.wait(event)  # orders this piece after what was written since the move was queued
+                        break
             begin, end = move.next_byte, min(move.next_byte + self._piece_bytes, move.nbytes)
             # A piece's own time, not the move's: between two pieces the stream may idle, or carry another move that was needed
             # first.
@@ -245,7 +269,7 @@ class CopyQueue:
         if end == move.nbytes:
             move.done = done
             if self.queued and self.queued[0] is move:  # as a rule; as `_dequeue` does, without the call
-                move.dst = move.src = None
+                move.dst = move.src = move.written = None
                 self.queued.popleft()
             else:
                 self._dequeue(move)
@@ -265,7 +289,7 @@ class CopyQueue:
 
     def _dequeue(self, move: Move) -> None:
         """Take a move out of the queue, which holds its buffers no longer: its owner does, until `done`."""
-        move.dst, move.src, move.after = None, None, ()
+        move.dst, move.src, move.after, move.written = None, None, (), None
         if move in self.queued:
             self.queued.remove(move)
 
@@ -302,11 +326,17 @@ class Transfer:
     # A copy out is speculative: the model may write a saved tensor while it runs. Its version counter then says so, and
     # whoever uses it gets eager's error instead of the bytes.
 
-    def swap_out(self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:
-        """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete."""
-        move = Move(host, hbm, after, timed)
+    def swap_out(
+        self, host: Tensor, hbm: Tensor, after: Sequence[Event], *, timed: bool = False,
+        written: WrittenSince | None = None, at_once: bool = False,
+    ) -> Move:  # fmt: skip
+        """Queue a copy from device to host. The caller keeps `hbm` until the move's `done` is waited on or complete.
+
+        `written` orders a piece after what was written since. `at_once`: hand all of it over now, behind what waits.
+        """
+        move = Move(host, hbm, after, timed, written)
         with self._lock:
-            self._out.submit(move)
+            self._out.submit(move, at_once=at_once)
         return move
 
     def swap_in(self, hbm: Tensor, host: Tensor, after: Sequence[Event], *, timed: bool = False) -> Move:

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from chameleon_mm import native
 from chameleon_mm.device.checksum import Checksummer
+from chameleon_mm.device.cuda.all_work import events_after_all_work
 from chameleon_mm.device.cuda.allocator_hook import CudaAllocatorHook, helper
 from chameleon_mm.device.cuda.gpus import cuda_is_available, pci_id
 from chameleon_mm.device.cuda.memory_reader import reader
 from chameleon_mm.device.cuda.pinning_calls import cupy_runtime, pinning_calls
-from chameleon_mm.device.cuda.stream import CudaStream, batch_copies
+from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pinning import PageLocker, pageable_memory
@@ -187,6 +188,10 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.index)
+
+    def record_all(self) -> tuple[CudaEvent, ...]:
+        """Record as `Device.record_all` does. The host waits with a driver older than CUDA 12.5."""
+        return events_after_all_work()
 
     def compute(self) -> AbstractContextManager[Any]:
         return nullcontext()

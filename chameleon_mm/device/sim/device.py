@@ -22,7 +22,7 @@ from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.compute import SimCompute
 from chameleon_mm.device.sim.cost import CostModel, Span
 from chameleon_mm.device.sim.machine import Machine
-from chameleon_mm.device.sim.stream import SimStream
+from chameleon_mm.device.sim.stream import SimEvent, SimStream
 from chameleon_mm.device.specs import GpuSpec, spec_by_name
 from chameleon_mm.units import parse_size
 
@@ -180,6 +180,9 @@ class SimDevice:
 
     def synchronize(self) -> None:
         self._machine.synchronize()
+
+    def record_all(self) -> tuple[SimEvent, ...]:
+        return (self._machine.record_all(),)
 
     def copy_spans(self, direction: str) -> tuple[Span, ...]:
         """The copies of "d2h" or "h2d" that lie latest on their engine: those that a copy issued now may run beside."""

@@ -124,6 +124,17 @@ class Machine:
             self.begin(stream)
             return SimEvent(self, max(stream.ready_us, self.host_us), dict(stream.clock), stream.pending, timed)
 
+    def record_all(self) -> SimEvent:
+        """Record an event that stands for one on every stream."""
+        with self.lock:
+            self.host_us += self.cost.event_us
+            clock = dict(self._host_clock)
+            for stream in self._streams:
+                join(clock, stream.clock)
+            copies = tuple(all_pending(copy for stream in self._streams for copy in stream.pending))
+            ready_us = max(stream.ready_us for stream in self._streams)
+            return SimEvent(self, max(ready_us, self.host_us), clock, copies, timed=False)
+
     def stream_waits(self, stream: SimStream, event: SimEvent) -> None:
         with self.lock:
             self.host_us += self.cost.event_us
@@ -268,6 +279,18 @@ class Machine:
         # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.
         return self.ledger.adopt(end.untyped_storage(), self.current_stream().actor)
 
+    def _owned(self, end: Tensor) -> Tensor:
+        """`end`, or of a view of pinned memory with a storage of its own the same bytes in the storage that owns them: dropping
+        such a view frees nothing. Who writes the bytes next too early is found by the accesses to them."""
+        storage = end.untyped_storage()
+        buffer = self._adopt(end)
+        owner = buffer.ref()
+        if not buffer.host or owner is None or owner is storage:
+            return end
+        start = storage.data_ptr() + int(end.storage_offset()) - buffer.address
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(0, dtype=torch.uint8).set_(owner, start, (end.numel(),), (1,))
+
     def _direction(self, what: str, dst: Tensor, src: Tensor) -> tuple[bool, bool]:
         to_host, from_host = self._adopt(dst).host, self._adopt(src).host
         if to_host and from_host:
@@ -281,7 +304,8 @@ class Machine:
         lates = []
         for dst, src in pairs:
             label = f"{direction} copy of {src.numel()} bytes on {stream.name}"
-            late = LateCopy(dst, src, label, stream.pending, moves_bytes=self._moves_bytes)
+            ends = self._owned(dst), self._owned(src)
+            late = LateCopy(*ends, label, stream.pending, moves_bytes=self._moves_bytes)
             self.access(stream, [src], write=False, label=label, spoils=late if speculative else None)
             self.access(stream, [dst], write=True, label=label)
             self.transfer(stream, src.numel(), to_host=to_host, from_host=from_host)

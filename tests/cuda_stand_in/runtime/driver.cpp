@@ -10,6 +10,7 @@ int standin_vmm_create(CUmemGenericAllocationHandle* handle, size_t bytes, int d
 int standin_vmm_release(CUmemGenericAllocationHandle handle);
 int standin_vmm_map(CUdeviceptr p, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle);
 int standin_vmm_unmap(CUdeviceptr p, size_t bytes);
+int standin_record_device(CUevent event);
 
 // What any other of the driver's functions is answered with, when it is asked for by name.
 CUresult standin_not_supported() { return CUDA_ERROR_NOT_SUPPORTED; }
@@ -49,6 +50,7 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
   return CUDA_SUCCESS;
 }
 CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
+CUresult cuCtxRecordEvent(CUcontext, CUevent event) { return (CUresult)standin_record_device(event); }
 
 // ------------------------------------------------------------------------------------------------ virtual memory
 

@@ -60,6 +60,24 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream
 }
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return cudaEventRecordWithFlags(event, stream, 0); }
 
+// Records an event after all work that the current device was given, by any stream: what the driver's cuCtxRecordEvent does. A
+// stream of its own waits for all others.
+API int standin_record_device(cudaEvent_t handle) {
+  Lock lock(state.mutex);
+  for (Stream* other : state.streams)
+    if (other->device == current_device && other->capture) return cudaErrorStreamCaptureUnsupported;
+  static std::map<int, Stream*>& collectors = *new std::map<int, Stream*>;
+  Stream*& all = collectors[current_device];
+  if (!all) all = make_stream(true, 0, current_device, "all streams of the device");
+  for (Stream* other : state.streams) {
+    if (other == all || other->device != current_device) continue;
+    all->clock.join(other->clock);
+    enqueue_wait(all, other, other->given);
+  }
+  record_event(lock, all, reinterpret_cast<Event*>(handle)->state);
+  return cudaSuccess;
+}
+
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned flags) {
   Lock lock(state.mutex);
   Stream* stream = stream_of(stream_handle);

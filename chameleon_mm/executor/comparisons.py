@@ -12,6 +12,7 @@ No kernel waits for the host: it reads checksums once at the end of each backwar
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch

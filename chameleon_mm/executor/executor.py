@@ -27,6 +27,7 @@ from chameleon_mm.executor.hook_counts import HookCounts
 from chameleon_mm.executor.hook_lock import Ended, HookLock
 from chameleon_mm.executor.parts import assemble
 from chameleon_mm.executor.recording import Recording
+from chameleon_mm.executor.retiring import Retiring
 from chameleon_mm.executor.weak_calls import weak_before_write, weak_settle
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy import DefaultRule, Limits, SaveFacts
@@ -40,7 +41,7 @@ from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.source import Reliance, node_is_torchs
+from chameleon_mm.saved.source import node_is_torchs
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.saved.version import SavedBytes
@@ -75,16 +76,9 @@ class Executor:
         self.thresholds = thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
         self.parts = parts = assemble(
-            device,
-            pool,
-            weakref.ref(self),
-            recording,
-            rule=rule,
-            limits=limits,
-            thresholds=thresholds,
-            codecs=codecs,
-            verify=verify,
+            device, pool, weakref.ref(self), recording, rule, limits, thresholds, codecs=codecs, verify=verify
         )
+        self._retiring = Retiring(parts, recording, protected)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums
         self.recomputing = parts.recomputing
@@ -164,7 +158,7 @@ class Executor:
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
         if isinstance(handle, KeptTensor) and handle.dependents and not node_is_torchs():
-            self._hand_out(handle.dependents)
+            self.hook_lock.run(self.parts.rescue.run_all, handle.dependents)  # Note [Relied on], rule 2
         if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
             self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
@@ -184,15 +178,11 @@ class Executor:
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
             if saved.dependents and not node_is_torchs():
-                self._hand_out(saved.dependents)
+                self.hook_lock.run(self.parts.rescue.run_all, saved.dependents)  # Note [Relied on], rule 2
             t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
             if self._comparisons.pending:
                 self._comparisons.at_the_end(partial(weak_settle, weakref.ref(self)))
             return t
-
-    def _hand_out(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
-        """Make again what is made from a tensor that somebody is given who may write to it: Note [Relied on], rule 2."""
-        self.hook_lock.run(self.parts.rescue.run_all, dependents)
 
     def settle(self) -> None:
         """Compare what was recomputed so far with what was dropped; waits for the device. Raises `RecomputeMismatch`."""
@@ -324,37 +314,14 @@ class Executor:
 
     def _retire(self, ended: deque[Ended]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""
+        any_ended = bool(ended)
         with self.recording.paused():  # autograd lets go of a handle outside of hooks, too: after the operator that used it
-            return self._retire_unseen(ended)
-
-    def _retire_unseen(self, ended: deque[Ended]) -> list[BaseException]:
-        retired, errors = bool(ended), list[BaseException]()
-        while ended:
-            one = ended.popleft()
-            try:
-                self.parts.rescue.let_go(one) if isinstance(one, Reliance) else self._retire_storage(one)
-            except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
-                errors.append(error)
-        if retired and not self._registry.of_epoch:
-            self.budget.reclaim_pending()
-            if not self._in_step and (self._saved_any or self._used_any):
-                self._end_unnamed_step()
+            errors = self._retiring.run(ended)
+            if any_ended and not self._registry.of_epoch:
+                self.budget.reclaim_pending()
+                if not self._in_step and (self._saved_any or self._used_any):
+                    self._end_unnamed_step()
         return errors
-
-    def _retire_storage(self, saved: SavedStorage) -> None:
-        self._registry.remove(saved)
-        self._claims.forget(saved)
-        group = saved.form.group
-        try:
-            saved.retire()
-            self.recording.retired(saved.traced)
-            if group is not None and not group.members_left:
-                self._registry.packed_groups.discard(group)
-                group.retire()
-        finally:
-            still_held = saved.first()
-            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
-                self.protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
 
     def _end_unnamed_step(self) -> None:
         """End a step that nobody named: outside of `begin_step` and `end_step`, one is over when nothing that was saved in it

@@ -55,10 +55,10 @@ def assemble(
     pool: PinnedPool,
     executor: weakref.ref[Executor],
     recording: Recording,
-    *,
     rule: DefaultRule,
     limits: Limits,
     thresholds: Thresholds,
+    *,
     codecs: Sequence[Codec],
     verify: bool,
 ) -> Parts:

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.pinned import PinnedBlock
@@ -18,6 +19,7 @@ from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.save_record import SaveRecord
 from chameleon_mm.saved.source import held_alone
 from chameleon_mm.saved.state import State, SwapContext
+from chameleon_mm.saved.version import cover_all
 from chameleon_mm.transfer import Move
 
 
@@ -58,6 +60,26 @@ class DeviceCopy(SaveRecord):
         if storage is not None:
             return held_alone(storage)
         return self.first() is None and self.latest() is None
+
+    @property
+    def is_copyable(self) -> bool:
+        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
+        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
+        if self._device is None or self._device.nbytes() != self.nbytes:
+            return False
+        if self.is_held_for_recipes and not self.is_private:
+            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
+        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
+            if saved.probe.alias._version == saved.probe.expected:
+                return True
+        return False
+
+    def _reads_uncovered(self, source: Tensor) -> bool:
+        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
+        encoded, we alone write."""
+        if self.gathered or source.untyped_storage() is not self._device:
+            return False
+        return not cover_all(self._saved_bytes, self.nbytes)
 
     @property
     def copy_is_handed_over(self) -> bool:

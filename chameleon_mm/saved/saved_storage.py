@@ -22,7 +22,7 @@ from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.state import NEXT, State, SwapContext
 from chameleon_mm.saved.verify import StorageChecksum
-from chameleon_mm.saved.version import SavedBytes, cover_all
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Move
 
 _log = logging.getLogger(__name__)
@@ -59,19 +59,6 @@ class SavedStorage(DeviceCopy):
         self.state = state
 
     # --- out
-
-    @property
-    def is_copyable(self) -> bool:
-        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
-        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        if self._device is None or self._device.nbytes() != self.nbytes:
-            return False
-        if self.is_held_for_recipes and not self.is_private:
-            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.probe.alias._version == saved.probe.expected:
-                return True
-        return False
 
     @property
     def transfer_bytes(self) -> int:
@@ -113,14 +100,8 @@ class SavedStorage(DeviceCopy):
             context.streams.join_all(self.alloc_stream)
             self._checksum.close(flat_bytes(self._device))
         with annotation("chameleon::swap_out"):
-            out = context.transfer.swap_out(
-                block.buffer,
-                source,
-                after,
-                timed=context.metrics.timed,
-                written=(versions, context.streams.record_each),
-                at_once=at_once,
-            )
+            written, timed = (versions, context.streams.record_each), context.metrics.timed
+            out = context.transfer.swap_out(block.buffer, source, after, timed=timed, written=written, at_once=at_once)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
@@ -129,13 +110,6 @@ class SavedStorage(DeviceCopy):
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
         self._to(State.SWAPPING_OUT)
-
-    def _reads_uncovered(self, source: Tensor) -> bool:
-        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
-        encoded, we alone write."""
-        if self.gathered or source.untyped_storage() is not self._device:
-            return False
-        return not cover_all(self._saved_bytes, self.nbytes)
 
     def leave_in(self, form: Form, content: Tensor) -> None:
         """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.

@@ -1,0 +1,48 @@
+"""Retires what autograd has let go of: storages whose last handle is gone, and sources that it does not rely on any more."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from chameleon_mm.executor.hook_lock import Ended
+from chameleon_mm.executor.parts import Parts
+from chameleon_mm.executor.recording import Recording
+from chameleon_mm.saved.classify import ProtectedStorages
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.source import Reliance
+from chameleon_mm.saved.state import State
+
+
+class Retiring:
+    """Retires for one executor. Not thread-safe: the executor holds its lock."""
+
+    def __init__(self, parts: Parts, recording: Recording, protected: ProtectedStorages) -> None:
+        self._registry, self._claims, self._rescue = parts.registry, parts.claims, parts.rescue
+        self._recording = recording
+        self._protected = protected
+
+    def run(self, ended: deque[Ended]) -> list[BaseException]:
+        """Retire all of `ended`. Returns the errors that this met."""
+        errors: list[BaseException] = []
+        while ended:
+            one = ended.popleft()
+            try:
+                self._rescue.let_go(one) if isinstance(one, Reliance) else self._retire(one)
+            except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
+                errors.append(error)
+        return errors
+
+    def _retire(self, saved: SavedStorage) -> None:
+        self._registry.remove(saved)
+        self._claims.forget(saved)
+        group = saved.form.group
+        try:
+            saved.retire()
+            self._recording.retired(saved.traced)
+            if group is not None and not group.members_left:
+                self._registry.packed_groups.discard(group)
+                group.retire()
+        finally:
+            still_held = saved.first()
+            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
+                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of

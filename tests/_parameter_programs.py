@@ -90,8 +90,9 @@ class Swapped(Plain):
     def opened(self) -> cm.SwapSession:
         if self.session is None:
             assert self.trained is not None
-            storages = {id(s): s for p in self.trained.parameters() for s in [p.untyped_storage()]}
-            movable = sum(allocated_size(s.nbytes()) for s in storages.values() if s.nbytes() >= window_size.MIN_BYTES)
+            # By their sizes alone: whoever holds a storage keeps its parameter on the device.
+            sizes = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in self.trained.parameters()}
+            movable = sum(allocated_size(nbytes) for nbytes in sizes.values() if nbytes >= window_size.MIN_BYTES)
             budget = self.device.allocated_bytes() - movable + self._room_bytes
             self.session = cm.SwapSession(
                 budget if self.budget is None else self.budget,

@@ -1,0 +1,418 @@
+"""What the library takes for the right bytes without looking at them, and what breaks that: the table of docs/guarantees.md.
+
+Each test writes where a place of the table assumes that nobody writes. The reference is the same program in plain PyTorch, on
+plain tensors of the same device: its bits, or eager's error. Rows that other files break are named in the table alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import chameleon_mm as cm
+from chameleon_mm.device import Device
+from chameleon_mm.executor import Executor
+from chameleon_mm.hosted import HostedStorage
+from chameleon_mm.optimizer_state import swapping as state_swapping
+from chameleon_mm.optimizer_state.swapped_state import SwappedState
+from chameleon_mm.parameters import window_size
+from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
+from chameleon_mm.saved.recipe import Recipe, Remade
+from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.state import State
+from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.transfer import Thresholds
+from chameleon_mm.units import KIB
+from tests._mixes import Mix, Proofs, mixed, totals_of
+from tests._parameter_programs import Plain, Swapped, linears, mlp
+from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, equal, hosted, session_of
+from tests.test_recompute_exact import ALL, grads, leaf, outcome
+
+SIDE = 96
+REFUSED = "modified by an inplace operation"
+
+Write = Callable[[Tensor], object]
+Settle = Callable[[], object]
+
+
+def _nothing() -> None:
+    pass
+
+
+def result(program: Callable[[torch.device, Settle], list[Tensor]], at: torch.device, settle: Settle = _nothing) -> Any:
+    """Bits of what a program gives, or the words of its error. `settle` waits for copies."""
+    torch.manual_seed(0)
+    try:
+        return [t.detach().cpu().clone() for t in program(at, settle)]
+    except RuntimeError as error:
+        return REFUSED if REFUSED in str(error) else str(error)
+
+
+def swapped(program: Callable[[torch.device, Settle], list[Tensor]], device: Device) -> Any:
+    """The same where every saved storage goes to the host."""
+    pool = cm.PinnedPool("8MiB", device=device)
+    hooks = cm.save_on_cpu(device=device, pool=pool, min_bytes=0)
+    with device.compute(), hooks:
+        return result(program, device.torch_device, device.synchronize)
+
+
+def alike(got: Any, expected: Any) -> bool:
+    if isinstance(got, str) or isinstance(expected, str):
+        return bool(got is expected or (isinstance(got, str) and isinstance(expected, str) and got == expected))
+    return equal(got, expected)
+
+
+# --- forms already copied out: the counter of each save is compared at its use
+
+
+def _by_operator(y: Tensor) -> None:
+    with torch.no_grad():
+        y.mul_(3)
+
+
+def _by_view(y: Tensor) -> None:
+    with torch.no_grad():
+        y[1:].t().add_(1)
+
+
+def _by_out(y: Tensor) -> None:
+    with torch.no_grad():
+        torch.add(y, 1, out=y)
+
+
+def _by_thread(y: Tensor) -> None:
+    thread = threading.Thread(target=_by_operator, args=(y,))
+    thread.start()
+    thread.join()
+
+
+SEEN: dict[str, Write] = {"operator": _by_operator, "view": _by_view, "out=": _by_out, "thread": _by_thread}
+
+
+def after_the_copy(write: Write, *, in_backward: bool = False) -> Callable[[torch.device, Settle], list[Tensor]]:
+    """Write to a saved tensor that the model holds, once its copy is on the host."""
+
+    def program(at: torch.device, settle: Settle) -> list[Tensor]:
+        x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
+        y = x * 2
+        out = y.sin()
+        loss = out.exp().cos().sum()
+        settle()
+        if in_backward:
+
+            def hook(gradient: Tensor) -> None:
+                write(y)
+
+            out.register_hook(hook)
+        else:
+            write(y)
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad, y]
+
+    return program
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("way", SEEN)
+def test_a_write_after_the_copy_is_refused_as_eager_refuses_it(way: str, in_backward: bool, device: Device) -> None:
+    program = after_the_copy(SEEN[way], in_backward=in_backward)
+    assert result(program, device.torch_device) == REFUSED
+    assert swapped(program, device) == REFUSED
+
+
+def test_without_the_counter_a_write_after_the_copy_passes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwappedView, "check_version", lambda self: None)
+    assert swapped(after_the_copy(_by_operator), device) != REFUSED
+
+
+# --- a device copy that the model holds is used as it is: it is what eager uses
+
+
+def _by_storage(y: Tensor) -> None:
+    y.untyped_storage().copy_((y.detach() * 3).untyped_storage())
+
+
+def _by_pointer(y: Tensor) -> None:
+    if y.device.type == "cpu":
+        ctypes.memset(y.data_ptr(), 0, y.nbytes // 2)
+    else:
+        y.data.zero_()
+
+
+def _by_set(y: Tensor) -> None:
+    torch.empty(0, device=y.device).set_(y.untyped_storage(), 0, y.shape, y.stride()).mul_(3)
+
+
+def _by_data_on_a_thread(y: Tensor) -> None:
+    thread = threading.Thread(target=lambda: y.data.mul_(3))
+    thread.start()
+    thread.join()
+
+
+UNSEEN: dict[str, Write] = {
+    ".data": lambda y: y.data.mul_(3),
+    "set_": _by_set,
+    "pointer": _by_pointer,
+    "thread": _by_data_on_a_thread,
+}
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("way", UNSEEN)
+def test_what_the_model_holds_is_used_itself_with_what_was_written(way: str, in_backward: bool, device: Device) -> None:
+    program = after_the_copy(UNSEEN[way], in_backward=in_backward)
+    expected = result(program, device.torch_device)
+    assert not isinstance(expected, str)
+    assert alike(swapped(program, device), expected)
+
+
+def test_the_host_copy_in_its_place_goes_red(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = after_the_copy(UNSEEN[".data"])
+    monkeypatch.setattr(SavedStorage, "usable_elsewhere", lambda self, compute: None)
+    assert not alike(swapped(program, device), result(program, device.torch_device))
+
+
+# --- prefetched storages, and copies that another use has had
+
+
+def _executor(device: Device) -> Executor:
+    return Executor(
+        device,
+        cm.PinnedPool("8MiB", device=device),
+        rule=DefaultRule(min_bytes=1),
+        limits=Limits(ahead_bytes=0, leaving_bytes=0),
+        protected=ProtectedStorages(),
+        thresholds=Thresholds.direct(),
+    )
+
+
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("written", [False, True])
+def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory is reached by nobody; its counter may still move, by an alias without memory, and eager refuses the use."""
+    if not checked:
+        monkeypatch.setattr(VersionProbe, "check", lambda self, origin=None: None)
+    executor = _executor(device)
+    with device.compute():
+        y = torch.randn(SIDE, SIDE, device=device.torch_device)
+        expected, counter = y.clone(), y.detach()
+        handle = executor.save(y)
+        assert isinstance(handle, SwappedView)
+        counter.data = torch.empty(0, device=device.torch_device)
+        del y
+        torch.ones(1, device=device.torch_device, requires_grad=True).exp()
+        assert isinstance(executor.save(torch.nn.Parameter(torch.ones(1, device=device.torch_device))), KeptTensor)
+        executor.end_step(completed=False)
+        saved = handle.claim.saved
+        assert saved.state is State.ON_HOST
+        executor._ins.prefetch(saved, executor._streams.current())
+        if written:
+            counter.add_(1)
+        if written and checked:
+            with pytest.raises(RuntimeError, match=REFUSED):
+                executor.use(handle)
+        else:
+            assert torch.equal(executor.use(handle), expected)
+
+
+class WritesWhatItSaved(torch.autograd.Function):
+    """Writes in backward to a tensor that another node has saved, too."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        y.mul_(2)
+        return gradients[0]
+
+
+def written_by_a_node(at: torch.device, settle: Settle) -> list[Tensor]:
+    x = torch.randn(SIDE, SIDE, device=at, requires_grad=True)
+    y = x * 2
+    first = y.sin()
+    loss = first.sum() + WritesWhatItSaved.apply(y).exp().sum()  # type: ignore[no-untyped-call]  # torch annotates no apply
+    del y
+    settle()
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def test_a_node_that_writes_a_copy_is_seen_by_the_next_use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert result(written_by_a_node, device.torch_device) == REFUSED
+    assert swapped(written_by_a_node, device) == REFUSED
+    monkeypatch.setattr(VersionProbe, "joined", lambda self, view: view)
+    assert swapped(written_by_a_node, device) != REFUSED
+
+
+# --- kept products: what a replay makes besides
+
+
+def two_results() -> list[Tensor]:
+    """Autograd saves both results of an operator: what was left, and which were."""
+    x = leaf()
+    left, kept = torch.native_dropout(x * 2, 0.5, True)
+    loss = left.sin().exp()
+    del left, kept
+    return grads(loss.sum(), x)
+
+
+def _dropping() -> cm.SwapSession:
+    return mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+
+
+def test_what_a_replay_makes_besides_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, session = outcome(two_results, 2), _dropping()
+    assert outcome(two_results, 2, session) == expected
+    totals = totals_of(session)
+    assert 0 < totals.rebuilds < totals.recomputed
+    replay = Recipe.replay
+
+    def spoiled(self: Recipe, storages: Any) -> Remade:
+        remade = replay(self, storages)
+        for _, storage in remade.siblings:
+            if storage is not remade.storage:
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        return remade
+
+    monkeypatch.setattr(Recipe, "replay", spoiled)
+    found = outcome(two_results, 2, _dropping())
+    assert isinstance(found, str)
+    assert found.startswith("RecomputeMismatch")
+
+
+# --- parameters in host memory: the host copy stands for them while no counter moved and nobody holds the storage
+
+
+def _fill(storage: torch.UntypedStorage, number: int) -> None:
+    """Fill a storage as an extension does that is given it: past torch functions, and with a counter of its own."""
+    with torch._C.DisableTorchFunction():
+        torch.empty(0, device=storage.device).set_(storage).fill_(number)
+
+
+def storage_written_between_uses(loop: Plain) -> list[Tensor]:
+    model, optimizer = loop.model(mlp), loop.optimizer()
+    layers = linears(model)
+    seen: list[Tensor] = []
+    held: torch.UntypedStorage | None = None
+    for number in range(4):
+        with loop.step():
+            held = layers[0].weight.untyped_storage() if number == 1 else held
+            model(loop.batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(2):  # the first sends it away, and has it back with what the host has
+            torch.stack([layer.weight for layer in layers[2:]])
+            seen.append(layers[0].weight.detach().clone())
+            if held is not None:
+                _fill(held, number)
+        torch.stack([layer.weight for layer in layers[2:]])
+    return [*seen, layers[0].weight.detach().clone()]
+
+
+class SmallWindow(Swapped):
+    """A window for four of the six weights."""
+
+    def opened(self) -> cm.SwapSession:
+        session = super().opened()
+        swap = session._model_swap._parameters
+        assert swap is not None
+        swap.window.limit_bytes = 40 * KIB
+        return session
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["", "mutant"])
+def test_who_holds_a_parameters_storage_may_write_it(held: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window_size, "MIN_BYTES", KIB)
+    if not held:
+        monkeypatch.setattr(HostedStorage, "is_held", False)
+        monkeypatch.setattr("chameleon_mm.hosted.hosted_storage._LEAST_REFERENCES", 1 << 30)
+    expected = storage_written_between_uses(Plain(device.torch_device))
+    with device.compute():
+        loop = SmallWindow(device, 100 * KIB, plans=False, with_optimizer=False)
+        got = storage_written_between_uses(loop)
+        loop.close()
+        assert equal([t.cpu() for t in got], [t.cpu() for t in expected]) == held
+
+
+# --- optimizer state at rest
+
+
+def meddled(training: Training, step: Callable[[int], None], hold: Callable[[Tensor], Any]) -> None:
+    """Write to state between steps by something that was taken from it after an earlier step."""
+    for number in range(4):
+        step(number)
+        if number == 0:
+            held = hold(training.optimizer.state[next(training.model.parameters())]["exp_avg"])
+        elif number == 2:
+            held.fill_(0)
+
+
+HOLD: dict[str, Callable[[Tensor], Any]] = {
+    "storage": lambda t: t.untyped_storage(),
+    "view": lambda t: t.view(-1)[5:],
+    "data": lambda t: t.data,
+    "tensor": lambda t: t,
+}
+
+
+def state_written(how: str, device: Device) -> bool:
+    """True if a session gives plain PyTorch's bits."""
+    plain = Training(OPTIMIZERS["AdamW"], device.torch_device)
+    meddled(plain, plain.step, HOLD[how])
+    with device.compute():
+        training = Training(OPTIMIZERS["AdamW"], device.torch_device)
+        session = session_of(training, device, plans=False)
+
+        def step(number: int) -> None:
+            with session.step():
+                training.step(number)
+
+        with session.pool, session:
+            meddled(training, step, HOLD[how])
+            assert hosted(training.optimizer)
+        return equal(training.outcome(), plain.outcome())
+
+
+@pytest.mark.parametrize("how", HOLD)
+def test_who_holds_state_at_rest_may_write_it(how: str, device: Device) -> None:
+    assert state_written(how, device)
+
+
+def test_state_that_leaves_although_somebody_holds_it_goes_red(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SwappedState, "_holds_alone", lambda self, key, t: True)
+    assert not state_written("storage", device)
+
+
+def counting(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return Counting(params)
+
+
+def test_a_step_that_counts_for_all_parameters_is_not_split(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exact() -> bool:
+        plain = Training(counting, device.torch_device)
+        with device.compute():
+            training = Training(counting, device.torch_device)
+            session = session_of(training, device, plans=False)
+            with session.pool, session:
+                for number in range(2):
+                    plain.step(number)
+                    with session.step():
+                        training.step(number)
+            return equal(training.outcome(), plain.outcome())
+
+    assert exact()
+    monkeypatch.setattr(state_swapping, "is_splittable", lambda optimizer: True)
+    assert not exact()

@@ -3,8 +3,8 @@
     with mixed(Mix(seed), budget) as session:              # a session in which each step is directed by the mix
         with session.step(): ...
 
-A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It proves each recipe beside the
-original (`Proofs.EACH`), the first time at its place (`FIRST`, as a plan does), or never: what a recipe makes counts as it is.
+A mix keeps, swaps or drops each storage that is saved, and holds some that nobody saves. It tries each recipe beside the
+original, and drops nothing (`Proofs.EACH`); the first time at its place (`FIRST`, as a plan does); or never.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.director import Director, HookActions
 from chameleon_mm.executor.recompute_plan import RecomputePlan
-from chameleon_mm.executor.recomputing import Recomputing
 from chameleon_mm.policy import StorageAction
 from chameleon_mm.profiler.calls import BirthPlace
 from chameleon_mm.profiler.recorder import Recorder
@@ -100,8 +99,6 @@ class Mix(Director):
         self._of: dict[SavedStorage, str] = {}
         self._hooks = 0
         self.num_held = 0
-        self.recomputing: Recomputing | None = None
-        """Whose audits it reads at the end of each step."""
 
     @property
     def recompute(self) -> RecomputePlan:
@@ -135,8 +132,6 @@ class Mix(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> Any:
         self._of = {}
-        if self.recomputing is not None:
-            self.plan.banned.update(())
         return super().end_step(recorder, compute, growth_bytes, completed=completed)
 
     def _choose(self, number: int, drop: float) -> str:
@@ -172,6 +167,4 @@ def mixed(
     """A session whose steps `mix` directs."""
     session = cm.SwapSession(room, "64MiB", device, min_bytes=min_bytes, plans=False, verify=verify, model=model)
     session._executor.director = mix
-    if isinstance(mix, Mix):
-        mix.recomputing = session._executor.recomputing
     return session

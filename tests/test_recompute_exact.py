@@ -303,6 +303,18 @@ def two_optimizers() -> list[Tensor]:
     return grads(other, w, head)
 
 
+def relied_on_by_a_graph_that_goes() -> list[Tensor]:
+    """Autograd has saved the source for a part of the graph that is dropped. The model has it, and a hook writes to it."""
+    x = leaf(LARGE, LARGE)
+    source = x * 2
+    beside = source.sin()
+    z = (source + 1).sin()
+    other = x.sin()  # what was saved before is dropped here
+    del beside
+    z.register_hook(lambda g: (source.detach().zero_(), None)[1])
+    return grads(z.sum() + other.sum(), x)
+
+
 class ScalesWhatItSaved(torch.autograd.Function):
     """Its backward writes over its own saved tensor, to save memory: Liger's SwiGLU does."""
 
@@ -609,6 +621,7 @@ PROGRAMS: list[Program] = [
     written_while_relied_on,
     two_optimizers,
     written_by_its_own_node,
+    relied_on_by_a_graph_that_goes,
     autocast_in_backward,
     in_a_mode_of_the_users,
     in_a_mode_of_functions,

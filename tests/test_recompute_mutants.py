@@ -21,6 +21,7 @@ from chameleon_mm.executor.comparisons import Comparisons
 from chameleon_mm.executor.hook_lock import HookLock
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.rebuilds import Rebuilds
+from chameleon_mm.executor.rescue import Rescue
 from chameleon_mm.saved.saved_storage import SavedStorage
 from tests import test_recompute_exact as exact
 from tests._mix_models import MODELS, train
@@ -84,9 +85,10 @@ def after_autograd_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HookLock, "reliance_ended", nothing)
 
 
-def whatever_node_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made again before a function of the user's is given a source: rule 2."""
-    monkeypatch.setattr("chameleon_mm.executor.executor.node_is_torchs", lambda: True)
+def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made again at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
+    monkeypatch.setattr(Rescue, "hand_out", nothing)
+    monkeypatch.setattr(HookLock, "reliance_ended", nothing)
 
 
 def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +113,9 @@ MUTANTS: list[tuple[Mutate, Program]] = [
     (with_autocast, exact.autocast_in_backward),
     (without_rescue, exact.written_while_relied_on),
     (by_reference, exact.batch_written(SIDE)),
-    (after_autograd_let_go, exact.two_optimizers),
-    (whatever_node_is_given_it, exact.written_by_its_own_node),
+    (after_autograd_let_go, exact.relied_on_by_a_graph_that_goes),
+    (after_autograds_last_use, exact.two_optimizers),
+    (after_autograds_last_use, exact.written_by_its_own_node),
     (without_settings, exact.other_default_dtype),
     (without_settings, exact.other_precision),
     (from_the_default_generator, exact.own_generator),

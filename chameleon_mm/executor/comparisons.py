@@ -4,7 +4,7 @@
     comparisons.add(original, buffer)             # as it was made again: the checksum of that
     comparisons.add(original, buffer, is_proof=True)    # the same for a proof: the original is used
     comparisons.at_the_end(settle)                # at a use: before this `backward` returns,
-    error = comparisons.settle()                  # the host compares all
+    errors = comparisons.settle(task)             # the host compares all of it
 
 No kernel waits for the host: it reads checksums once at the end of each backward, after the last of them was taken.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ _log = logging.getLogger(__name__)
 class _Pair(NamedTuple):
     original: Original
     remade: ChecksumSlot
+    task: int
+    """Number of the backward in which it was made; -1: in none."""
     is_proof: bool
     """True if the original was used, and not what was made again."""
 
@@ -51,15 +54,16 @@ class Comparisons:
 
     def add(self, original: Original, buffer: Tensor, *, is_proof: bool = False) -> None:
         """Take the checksum of what was made in place of an original, on the current stream, and note the pair."""
-        self.pending.append(_Pair(original, self._checksums.start(buffer), is_proof))
+        self.pending.append(_Pair(original, self._checksums.start(buffer), torch._C._current_graph_task_id(), is_proof))
 
-    def settle(self) -> RecomputeMismatch | None:
-        """Compare all pairs. The host waits until the latest checksum was taken. All recipes that made other bits are banned.
-        Returns the error of the first of them whose result was used."""
-        pairs, self.pending = self.pending, []
-        self._ends.clear()
+    def settle(self, task: int | None) -> list[RecomputeMismatch]:
+        """Compare the pairs of that backward, and those of none; all pairs for None. The host waits until the latest checksum
+        was taken. All recipes that made other bits are banned. Returns the error of the first of them whose result was used."""
+        pairs = [pair for pair in self.pending if task is None or pair.task in (task, -1)]
+        self.pending = [pair for pair in self.pending if pair not in pairs]
+        self._ends.discard(-1 if task is None else task)
         numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.remade)])
-        error: RecomputeMismatch | None = None
+        errors: list[RecomputeMismatch] = []
         for pair, before, after in zip(pairs, numbers[::2], numbers[1::2], strict=True):
             original = pair.original
             self._totals.proofs += pair.is_proof
@@ -70,18 +74,23 @@ class Comparisons:
             self._failed = True
             original.ban()
             _log.info("chameleon_mm: not recomputed any more, as its recipe made other bits: %s", original)
-            error = error or (None if pair.is_proof else _mismatch(original, before, after))
-        return error
+            if not pair.is_proof and not errors:
+                errors.append(_mismatch(original, before, after))
+        return errors
 
-    def at_the_end(self, settle: Callable[[], None]) -> None:
-        """Have `settle` called before the backward that runs on this thread returns; outside of one, now. Not under the
-        lock."""
+    def at_the_end(self, settle: Callable[[int], None]) -> None:
+        """Have `settle` called with the number of the backward that runs on this thread, before that returns; outside of one,
+        now. Not under the lock.
+
+        It is called behind the callbacks of others, such as DDP's: an error of one leaves those behind it out.
+        """
         task: int = torch._C._current_graph_task_id()
         if task < 0:
-            settle()
+            settle(task)
         elif task not in self._ends:
             self._ends.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(settle)
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(partial(settle, task)))
 
     def begin_step(self) -> bool:
         """Forget the pairs of a step that failed. Returns whether a recipe was banned since the last step began."""

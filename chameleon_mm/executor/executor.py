@@ -41,7 +41,6 @@ from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.source import node_is_torchs
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.saved.version import SavedBytes
@@ -157,8 +156,8 @@ class Executor:
         handle.check_version()
         if isinstance(handle, SwappedView):
             return self._use_view(handle, is_hook=is_hook)
-        if isinstance(handle, KeptTensor) and handle.dependents and not node_is_torchs():
-            self.hook_lock.run(self.parts.rescue.run_all, handle.dependents)  # Note [Relied on], rule 2
+        if isinstance(handle, KeptTensor) and (on := handle.relied) and on.dependents and self.hook_lock.may_ask_device():
+            self.hook_lock.run(self.parts.rescue.hand_out, on, handle, None)
         if is_hook and not (isinstance(handle, WrapperHandle) and handle.claim is not None):
             self._use_unmoved(handle)
         if isinstance(handle, KeptTensor):
@@ -177,17 +176,18 @@ class Executor:
             raise used_in_capture(saved.nbytes)
         # Under a tracer what is real comes back real: the copies are no part of what it traces.
         with _disable_current_modes() if tracer_is_on() else nullcontext():
-            if saved.dependents and not node_is_torchs():
-                self.hook_lock.run(self.parts.rescue.run_all, saved.dependents)  # Note [Relied on], rule 2
+            if saved.relied is not None and saved.relied.dependents:
+                self.hook_lock.run(self.parts.rescue.hand_out, saved.relied, handle, saved)
             t = self.hook_lock.run(self._use_locked, handle, saved, is_hook)
             if self._comparisons.pending:
                 self._comparisons.at_the_end(partial(weak_settle, weakref.ref(self)))
             return t
 
-    def settle(self) -> None:
-        """Compare what was recomputed so far with what was dropped; waits for the device. Raises `RecomputeMismatch`."""
-        if self._comparisons.pending and (error := self.hook_lock.run(self._comparisons.settle)) is not None:
-            raise error
+    def settle(self, task: int | None = None) -> None:
+        """Compare what was recomputed with what was dropped, in that backward or in any (None); waits for the device. Raises
+        `RecomputeMismatch`."""
+        if self._comparisons.pending and (errors := self.hook_lock.run(self._comparisons.settle, task)):
+            raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 
     def _use_locked(self, handle: SwappedView, saved: SavedStorage, is_hook: bool) -> Tensor:
         director, finished = self.director, self._outs.finished() if self._outs.fresh else ()
@@ -214,7 +214,7 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
-        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
+        if self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:
@@ -345,6 +345,7 @@ class Executor:
 
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
+        self._streams.current()  # what reads a storage here is ordered with its owner
         due = self.director.due(finished)
         for saved in self.recomputing.drop_all(due.drops) if due.drops or self.recomputing.waiting else ():
             self._outs.swap_out(saved, alone=True)  # the plan has no room for packing
@@ -388,7 +389,7 @@ class Executor:
     def before_write(self, value: Value) -> None:
         """Make again what is made from `value`, as an operator is about to overwrite it. Not to be called inside of a hook."""
         with self.recording.paused():
-            self.hook_lock.run(self.parts.rescue.run, value)
+            self.hook_lock.run(self.parts.rescue.run, value.relied_on())
 
     def _count_use(self, handle: SwappedView, saved: SavedStorage) -> None:
         if saved.epoch == self._registry.epoch:

@@ -149,8 +149,13 @@ class Recomputing:
         holder = handle.claim if isinstance(handle, SwappedView) else handle
         if value.claim is None or value.claim() is None or isinstance(holder, Claim):
             value.claim = weakref.ref(holder)
-        value.handles.append(weakref.ref(handle))
-        reliance = None if value.reliance is None else value.reliance()
+        relied = value.relied_on()
+        relied.handles.append(weakref.ref(handle))
+        if isinstance(handle, SwappedView):
+            handle.claim.saved.relied = relied
+        else:
+            handle.relied = relied
+        reliance = None if relied.reliance is None else relied.reliance()
         if reliance is not None:
             reliance.watch(handle)
 
@@ -268,20 +273,17 @@ class Recomputing:
     def _rely(self, source: Source, recipe: Recipe, dropped: weakref.ref[SavedStorage]) -> None:
         """Have `dropped` made again before the bytes of `source` may change: by an operator in forward, or once autograd does
         not rely on them any more."""
-        value = source.value
-        if value is None:
+        relied = source.relied
+        if relied is None:
             return
-        value.dependents.append(dropped)
+        relied.dependents.append(dropped)
         if source.claim is not None:
-            source.claim.saved.dependents = value.dependents
-        for ref in value.handles:
-            if isinstance(handle := ref(), KeptTensor):
-                handle.dependents = value.dependents
+            source.claim.saved.relied = relied
         if source.is_relied_on:  # rule 2
-            reliance = None if value.reliance is None else value.reliance()
+            reliance = None if relied.reliance is None else relied.reliance()
             if reliance is None:
-                reliance = Reliance(source, self._reliance_ended)
-                value.reliance = weakref.ref(reliance)
+                reliance = Reliance(source, relied, self._reliance_ended)
+                relied.reliance = weakref.ref(reliance)
             recipe.reliances.append(reliance)
 
     def _ready(self) -> list[SavedStorage]:
@@ -334,7 +336,7 @@ class Recomputing:
         probe = saved.whole_probe()
         if probe is None or saved.part is not None or saved.nbytes != value.nbytes or saved.state is State.RETIRED:
             return None
-        return Source(nbytes=value.nbytes, value=value, claim=holder, probe=probe)
+        return Source(nbytes=value.nbytes, relied=value.relied_on(), claim=holder, probe=probe)
 
     def _given(self, value: Value) -> Source | None:
         """What was there before anybody watched: a parameter, an input."""
@@ -368,9 +370,10 @@ class Recomputing:
             if copied is None:
                 self._obstacle = Refusal("no memory for a copy of a small input", lasts=False)
                 return None
-            source = Source(nbytes=value.nbytes, value=None, storage=copied, stream=stream)  # rule 1
+            source = Source(nbytes=value.nbytes, relied=None, storage=copied, stream=stream)  # rule 1
         else:
-            source = Source(nbytes=value.nbytes, value=value, storage=storage, probe=VersionProbe(t), stream=stream)
+            relied, probe = value.relied_on(), VersionProbe(t)
+            source = Source(nbytes=value.nbytes, relied=relied, storage=storage, probe=probe, stream=stream)
         self._snapshots[id(value)] = value, source
         return source
 

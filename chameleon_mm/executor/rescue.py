@@ -1,26 +1,29 @@
 """Makes dropped storages again before what they are made from may be overwritten. Note [Relied on].
 
 rescue = Rescue(ins, budget, streams)
-rescue.run(value)             # under the executor's lock, outside of hooks, before the operator runs
-rescue.run_all(dependents)    # before others may write to a source, of which autograd does not check the version any more
+rescue.run(value.relied)      # under the executor's lock, outside of hooks, before an operator writes to the value
+rescue.hand_out(relied, ...)  # before a node is given a source
+rescue.let_go(reliance)       # autograd has let go of a source
 """
 
 from __future__ import annotations
 
-import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Stream
 from chameleon_mm.errors import ChameleonError, HostMemoryExhausted, TransferFailed
 from chameleon_mm.executor.budget import Budget
 from chameleon_mm.executor.memory_limit import swap_out_now
 from chameleon_mm.executor.swap_ins import SwapIns
-from chameleon_mm.profiler.calls import Value
+from chameleon_mm.profiler.calls import Relied
+from chameleon_mm.profiler.dispatch_state import tracer_is_on
 from chameleon_mm.saved.calling_thread import ComputeStreams
+from chameleon_mm.saved.handles import Handle
 from chameleon_mm.saved.saved_storage import SavedStorage
-from chameleon_mm.saved.source import Reliance
+from chameleon_mm.saved.source import Reliance, node_is_torchs
 from chameleon_mm.saved.state import State
 
 
@@ -32,25 +35,28 @@ class Rescue:
         self._budget = budget
         self._streams = streams
 
-    def run(self, value: Value) -> None:
-        """Make again all that is made from `value`, which is about to change, and have it stay or go to the host."""
-        self.run_all(value.dependents)
+    def run(self, relied: Relied) -> None:
+        """Make again all that was dropped and rests on `relied`, and have it stay or go to the host."""
+        compute, dependents = self._streams.current(), relied.dependents
+        with _disable_current_modes() if tracer_is_on() else nullcontext():
+            while dependents:
+                saved = dependents[0]()
+                if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
+                    self._rescue(saved, compute)
+                del dependents[0]  # an error leaves it: the next write asks again
 
     def let_go(self, reliance: Reliance) -> None:
         """The same for a source that autograd does not rely on any more, if others hold it."""
-        value = reliance.source.value
-        if value is not None and value.dependents and not reliance.source.is_alone:
-            self.run(value)
+        relied = reliance.source.relied
+        if relied is not None and relied.dependents and not reliance.source.is_alone:
+            self.run(relied)
 
-    def run_all(self, dependents: list[weakref.ref[SavedStorage]]) -> None:
-        """The same for `dependents`, the list of a value, which is empty afterwards."""
-        compute = self._streams.current()
-        refs = dependents.copy()
-        dependents.clear()
-        for ref in refs:
-            saved = ref()
-            if saved is not None and saved.form.recipe is not None and saved.state in (State.ON_HOST, State.RESTORED):
-                self._rescue(saved, compute)
+    def hand_out(self, relied: Relied, handle: Handle, saved: SavedStorage | None) -> None:
+        """The same before a node is given the tensor of `handle`, of the storage `saved`, or of one that stays (None): where
+        that is autograd's last use of it and others hold it, or where the node may write to it."""
+        relied.note_used(handle)
+        if not node_is_torchs() or not (relied.by_autograd or (saved is not None and saved.is_private)):
+            self.run(relied)
 
     def _rescue(self, saved: SavedStorage, compute: Stream) -> None:
         home = saved.alloc_stream

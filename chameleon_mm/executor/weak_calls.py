@@ -34,11 +34,11 @@ def weak_reliance_ended(executor: weakref.ref[Executor], reliance: Reliance) -> 
         it.hook_lock.reliance_ended(reliance)
 
 
-def weak_settle(executor: weakref.ref[Executor]) -> None:
+def weak_settle(executor: weakref.ref[Executor], task: int) -> None:
     """Have an executor compare what was recomputed in the backward that ends. Raises `RecomputeMismatch`."""
     it = executor()
     if it is not None:
-        it.settle()
+        it.settle(task)
 
 
 def weak_claim(executor: weakref.ref[Executor], saved: SavedStorage) -> Claim:

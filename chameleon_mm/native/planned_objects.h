@@ -126,7 +126,7 @@ inline PyObject* class_of(const char* module, const char* name) {
 
 #define STORAGE_FIELDS(X)                                                                                                      \
   X(_arrived_on) X(_began_in) X(_block) X(_checksum) X(_context) X(_device) X(_in) X(_lent) X(_noted_in) X(_out) X(_read)     \
-  X(_saved_bytes) X(_saved_nbytes) X(alloc_stream) X(copies) X(dependents) X(dtype) X(epoch) X(first) X(form) X(index)        \
+  X(_saved_bytes) X(_saved_nbytes) X(alloc_stream) X(copies) X(relied) X(dtype) X(epoch) X(first) X(form) X(index)        \
   X(is_held_for_recipes) X(last_save) X(latest) X(nbytes) X(op_is_over) X(planned) X(proof) X(state) X(storage_id)             \
   X(swap_in_number) X(traced) X(uses_left) X(views)
 SLOTTED(StorageClass, "saved.saved_storage", "SavedStorage", STORAGE_FIELDS)

@@ -48,7 +48,7 @@ Ref record_of(const Parts& p, PyObject* storage, PyObject* bytes, const at::Tens
   give(s, Storage._saved_bytes, PyList_New(1));
   PyList_SET_ITEM(field(s, Storage._saved_bytes), 0, Py_NewRef(bytes));
   for (const auto at : {Storage._lent, Storage._out, Storage._block, Storage._checksum, Storage._in, Storage._read, Storage._arrived_on,
-                        Storage._began_in, Storage.traced, Storage.planned, Storage.dependents, Storage.proof})
+                        Storage._began_in, Storage.traced, Storage.planned, Storage.relied, Storage.proof})
     set(s, at, Py_None);
   for (const auto at : {Storage.copies, Storage.views, Storage.uses_left}) set(s, at, one.it);
   set(s, Storage.nbytes, nbytes.it), set(s, Storage._saved_nbytes, nbytes.it), set(s, Storage.epoch, epoch), set(s, Storage.index, index);

@@ -58,7 +58,7 @@ enum Part {
 #define SLOTS(X)                                                                                                       \
   X(COUNTS, saves) X(COUNTS, uses) X(RECORDING, is_over) X(OUTS, fresh) X(OUTS, waiting_bytes) X(TOTALS, kept_by_reason) \
   X(REGISTRY, epoch) X(KEPT_TENSOR, tensor) X(KEPT_TENSOR, expected) X(KEPT_TENSOR, moved) X(KEPT_TENSOR, saved_at)     \
-  X(KEPT_TENSOR, _origin) X(KEPT_TENSOR, dependents) X(ORIGIN, _name) X(ORIGIN, _node_number) X(ORIGIN, _output_nr) X(ORIGIN, _ref)
+  X(KEPT_TENSOR, _origin) X(KEPT_TENSOR, relied) X(ORIGIN, _name) X(ORIGIN, _node_number) X(ORIGIN, _output_nr) X(ORIGIN, _ref)
 #define SLOTS_OF_PLANS(X)                                                                                              \
   X(LIGHT, num_hooks) X(LIGHT, _number) X(LIGHT, _last_used) X(LIGHT, _features) X(LIGHT, _phase) X(LIGHT, _thread)     \
   X(DIRECTOR, at_rest_until) X(DIRECTOR, _epoch)
@@ -203,7 +203,7 @@ Ref kept(Hooks* h, PyObject* argument, const at::Tensor& t, bool by_reference, P
   slot(handle.it, h->KEPT_TENSORsaved_at) = Py_NewRef(saved_at);
   slot(handle.it, h->KEPT_TENSORexpected) = version.taken();
   slot(handle.it, h->KEPT_TENSORmoved) = Py_NewRef(Py_None);
-  slot(handle.it, h->KEPT_TENSORdependents) = Py_NewRef(Py_None);
+  slot(handle.it, h->KEPT_TENSORrelied) = Py_NewRef(Py_None);
   slot(handle.it, h->KEPT_TENSOR_origin) = origin.taken();
   slot(handle.it, h->KEPT_TENSORtensor) = tensor.taken();
   return handle;

@@ -6,8 +6,8 @@ path.estimates(u)                       # level and time of it, before any rebui
 
 in the order of making, at a price of p us for a byte:
     get(x)      0 where x is saved, or kept by autograd where it is; else the less of p * size, to hold it, and of making it
-    again make(j)     time of its operators, of comparing it with the original, and get of all that they read drop j      where
-    make(j) < p * size
+    make(j)     time of its operators, of comparing it with the original, and get of all that they read
+    drop j      where make(j) < p * size
 
 What an operator makes for several is shared out by their sizes. A mix takes the dearer price for some storages, spread evenly
 over the order of making, and the cheaper one for the others.

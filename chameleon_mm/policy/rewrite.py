@@ -1,10 +1,10 @@
 """A trace rewritten for what is dropped and what is held: what the swap planner and `simulate` know is enough for the rest.
 
 rewritten = RewrittenTrace.of(recipes, dropped, held)
-rewritten.trace              a dropped storage dies at the hook from which it is away; what makes it again runs after a hook of
-backward rewritten.hook_of[k]         number there of hook k of the step rewritten.origin[q]          the hook of the step at
-which hook q of the rewritten trace is: it rises with q rewritten.to_step(moves)     moves for the rewritten trace -> moves for
-the step; `from_step` is the way back
+rewritten.trace              a dropped storage dies at the hook from which it is away, and is made again after one of backward
+rewritten.hook_of[k]         number there of hook k of the step
+rewritten.origin[q]          the hook of the step at which hook q of the rewritten trace is: it rises with q
+rewritten.to_step(moves)     moves for the rewritten trace -> moves for the step; `from_step` is the way back
 
 hook k of the step           rewritten
 use of j (dropped)           hook k     reclaims, copies out, copies back with no use of their own at k

@@ -150,7 +150,7 @@ class CallWatch(StepMode):
         written = written_tensors(facts, args, kwargs)
         for t in written:
             value = self._latest.get(id(t.untyped_storage()))
-            if value is not None and value.dependents:
+            if value is not None and value.relied is not None and value.relied.dependents:
                 self._before_write(value)
         tensors = [one for one in args if isinstance(one, Tensor)]
         with lazy_bits_resolved() if may_have_lazy_bits(tensors) else nullcontext():

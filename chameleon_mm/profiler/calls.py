@@ -76,12 +76,37 @@ class Result(NamedTuple):
     position: int
 
 
+class Relied:
+    """What rests on the bytes of a value: autograd's handles, and what was dropped and is made from it. Note [Relied on].
+
+    It knows neither the value nor its call: a recipe that holds it holds no history of the step.
+    """
+
+    __slots__ = ("dependents", "handles", "reliance")
+
+    def __init__(self) -> None:
+        self.handles: list[weakref.ref[Any]] = []
+        """Autograd's handles that were not used yet."""
+        self.dependents: list[weakref.ref[Any]] = []
+        """Saved storages that were dropped."""
+        self.reliance: weakref.ref[Any] | None = None
+        """What watches the handles, where a recipe rests on them."""
+
+    @property
+    def by_autograd(self) -> bool:
+        """True if autograd will check the version of the bytes at a use to come."""
+        return any(handle() is not None for handle in self.handles)
+
+    def note_used(self, handle: object) -> None:
+        """Note that a node is given the tensor of `handle`."""
+        self.handles = [ref for ref in self.handles if ref() is not None and ref() is not handle]
+
+
 class Value:
     """Bytes that a storage holds from one write to the next."""
 
     __slots__ = (
-        "call", "claim", "dependents", "handles", "is_latest", "nbytes", "reliance", "result", "storage", "tensor", "version",
-        "writes",
+        "call", "claim", "is_latest", "nbytes", "relied", "result", "storage", "tensor", "version", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -102,17 +127,14 @@ class Value:
         self.version = 0
         self.claim: weakref.ref[Any] | None = None
         """The claim on what autograd saved of it."""
-        self.dependents: list[weakref.ref[Any]] = []
-        """What is made again from it: told of before it is overwritten."""
-        self.handles: list[weakref.ref[Any]] = []
-        """Autograd's handles for it: as long as one is there, autograd relies on its bytes."""
-        self.reliance: weakref.ref[Any] | None = None
-        """What watches the handles, where a recipe rests on them."""
+        self.relied: Relied | None = None
+        """What rests on its bytes; None: nothing does."""
 
-    @property
-    def is_relied_on(self) -> bool:
-        """Whether autograd relies on its bytes, under its own check of versions."""
-        return any(handle() is not None for handle in self.handles)
+    def relied_on(self) -> Relied:
+        """What rests on its bytes."""
+        if self.relied is None:
+            self.relied = Relied()
+        return self.relied
 
     @property
     def is_uninitialised(self) -> bool:

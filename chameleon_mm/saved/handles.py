@@ -23,8 +23,8 @@ from chameleon_mm.saved.calling_thread import sequence_nr
 from chameleon_mm.saved.version import Origin, VersionProbe, inplace_message
 
 if TYPE_CHECKING:
+    from chameleon_mm.profiler.calls import Relied
     from chameleon_mm.saved.claims import Claim
-    from chameleon_mm.saved.saved_storage import SavedStorage
 
 
 NO_HOOK = -1
@@ -37,13 +37,13 @@ class KeptTensor:
     """A saved tensor that stays on the device. It is held by reference, as eager holds it, unless it may be a result of the
     node that saves it, or a view of one. That one is detached: a node must not keep itself."""
 
-    __slots__ = ("__weakref__", "_origin", "dependents", "expected", "moved", "saved_at", "tensor")
+    __slots__ = ("__weakref__", "_origin", "expected", "moved", "relied", "saved_at", "tensor")
 
     def __init__(self, t: Tensor, saved_at: tuple[int, int] = _NOWHERE, *, by_reference: bool = False) -> None:
         self.saved_at = saved_at
         """The step, and the number of the hook in it."""
-        self.dependents: list[weakref.ref[SavedStorage]] | None = None
-        """What was dropped and is made again from it; None: nothing was."""
+        self.relied: Relied | None = None
+        """What rests on its bytes, in a step that recomputes."""
         self.moved: SwappedView | None = None
         """Handle that replaced it when memory was short; `tensor` is then None."""
         self.expected = t._version

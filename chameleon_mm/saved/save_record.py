@@ -19,11 +19,11 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes, VersionProbe
 
 if TYPE_CHECKING:
+    from chameleon_mm.profiler.calls import Relied
     from chameleon_mm.profiler.storages import TracedStorage
     from chameleon_mm.saved.device_copy import DeviceCopy
     from chameleon_mm.saved.recipe import Proof
     from chameleon_mm.saved.saved_part import Part
-    from chameleon_mm.saved.saved_storage import SavedStorage
 
 
 class LastSave:
@@ -46,8 +46,8 @@ class SaveRecord:
     """The saves of one storage that share one copy of its bytes."""
 
     __slots__ = (
-        "__weakref__", "_began_in", "_noted_in", "_saved_bytes", "_saved_nbytes", "alloc_stream", "copies", "dependents",
-        "epoch", "first", "index", "is_held_for_recipes", "last_save", "nbytes", "op_is_over", "planned", "proof", "state",
+        "__weakref__", "_began_in", "_noted_in", "_saved_bytes", "_saved_nbytes", "alloc_stream", "copies", "epoch",
+        "first", "index", "is_held_for_recipes", "last_save", "nbytes", "op_is_over", "planned", "proof", "relied", "state",
         "storage_id", "swap_in_number", "traced", "uses_left", "views",
     )  # fmt: skip
 
@@ -90,8 +90,8 @@ class SaveRecord:
         last.storage, last.epoch, last.hook, last.num_claims, last.lent = self.first, -1, 0, 0, None
         self._noted_in = -1
         """The last step in which the profiler saw a save of it."""
-        self.dependents: list[weakref.ref[SavedStorage]] | None = None
-        """What was dropped and is made again from it; None: nothing was."""
+        self.relied: Relied | None = None
+        """What rests on its bytes, in a step that recomputes."""
         self.proof: Proof | None = None
         """The recipe that is to be compared with it at its first use."""
         self.is_held_for_recipes = False

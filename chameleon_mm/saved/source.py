@@ -34,6 +34,9 @@ or rule 2 holds for each source of its recipe. Rule 3 holds for each result.
        h = block(x); y = h.float(); kernel(h.data_ptr())       # in each step: the proof fails, y is never dropped
        if step % 4 == 3: kernel(h.data_ptr())                  # in some steps: RecomputeMismatch in those
 
+One case is left to eager's error: a write to what autograd relies on, while a node that saved it is still to run, if no
+backward comes to that node after all. Eager never checks it there, and the recipe cannot know.
+
 Rules 1 and 2 are decided by counters and use counts, before the drop. So writes by torch's operators, in forward, in backward
 or on another thread, change no bit and raise no error. Rule 3 finds what no counter shows: a write through a pointer or
 `.data`, an extension with a wrong schema, an operator that is not reproducible. It compares results and not sources, because
@@ -50,7 +53,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chameleon_mm.device import Stream
-from chameleon_mm.profiler.calls import Value
+from chameleon_mm.profiler.calls import Relied
 from chameleon_mm.profiler.light import HEAP_TYPE
 from chameleon_mm.saved.version import VersionProbe
 
@@ -100,23 +103,23 @@ def node_is_torchs() -> bool:
 class Source:
     """A storage that a recipe is given: a claim's, or one that it holds itself."""
 
-    __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "storage", "value")
+    __slots__ = ("_nbytes", "_probe", "_stream", "claim", "last_swap_in", "relied", "storage")
 
     def __init__(
         self,
         *,
         nbytes: int,
-        value: Value | None,
+        relied: Relied | None,
         claim: Claim | None = None,
         storage: torch.UntypedStorage | None = None,
         probe: VersionProbe | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """`value`: what the storage holds; None: it is a copy of the recipe's own. `probe`: of its version counter. `stream`:
+        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: of its version counter. `stream`:
         the one on which a storage that it holds itself was written."""
         self.claim = claim
         self.storage = storage
-        self.value = value
+        self.relied = relied
         self._stream = stream
         self.last_swap_in = -1
         """Swap-in of the claim's storage for which the recipe used it last."""
@@ -131,7 +134,7 @@ class Source:
     @property
     def is_alone(self) -> bool:
         """Rule 1: only the session can reach its bytes."""
-        if self.value is None:
+        if self.relied is None:
             return True
         if self.claim is not None:
             return self.claim.saved.is_private
@@ -140,8 +143,8 @@ class Source:
 
     @property
     def is_relied_on(self) -> bool:
-        """Rule 2: autograd has a handle for its bytes."""
-        return self.value is not None and self.value.is_relied_on
+        """Rule 2: autograd has a handle for its bytes that it has not used."""
+        return self.relied is not None and self.relied.by_autograd
 
     @property
     def is_secure(self) -> bool:
@@ -162,31 +165,29 @@ class Source:
 
 
 class Reliance:
-    """Watches autograd's handles of one value, for rule 2. `ended(self)` is called once the last of them is gone: on any
+    """Watches autograd's handles of one source, for rule 2. `ended(self)` is called once the last of them is gone: on any
     thread, in the middle of anything, so it must raise nothing and wait for nothing.
 
-    What was dropped and is made from the value is in `value.dependents`. Whoever holds the reliance keeps it watching: the
-    recipes that rest on it.
+    The recipes that rest on the source hold it: it ends with them.
     """
 
     __slots__ = ("__weakref__", "_ended", "_handles", "source")
 
-    def __init__(self, source: Source, ended: Callable[[Reliance], None]) -> None:
+    def __init__(self, source: Source, relied: Relied, ended: Callable[[Reliance], None]) -> None:
         self.source = source
         self._ended = ended
         self._handles: list[weakref.ref[object]] = []
-        assert source.value is not None
-        for ref in source.value.handles:
+        for ref in relied.handles:
             if (handle := ref()) is not None:
                 self.watch(handle)
 
     def watch(self, handle: object) -> None:
-        """Watch one more handle of the value."""
+        """Watch one more handle."""
         me = weakref.ref(self)
 
         def gone(ref: weakref.ref[object]) -> None:
             it = me()
-            if it is not None and it.source.value is not None and not it.source.value.is_relied_on:
+            if it is not None and not it.source.is_relied_on:
                 it._ended(it)
 
         self._handles.append(weakref.ref(handle, gone))

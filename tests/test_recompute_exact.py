@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -313,6 +314,18 @@ def relied_on_by_a_graph_that_goes() -> list[Tensor]:
     del beside
     z.register_hook(lambda g: (source.detach().zero_(), None)[1])
     return grads(z.sum() + other.sum(), x)
+
+
+def written_before_a_second_backward() -> list[Tensor]:
+    """A kept graph: autograd has used the source for good, and a hook of the second backward writes to it."""
+    x = leaf(LARGE, LARGE)
+    source = x * 2
+    first = source.sin().sum()
+    second = (source + 1).sin().exp()
+    other = x.sin()  # what was saved before is dropped here
+    first.backward(retain_graph=True)
+    second.register_hook(lambda g: (source.detach().zero_(), None)[1])
+    return grads(second.sum() + other.sum(), x)
 
 
 class ScalesWhatItSaved(torch.autograd.Function):
@@ -622,6 +635,7 @@ PROGRAMS: list[Program] = [
     two_optimizers,
     written_by_its_own_node,
     relied_on_by_a_graph_that_goes,
+    written_before_a_second_backward,
     autocast_in_backward,
     in_a_mode_of_the_users,
     in_a_mode_of_functions,
@@ -704,6 +718,70 @@ def test_a_write_that_begins_later_is_an_error_in_the_step_in_which_it_happens()
     assert seen[:2] + seen[3:] == expected[:2] + expected[3:]
     assert "aten::mul" in mix.plan.banned
     assert totals_of(session).not_recomputed_by_reason["other bits than the original"] > 0
+
+
+def mismatched(x: Tensor, *hooks: Callable[[Tensor], None]) -> Tensor:
+    """A loss in whose backward something is recomputed with other bits."""
+    y = x * 2
+    y.detach().numpy()[:] *= 2
+    z = y.sin()
+    for hook in hooks:
+        z.register_hook(hook)
+    return z.exp().sum()
+
+
+def dropping() -> cm.SwapSession:
+    return mixed(Mix(1, drop=1.0, held=0.0, proofs=Proofs.NEVER, admitted=ALL))
+
+
+def test_a_mismatch_comes_behind_the_callbacks_of_others() -> None:
+    """DDP ends its reduction in one: an error before it would break the next step."""
+    called: list[str] = []
+
+    def queues(gradient: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: called.append("theirs"))
+
+    x = leaf()
+    x.register_hook(queues)  # behind ours, which the first use queued
+    with dropping() as session, pytest.raises(cm.RecomputeMismatch), session.step():
+        mismatched(x, queues).backward()
+    assert called == ["theirs", "theirs"]
+
+
+def test_a_mismatch_is_raised_by_its_own_backward() -> None:
+    """Another one that ends meanwhile, on another thread, returns."""
+    outcomes: list[str] = []
+
+    with dropping() as session, session.step():
+        clean = (leaf() * 2).sin().exp().sum()
+
+        def run() -> None:
+            clean.backward()
+            outcomes.append("returned")
+
+        def ends(gradient: Tensor) -> None:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+        with pytest.raises(cm.RecomputeMismatch):
+            x = leaf()
+            x.register_hook(ends)
+            mismatched(x).backward()
+    assert outcomes == ["returned"]
+
+
+def test_a_mismatch_keeps_nothing_alive(no_gc: None) -> None:
+    def run() -> weakref.ref[Any]:
+        session = dropping()
+        try:
+            with session, session.step():
+                mismatched(leaf()).backward()
+        except cm.RecomputeMismatch:
+            return weakref.ref(session._executor)
+        pytest.fail("expected a mismatch, got none")
+
+    assert run()() is None
 
 
 def test_what_a_backward_that_raised_has_recomputed_is_compared_as_the_step_ends() -> None:

@@ -92,6 +92,11 @@ class Comparisons:
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(partial(settle, task)))
 
+    def end_step(self) -> None:
+        """Free the device memory of checksums that are not held: a later step may follow a plan without any."""
+        if not self.pending:
+            self._checksums.release_unused()
+
     def begin_step(self) -> bool:
         """Forget the pairs of a step that failed. Returns whether a recipe was banned since the last step began."""
         failed, self._failed, self.pending = self._failed, False, []

@@ -184,8 +184,7 @@ class Executor:
             return t
 
     def settle(self, task: int | None = None) -> None:
-        """Compare what was recomputed with what was dropped, in that backward or in any (None); waits for the device. Raises
-        `RecomputeMismatch`."""
+        """Compare what was recomputed in that backward, or in any (None). Waits for the device. Raises `RecomputeMismatch`."""
         if self._comparisons.pending and (errors := self.hook_lock.run(self._comparisons.settle, task)):
             raise errors.pop()  # a frame that held it would be in a cycle with its traceback
 

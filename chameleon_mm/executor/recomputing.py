@@ -132,6 +132,7 @@ class Recomputing:
         self._held.clear()
         self._snapshots.clear()
         self.waiting = []
+        self._rebuilds.comparisons.end_step()
         self._parameters.end_step()
 
     # --- what the hooks tell

@@ -33,10 +33,12 @@ PAGE_BYTES = PAGE_SLOTS * SUM_BYTES
 class _Page:
     """Slots that share a buffer."""
 
-    __slots__ = ("buffer", "clean", "freed", "sums", "zeroed")
+    __slots__ = ("buffer", "clean", "freed", "stream", "sums", "zeroed")
 
-    def __init__(self, buffer: Tensor) -> None:
+    def __init__(self, buffer: Tensor, stream: Stream) -> None:
         self.buffer = buffer
+        self.stream = stream
+        """The stream that allocated it."""
         self.sums = buffer.split(SUM_BYTES)
         self.clean: deque[int] = deque()
         """Slots that are zero."""
@@ -44,6 +46,11 @@ class _Page:
         """One entry for each slot that ended since the page was set to zero."""
         self.zeroed: tuple[Stream, Event] | None = None
         """The stream that set it to zero, and an event after that."""
+
+    @property
+    def is_held(self) -> bool:
+        """True if a slot is held."""
+        return self.zeroed is not None and len(self.clean) + len(self.freed) < PAGE_SLOTS
 
     @property
     def has_room(self) -> bool:
@@ -59,6 +66,8 @@ class Checksums:
         self._device = device
         self._pool = pool
         self._pages: list[_Page] = []
+        self._prepared = 0
+        """Number of pages that stay: the first ones."""
         self._order: Stream | None = None
         """Comes after every checksum, and copies pages: so a read waits for the latest one, and not for what compute was given
         since."""
@@ -72,6 +81,7 @@ class Checksums:
         """Allocate the first page now, on the current stream. Raises `torch.OutOfMemoryError`."""
         if not self._pages:
             self._add_page()
+        self._prepared = 1
 
     def start(self, buffer: Tensor) -> ChecksumSlot:
         """Enqueue the checksum of a flat uint8 tensor on the current stream. Raises `torch.OutOfMemoryError` where another page
@@ -117,11 +127,20 @@ class Checksums:
             block.release(after=done)
         return [int(numbers[pages.index(slot.page) * PAGE_SLOTS + slot.number]) for slot in slots]
 
+    def release_unused(self) -> None:
+        """Free the pages of which no slot is held, but for one that was prepared."""
+        for page in [page for page in self._pages[self._prepared :] if not page.is_held]:
+            assert self._order is not None
+            page.stream.wait(self._order.record())  # its checksums, and copies of it -> the next owner of its memory
+            page.stream.free(page.buffer)
+            self._pages.remove(page)
+
     def _add_page(self) -> _Page:
         if self._order is None:
             self._order = self._device.new_stream("checksums")
         with _disable_current_modes(), self._device.compute():
-            page = _Page(self._device.current_stream().alloc(PAGE_BYTES))
+            stream = self._device.current_stream()
+            page = _Page(stream.alloc(PAGE_BYTES), stream)
         self._pages.append(page)
         return page
 

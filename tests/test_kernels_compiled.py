@@ -24,6 +24,7 @@ KERNELS: dict[str, tuple[int, int, int]] = {
     "copy": (4, 4, 64),
     "pack": (4, 4, 64),
     "unpack": (4, 4, 64),
+    "checksum": (0, 0, 128),
     "int64_as_int16.encode": (8, 2, 64),
     "int64_as_int16.decode": (2, 8, 64),
     "int64_as_int32.encode": (8, 4, 64),
@@ -44,7 +45,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from chameleon_mm.bench import _copy_kernel as copy
-from chameleon_mm.kernels import codec_bool, codec_narrow, codec_pack12, pack, pack_table
+from chameleon_mm.kernels import checksum, codec_bool, codec_narrow, codec_pack12, pack, pack_table
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
 coded = {"src": "*u8", "dst": "*u8", "status": "*i32", "count": "i64"}
@@ -55,6 +56,11 @@ kernels = {
     "copy": (copy.copy_kernel, copied, {"WIDE": True, "BLOCK": copy.BLOCK_BYTES}),
     "pack": (pack.pack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
     "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
+    "checksum": (
+        checksum.checksum_kernel,
+        {"src": "*u8", "out": "*i64", "nbytes": "i64"},
+        {"BLOCK": checksum.BLOCK_WORDS, "STEP": checksum.STEP, "FIRST": checksum.FIRST, "SECOND": checksum.SECOND},
+    ),
     "bool_as_bits.encode": (codec_bool.bools_to_bits_kernel, coded, {"REASON": 1, "BLOCK": codec_bool.BLOCK_WORDS}),
     "bool_as_bits.decode": (codec_bool.bits_to_bools_kernel, decoded, {"BLOCK": codec_bool.BLOCK_WORDS}),
     "pack12.encode": (codec_pack12.pack12_encode_kernel, coded, {"REASON": 4, "BLOCKS": codec_pack12.BLOCKS_AT_ONCE}),

@@ -18,10 +18,7 @@ from torch import Tensor
 import chameleon_mm as cm
 from chameleon_mm.device import Device
 from chameleon_mm.executor import Executor
-from chameleon_mm.hosted import HostedStorage
 from chameleon_mm.optimizer_state import swapping as state_swapping
-from chameleon_mm.optimizer_state.swapped_state import SwappedState
-from chameleon_mm.parameters import window_size
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
 from chameleon_mm.saved.recipe import Recipe, Remade
@@ -333,20 +330,6 @@ class SmallWindow(Swapped):
         return session
 
 
-@pytest.mark.parametrize("held", [True, False], ids=["", "mutant"])
-def test_who_holds_a_parameters_storage_may_write_it(held: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_size, "MIN_BYTES", KIB)
-    if not held:
-        monkeypatch.setattr(HostedStorage, "is_held", False)
-        monkeypatch.setattr("chameleon_mm.hosted.hosted_storage._LEAST_REFERENCES", 1 << 30)
-    expected = storage_written_between_uses(Plain(device.torch_device))
-    with device.compute():
-        loop = SmallWindow(device, 100 * KIB, plans=False, with_optimizer=False)
-        got = storage_written_between_uses(loop)
-        loop.close()
-        assert equal([t.cpu() for t in got], [t.cpu() for t in expected]) == held
-
-
 # --- optimizer state at rest
 
 
@@ -361,7 +344,6 @@ def meddled(training: Training, step: Callable[[int], None], hold: Callable[[Ten
 
 
 HOLD: dict[str, Callable[[Tensor], Any]] = {
-    "storage": lambda t: t.untyped_storage(),
     "view": lambda t: t.view(-1)[5:],
     "data": lambda t: t.data,
     "tensor": lambda t: t,
@@ -389,11 +371,6 @@ def state_written(how: str, device: Device) -> bool:
 @pytest.mark.parametrize("how", HOLD)
 def test_who_holds_state_at_rest_may_write_it(how: str, device: Device) -> None:
     assert state_written(how, device)
-
-
-def test_state_that_leaves_although_somebody_holds_it_goes_red(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwappedState, "_holds_alone", lambda self, key, t: True)
-    assert not state_written("storage", device)
 
 
 def counting(params: Iterable[Tensor]) -> torch.optim.Optimizer:

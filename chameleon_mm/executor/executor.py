@@ -344,7 +344,6 @@ class Executor:
 
         `finished`: saved by operators that are over now. `at_hook`: in a hook of autograd's own.
         """
-        self._streams.current()  # what reads a storage here is ordered with its owner
         due = self.director.due(finished)
         for saved in self.recomputing.drop_all(due.drops) if due.drops or self.recomputing.waiting else ():
             self._outs.swap_out(saved, alone=True)  # the plan has no room for packing

@@ -184,8 +184,8 @@ class Recomputing:
     # --- recipes
 
     def drop_all(self, due: Sequence[SavedStorage]) -> list[SavedStorage]:
-        """Drop those of `due`, and of what waits, whose recipes are proven and whose sources are secure. Returns those that
-        stay and do not wait."""
+        """Drop `due`, and what waits, where recipes are proven and sources secure. Returns those that stay for good."""
+        self._streams.current()  # known from here on: its reading of a storage is ordered with the storage's owner
         return [saved for saved in (*due, *self._ready()) if self.drop(saved) not in (None, WAITS)]
 
     def drop(self, saved: SavedStorage) -> Refusal | None:

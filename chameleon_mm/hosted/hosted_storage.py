@@ -5,7 +5,6 @@ The storage stays, and with it every tensor over it: parameters, views, what aut
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 
@@ -20,26 +19,18 @@ from chameleon_mm.units import allocated_size
 
 
 def is_alone(t: Tensor) -> bool:
-    """True if no other tensor lies in the storage of `t`, and no Python object holds the storage itself."""
-    storage = t.untyped_storage()
-    uses, references = _holders(storage)
-    return uses <= _LEAST_USES and references <= _LEAST_REFERENCES
+    """Whether no other tensor lies in the storage of `t`."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) <= _LEAST_USES
 
 
-def _holders(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Numbers of what holds the storage in C++, and of the references to its Python object, the caller's among them."""
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-def _least_holders() -> tuple[int, int]:
-    """`_holders` of a storage that one tensor alone lies in, whose storage Python knows. Measured: torch versions differ."""
+def _least_uses() -> int:
+    """Uses of a storage that one tensor alone lies in, whose storage Python knows. Measured: torch versions differ."""
     with torch._C._DisableTorchDispatch():
         alone = torch.empty(1)
-    storage = alone.untyped_storage()
-    return _holders(storage)
+    return torch._C._storage_Use_Count(alone.untyped_storage()._cdata)
 
 
-_LEAST_USES, _LEAST_REFERENCES = _least_holders()
+_LEAST_USES = _least_uses()
 
 
 class HostedStorage(Hosted):
@@ -84,13 +75,6 @@ class HostedStorage(Hosted):
     def is_resizable(self) -> bool:
         """Whether its memory may be freed under whoever has it."""
         return self._storage_on_device().resizable()
-
-    @property
-    def is_held(self) -> bool:
-        """True if a Python object holds the storage itself: it may write to the bytes past all torch functions and counters."""
-        storage = self._storage_on_device()
-        _, references = _holders(storage)
-        return references - (self._held is not None) > _LEAST_REFERENCES
 
     def note_writes(self) -> None:
         """Note whether it was written since the host got its bytes. Called before it leaves."""

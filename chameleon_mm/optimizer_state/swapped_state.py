@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -68,17 +68,9 @@ class SwappedState(dict[Any, Any]):
         for key in list(dict.keys(self)):
             t = dict.pop(self, key)
             # Others may hold it: what they have would be the state no longer, and freeing it would free nothing.
-            alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and self._holds_alone(key, t)
+            alone = isinstance(t, Tensor) and movable_bytes(t, self._home) and holders(t) <= self._home.least_holders
             dict.__setitem__(self, key, self._out(key, t) if alone else t)
             del t
-
-    def _holds_alone(self, key: Any, t: Tensor) -> bool:
-        """True if nobody but the caller, by one reference, holds `t` or its storage. What came back has its storage, too."""
-        found, hosted = holders(t), self._hosted.get(key)
-        came_back = hosted is not None and hosted.has(t)
-        least = self._home.least_holders
-        # One reference more is this method's own argument.
-        return found.tensor - 1 <= least.tensor and found.uses <= least.uses and found.storage - came_back <= least.storage
 
     def swap_in(self, compute: Stream) -> None:
         """Queue the copies back of all that is away, under the executor's lock. Raises `torch.OutOfMemoryError` and
@@ -195,24 +187,13 @@ def movable_bytes(value: object, home: StateHome) -> int:
     return nbytes if covers and nbytes >= home.min_bytes and home.device.owns(value) else 0
 
 
-class Holders(NamedTuple):
-    """Numbers of what holds a tensor."""
-
-    tensor: int
-    """References to the tensor, those of whoever counts among them."""
-    uses: int
-    """What holds its storage in C++: tensors, views, and the storage's Python object, once."""
-    storage: int
-    """References to the storage's Python object: who has one may write to the bytes, and no counter tells."""
-
-
-def holders(t: Tensor) -> Holders:
-    """Count what holds `t`, the caller's and this function's references among it."""
+def holders(t: Tensor) -> tuple[int, int]:
+    """Numbers of the references to `t`, the caller's and this function's among them, and of what holds its storage."""
     storage = t.untyped_storage()
-    return Holders(sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage))
+    return sys.getrefcount(t), torch._C._storage_Use_Count(storage._cdata)
 
 
-def least_holders() -> Holders:
+def least_holders() -> tuple[int, int]:
     """`holders` of a tensor that the caller alone holds, by one reference. Measured: Pythons differ."""
     with torch._C._DisableTorchDispatch():
         alone = torch.empty(1)

@@ -167,7 +167,7 @@ class Window:
         if self._fits_whole():
             return
         for entry in entries:
-            if entry.where is Where.ON_DEVICE and not entry.is_held:
+            if entry.where is Where.ON_DEVICE:
                 entry.note_writes()
                 if not entry.host_is_current:
                     self._swap_out(entry)
@@ -185,7 +185,7 @@ class Window:
             choices = [
                 entry
                 for entry in self._entries.values()
-                if entry.where is not Where.ON_HOST and id(entry) not in kept and not entry.is_refused and not entry.is_held
+                if entry.where is not Where.ON_HOST and id(entry) not in kept and not entry.is_refused
             ]
             if not choices:
                 return
@@ -207,9 +207,6 @@ class Window:
         compute = self._home.context.streams.current()
         entry.arrive(compute)
         if entry.ref() is None:  # nobody waited for it any more: it went as it arrived
-            return
-        if entry.is_held:  # it stays until that ends: writes through the storage move no counter, and are lost while it is away
-            entry.swap_in(compute)
             return
         if not entry.is_resizable:  # somebody has its memory, as an array of NumPy's
             entry.swap_in(compute)
@@ -257,7 +254,6 @@ class Window:
                 if entry.where in (Where.ON_DEVICE, Where.LEAVING)
                 and id(entry) not in kept
                 and not entry.is_refused
-                and not entry.is_held
                 and (distance := self.sequence.distance(entry.key)) > until
                 and self._cost(entry) == 0
             ]

@@ -61,19 +61,6 @@ class DeviceCopy(SaveRecord):
             return held_alone(storage)
         return self.first() is None and self.latest() is None
 
-    @property
-    def is_copyable(self) -> bool:
-        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
-        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        if self._device is None or self._device.nbytes() != self.nbytes:
-            return False
-        if self.is_held_for_recipes and not self.is_private:
-            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.probe.alias._version == saved.probe.expected:
-                return True
-        return False
-
     def _reads_uncovered(self, source: Tensor) -> bool:
         """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
         encoded, we alone write."""
@@ -117,6 +104,23 @@ class DeviceCopy(SaveRecord):
             totals.bytes_reclaimed += self.nbytes
             totals.bytes_reclaimed_by_allocator += self.nbytes
             self._to(State.RETIRED if self._block is None else State.ON_HOST)
+
+    def stay_on_device(self) -> None:
+        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
+        self.form.drop()
+        self.form = WHOLE
+        self._to(State.ON_DEVICE)
+
+    def drop_used(self) -> None:
+        """Drop our reference to the device copy, as all views were used; autograd's tensors may still hold it.
+
+        A partial form keeps it: its first bytes are nowhere else.
+        """
+        assert self.state is State.RESTORED
+        if self.form.device_bytes:
+            return
+        self._device = None
+        self._to(State.ON_HOST)
 
     if TYPE_CHECKING:
 

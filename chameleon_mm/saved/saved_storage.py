@@ -61,6 +61,19 @@ class SavedStorage(DeviceCopy):
     # --- out
 
     @property
+    def is_copyable(self) -> bool:
+        """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
+        that was written to raises anyway. What only recipes need is not copied while the model holds it."""
+        if self._device is None or self._device.nbytes() != self.nbytes:
+            return False
+        if self.is_held_for_recipes and not self.is_private:
+            return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
+        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
+            if saved.probe.alias._version == saved.probe.expected:
+                return True
+        return False
+
+    @property
     def transfer_bytes(self) -> int:
         """Bytes that cross the link."""
         return self.form.host_bytes(self.nbytes)
@@ -133,12 +146,6 @@ class SavedStorage(DeviceCopy):
         self._device, self.alloc_stream, self.latest = storage, compute, weakref.ref(storage)
         self.note_swap_in()
         self._to(State.RESTORED)
-
-    def stay_on_device(self) -> None:
-        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
-        self.form.drop()
-        self.form = WHOLE
-        self._to(State.ON_DEVICE)
 
     # --- reclaim
 
@@ -320,17 +327,6 @@ class SavedStorage(DeviceCopy):
     def swap_in_failed(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
         return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
-
-    def drop_used(self) -> None:
-        """Drop our reference to the device copy, as all views were used; autograd's tensors may still hold it.
-
-        A partial form keeps it: its first bytes are nowhere else.
-        """
-        assert self.state is State.RESTORED
-        if self.form.device_bytes:
-            return
-        self._device = None
-        self._to(State.ON_HOST)
 
     def usable_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
         """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""

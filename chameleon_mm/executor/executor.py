@@ -213,7 +213,7 @@ class Executor:
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
-        if self.director.plans and self.hook_lock.may_ask_device() and not tracer_is_on():
+        if self.director.plans and ThisProcess.pid == self._pid and not self.device.capturing() and not tracer_is_on():
             self.hook_lock.run(self._use_unmoved_locked, handle.saved_at)
 
     def _use_unmoved_locked(self, saved_at: tuple[int, int]) -> None:

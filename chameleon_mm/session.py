@@ -221,12 +221,13 @@ class SwapSession:
 
         After a `torch.OutOfMemoryError` that swapping could not prevent, what the step had made is dropped; torch's random
         states (the host's default generator and the device's), the model's gradients and its buffers are put back, bit for
-        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. After a `RecomputeMismatch` it runs
-        again within the same budget, without recomputing that tensor. That budget is the session's from
-        then on: the report tells it, and a new session begins with what it is given. A step in which an optimizer of the
-        model had begun to step, or a parameter had changed, is not: the error goes on and says so, as it does where there are
-        other ranks, which would not follow. With `snapshot`, `snapshot()` is called first, and a step in which the session's
-        `optimizer` had begun is repaired from it and runs again, at the price of that copy, and its host memory, in each step.
+        bit; and `fn` runs again, recorded and within a tighter budget, at most three times. The tighter budget is the session's
+        from then on, and the report tells it. After a `RecomputeMismatch` it runs again within the same budget, without
+        recomputing that tensor.
+
+        It does not run again where an optimizer of the model had begun to step, where a parameter had changed, or beside other
+        ranks, which would not follow: the error goes on and says so. With `snapshot`, `snapshot()` is called first, and a step
+        in which the session's `optimizer` had begun is repaired from it, at the price of that copy in each step.
 
         All else that `fn` changes is the caller's: let it take its batch from outside, make no scheduler step before the
         optimizer's, and write no parameter through `.data`, which leaves no trace. A `GradScaler` may be used in it; after

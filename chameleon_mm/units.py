@@ -25,6 +25,9 @@ TIB = 1 << 40
 ALLOCATION_UNIT_BYTES = 512
 """Unit to which the caching allocator rounds sizes up, and the simulator as it does."""
 
+CHECKSUM_BYTES = 8
+"""Size of a checksum of device memory."""
+
 _FACTORS = {
     "": 1, "B": 1,
     "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,

@@ -130,8 +130,8 @@ class Trained:
 
 
 def named_error() -> str:
-    """Name of the error that a step may end with. It has its own class once the library has one."""
-    return str(getattr(cm, "RecomputeMismatch", cm.SwapMismatch).__name__)
+    """Name of the error that a step may end with."""
+    return cm.RecomputeMismatch.__name__
 
 
 @cache

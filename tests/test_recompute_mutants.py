@@ -18,7 +18,6 @@ import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.executor import Executor
 from chameleon_mm.executor.comparisons import Comparisons
-from chameleon_mm.executor.hook_lock import HookLock
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.rebuilds import Rebuilds
 from chameleon_mm.executor.rescue import Rescue
@@ -82,13 +81,13 @@ def while_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def after_autograd_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is made again as autograd lets go of a source that others hold: rule 2."""
-    monkeypatch.setattr(HookLock, "reliance_ended", nothing)
+    monkeypatch.setattr(Rescue, "let_go", nothing)
 
 
 def after_autograds_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is made again at autograd's last use of a source, nor before a function of the user's is given it: rule 2."""
     monkeypatch.setattr(Rescue, "hand_out", nothing)
-    monkeypatch.setattr(HookLock, "reliance_ended", nothing)
+    monkeypatch.setattr(Rescue, "let_go", nothing)
 
 
 def without_settings(monkeypatch: pytest.MonkeyPatch) -> None:

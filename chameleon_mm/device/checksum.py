@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device.packing import check_flat
+from chameleon_mm.units import CHECKSUM_BYTES
 
 _log = logging.getLogger(__name__)
 
 CHECKSUM_PROGRAMS = 132 * 4
 """Number of programs of a checksum kernel: four for each SM of an H200, as the kernel is in compute's own way. Not measured."""
-
-SUM_BYTES = 8
-"""Bytes of a checksum."""
 
 _Add = Callable[[Tensor, Tensor], None]
 
@@ -25,8 +23,8 @@ def check_sum(out: Tensor, src: Tensor, on: torch.device) -> None:
     """Raise `ValueError` unless both are flat buffers on the device `on`, and `out` has the size of a checksum."""
     check_flat("add_checksum", "out", out, on)
     check_flat("add_checksum", "src", src, on)
-    if out.numel() != SUM_BYTES:
-        raise ValueError(f"add_checksum: expected {SUM_BYTES} bytes as out, got {out.numel()}: slice the buffer")
+    if out.numel() != CHECKSUM_BYTES:
+        raise ValueError(f"add_checksum: expected {CHECKSUM_BYTES} bytes as out, got {out.numel()}: slice the buffer")
 
 
 def add_by_operators(out: Tensor, src: Tensor) -> None:

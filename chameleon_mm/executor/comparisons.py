@@ -59,8 +59,11 @@ class Comparisons:
     def settle(self, task: int | None) -> list[RecomputeMismatch]:
         """Compare the pairs of that backward, and those of none; all pairs for None. The host waits until the latest checksum
         was taken. All recipes that made other bits are banned. Returns the error of the first of them whose result was used."""
-        pairs = [pair for pair in self.pending if task is None or pair.task in (task, -1)]
-        self.pending = [pair for pair in self.pending if pair not in pairs]
+        pairs: list[_Pair] = []
+        others: list[_Pair] = []
+        for pair in self.pending:
+            (pairs if task is None or pair.task in (task, -1) else others).append(pair)
+        self.pending = others
         self._ends.discard(-1 if task is None else task)
         numbers = self._checksums.read([slot for pair in pairs for slot in (pair.original.checksum, pair.remade)])
         errors: list[RecomputeMismatch] = []

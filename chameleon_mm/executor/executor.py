@@ -309,7 +309,7 @@ class Executor:
 
     def on_claim_end(self, saved: SavedStorage) -> None:
         """Retire a storage whose last handle died, now or soon. A claim keeps the executor alive by this."""
-        self.hook_lock.claim_ended(saved)
+        self.hook_lock.has_ended(saved)
 
     def _retire(self, ended: deque[Ended]) -> list[BaseException]:
         """Retire all storages of `ended`. Returns the errors that this met."""

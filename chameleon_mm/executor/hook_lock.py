@@ -2,7 +2,7 @@
 
     lock.run(work, *arguments)             # in a hook: one thread at a time
     with lock.entered(): ...               # the same, where a few calls more do not matter
-    lock.claim_ended(saved)                # on any thread, in the middle of any line: waits for nothing and raises nothing
+    lock.has_ended(saved)                  # on any thread, in the middle of any line: waits for nothing and raises nothing
 
 An error in a finaliser could be told to nobody. It is stored and raised at the next hook, step end or report, each once, the
 oldest first; one that comes up while somebody enters or leaves is raised at once. Where nobody enters any more, the interpreter
@@ -87,15 +87,8 @@ class HookLock:
             self.retire_if_idle()
             self.raise_oldest()
 
-    def claim_ended(self, saved: SavedStorage) -> None:
-        """Queue a storage whose last handle died, and retire it if nobody is in. Raises nothing."""
-        self._queue(saved)
-
-    def reliance_ended(self, reliance: Reliance) -> None:
-        """Queue a source that autograd let go of; what is made from it is made again if nobody is in. Raises nothing."""
-        self._queue(reliance)
-
-    def _queue(self, ended: Ended) -> None:
+    def has_ended(self, ended: Ended) -> None:
+        """Queue it, and retire it if nobody is in. Raises nothing."""
         if ThisProcess.pid != self.pid:  # the parent's blocks and its device: neither is the child's to give back
             return
         self.ended.append(ended)

@@ -83,7 +83,7 @@ def _save_hook(executor: Executor) -> _Save:
         else:
             try:
                 storage = t.untyped_storage()
-            except (NotImplementedError, RuntimeError):  # the tensor has no storage
+            except (NotImplementedError, RuntimeError):  # a sparse tensor, or one of a functorch transform: it has no storage
                 return executor_save(t)
             nbytes = storage.nbytes()
             if id(storage) in protected.refs and storage in protected:

@@ -8,6 +8,7 @@ from chameleon_mm.executor.hook_lock import Ended
 from chameleon_mm.executor.parts import Parts
 from chameleon_mm.executor.recording import Recording
 from chameleon_mm.saved.classify import ProtectedStorages
+from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.source import Reliance
 from chameleon_mm.saved.state import State
 
@@ -28,20 +29,23 @@ class Retiring:
             try:
                 if isinstance(one, Reliance):
                     self._rescue.let_go(one)
-                    continue
-                self._registry.remove(one)
-                self._claims.forget(one)
-                group = one.form.group
-                one.retire()
-                self._recording.retired(one.traced)
-                if group is not None and not group.members_left:
-                    self._registry.packed_groups.discard(group)
-                    group.retire()
+                else:
+                    self._retire(one)
             except BaseException as error:  # noqa: BLE001 - raised once the others are retired too
                 errors.append(error)
-            if isinstance(one, Reliance):
-                continue
-            still_held = one.first()
-            if one.state is State.RETIRED and still_held is not None and one.part is None:
-                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of
         return errors
+
+    def _retire(self, saved: SavedStorage) -> None:
+        try:
+            self._registry.remove(saved)
+            self._claims.forget(saved)
+            group = saved.form.group
+            saved.retire()
+            self._recording.retired(saved.traced)
+            if group is not None and not group.members_left:
+                self._registry.packed_groups.discard(group)
+                group.retire()
+        finally:
+            still_held = saved.first()
+            if saved.state is State.RETIRED and still_held is not None and saved.part is None:
+                self._protected.add(still_held)  # it outlived its saves: a buffer or an input, which moving frees nothing of

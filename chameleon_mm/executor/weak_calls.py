@@ -28,10 +28,10 @@ def weak_before_write(executor: weakref.ref[Executor], value: Value) -> None:
 
 
 def weak_reliance_ended(executor: weakref.ref[Executor], reliance: Reliance) -> None:
-    """Call `reliance_ended` of an executor, while there is one."""
+    """Tell an executor's lock, while there is one."""
     it = executor()
     if it is not None:
-        it.hook_lock.reliance_ended(reliance)
+        it.hook_lock.has_ended(reliance)
 
 
 def weak_settle(executor: weakref.ref[Executor], task: int) -> None:

@@ -19,13 +19,10 @@ import numpy as np
 
 from chameleon_mm.policy.recipes import COPIED_BYTES, Recipes
 from chameleon_mm.trace import StepPhase, Trace
-from chameleon_mm.units import allocated_size
-
-CHECKSUM_BYTES = 8
-"""Device memory of a checksum: one of each dropped storage, and one of what is made in its place."""
+from chameleon_mm.units import CHECKSUM_BYTES, allocated_size
 
 CHECKSUMS_IN_PAGE = 512
-"""Checksums whose memory is allocated together."""
+"""Checksums whose memory is allocated together: one of each dropped storage, and one of what is made in its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chameleon_mm.device import Device, Event, Stream
-from chameleon_mm.device.checksum import SUM_BYTES
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.policy.rebuilds import CHECKSUMS_IN_PAGE
+from chameleon_mm.units import CHECKSUM_BYTES
 
 PAGE_SLOTS = CHECKSUMS_IN_PAGE
 
-PAGE_BYTES = PAGE_SLOTS * SUM_BYTES
+PAGE_BYTES = PAGE_SLOTS * CHECKSUM_BYTES
 """Device memory of a page."""
 
 
@@ -39,7 +39,7 @@ class _Page:
         self.buffer = buffer
         self.stream = stream
         """The stream that allocated it."""
-        self.sums = buffer.split(SUM_BYTES)
+        self.sums = buffer.split(CHECKSUM_BYTES)
         self.clean: deque[int] = deque()
         """Slots that are zero."""
         self.freed: deque[None] = deque()

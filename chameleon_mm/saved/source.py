@@ -48,6 +48,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,30 +65,24 @@ if TYPE_CHECKING:
 def held_alone(storage: torch.UntypedStorage) -> bool:
     """True if no tensor holds `storage`, and its only Python references are an attribute and a variable of the
     caller."""
-    return torch._C._storage_Use_Count(storage._cdata) == 1 and _references(storage) <= _LEAST_REFERENCES
+    return torch._C._storage_Use_Count(storage._cdata) == 1 and sys.getrefcount(storage) <= _LEAST_REFERENCES
 
 
-def _references(storage: torch.UntypedStorage) -> int:
-    return sys.getrefcount(storage)
+def _least_references() -> int:
+    """References that `held_alone` finds at least. Measured: Pythons differ."""
+    holder = SimpleNamespace(storage=torch.UntypedStorage(1))
+
+    def found(storage: torch.UntypedStorage) -> int:
+        return sys.getrefcount(storage)
+
+    def asked() -> int:
+        storage = holder.storage
+        return found(storage)
+
+    return asked()
 
 
-class _Alone:
-    """A storage that nobody else holds."""
-
-    def __init__(self) -> None:
-        self.storage = torch.UntypedStorage(1)
-
-    def references(self) -> int:
-        storage = self.storage
-        return _counted(storage)
-
-
-def _counted(storage: torch.UntypedStorage) -> int:
-    return _references(storage)
-
-
-_LEAST_REFERENCES = _Alone().references()
-"""References that `held_alone` finds at least: measured, as they differ between Pythons."""
+_LEAST_REFERENCES = _least_references()
 
 
 _NO_NODE: type = type(None)

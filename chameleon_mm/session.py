@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -39,7 +39,7 @@ from chameleon_mm.progress import Progress
 from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
-from chameleon_mm.saved import ProtectedStorages, codecs_by_name
+from chameleon_mm.saved import ProtectedStorages
 from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
@@ -65,13 +65,12 @@ class SwapSession:
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
     (None: 1 MiB), by the way that `thresholds` says for their size (None: as `chameleon-mm doctor` measured and kept it for
-    this device, else packed together below 128 KiB and each alone from there on), and in the shorter form of `codecs`, lossless
-    ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
-    others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
-    bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
-    and comes back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the
-    model's parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do
-    not recompute then). The first step, and one like none before it, is recorded; steps like it then follow a plan. `plans` off
+    this device, else packed together below 128 KiB and each alone from there on). `pool` is one to share with others; None
+    makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose bytes the
+    budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps, and comes
+    back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the model's
+    parameters and gradients share a part of the budget, and each comes back before it is used (on one device; plans do not
+    recompute then). The first step, and one like none before it, is recorded; steps like it then follow a plan. `plans` off
     leaves every step to the default rule, by which everything moves. `recompute` lets plans drop what is cheaper to make again
     than to move, each storage only after it was made again bit for bit beside the original; off, they only swap. `verify`
     checksums what goes out against what comes back and raises `SwapMismatch`, naming tensor, operator and step; slow, and takes
@@ -95,7 +94,6 @@ class SwapSession:
         model: nn.Module | None = None,
         pool: PinnedPool | None = None,
         thresholds: Thresholds | None = None,
-        codecs: Sequence[str] = (),
         verify: bool = False,
         plans: bool = True,
         recompute: bool = True,
@@ -113,7 +111,7 @@ class SwapSession:
         self._model_swap = ModelSwap(model, optimizer, parameters)
         for name, switch in (("verify", verify), ("plans", plans), ("recompute", recompute)):
             check_type(name, switch, bool, "True or False", "pass one of the two")
-        known_codecs, teller = codecs_by_name(codecs), Progress(progress)
+        teller = Progress(progress)
         if pool is not None and host is not None:
             raise ValueError("host_budget: expected none beside a pool, whose max_bytes is the limit; leave one of the two out")
         self.pool = pool_for(device, pool, max_bytes=host)
@@ -128,7 +126,6 @@ class SwapSession:
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
             thresholds=thresholds or thresholds_for(self.device),
-            codecs=known_codecs,
             verify=verify,
         )
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)

@@ -133,7 +133,7 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.peak_allocated_bytes() == NBYTES + HEAD  # a moment in which both are there
     device.reset_peaks()
     life.arrive()
-    assert device.allocated_bytes() == life.saved.swap_in_bytes == NBYTES
+    assert device.allocated_bytes() == life.saved.nbytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
     life.saved.drop_used()
@@ -254,7 +254,7 @@ def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_bytes(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> Tensor:
+    def first_bytes(self: PartialForm, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(storage)[: storage.nbytes() - self.device_bytes]
 
     monkeypatch.setattr(PartialForm, "source", first_bytes)

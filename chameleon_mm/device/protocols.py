@@ -21,7 +21,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from chameleon_mm.device.allocator_hook import AllocatorHook
-    from chameleon_mm.kernels.codec import Codec
 
 
 class HookSwitch(Protocol):
@@ -118,18 +117,6 @@ class Stream(Protocol):
         buffers in device memory. In this stream's order, as an operator's work: the caller keeps them as for `copy`. For
         compute streams. Raises `ValueError` before anything is enqueued.
         """
-
-    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        """Enqueue one kernel that writes `src`, (n,) uint8, in `codec`'s shorter form to `dst`, (codec.encoded_bytes(n),)
-        uint8, and to `status`, (1,) int32, 0 where `dst` stands for `src` exactly.
-
-        All in device memory, 16-byte aligned, sharing no byte. In this stream's order, as an operator's work: the caller keeps
-        the buffers as for `copy`. For compute streams. Raises `ValueError` before anything is enqueued.
-        """
-
-    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        """Enqueue the inverse of an exact `encode`: `src`, (codec.encoded_bytes(n),), to `dst`, (n,). Conditions as for
-        `encode`."""
 
     def record(self, *, timed: bool = False) -> Event:
         """An event after all work enqueued so far. Untimed events cost a tenth of timed ones: use them for ordering."""

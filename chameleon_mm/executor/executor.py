@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -47,9 +46,6 @@ from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.uncompiled import uncompiled
 
-if TYPE_CHECKING:
-    from chameleon_mm.kernels.codec import Codec
-
 LONGEST_UNNAMED_STEP = 16_384
 """Storages that may be saved outside of any step before a new one begins, as a graph may be kept for ever."""
 
@@ -66,7 +62,6 @@ class Executor:
         limits: Limits,
         protected: ProtectedStorages,
         thresholds: Thresholds | None = None,
-        codecs: Sequence[Codec] = (),
         verify: bool = False,
     ) -> None:
         self.rule = rule
@@ -74,9 +69,7 @@ class Executor:
         self.protected = protected
         self.thresholds = thresholds = thresholds or Thresholds()
         self.recording = recording = Recording()
-        self.parts = parts = assemble(
-            device, pool, weakref.ref(self), recording, rule, limits, thresholds, codecs=codecs, verify=verify
-        )
+        self.parts = parts = assemble(device, pool, weakref.ref(self), recording, rule, limits, thresholds, verify=verify)
         self._retiring = Retiring(parts, recording, protected)
         self.device, self.metrics, self.budget = device, parts.context.metrics, parts.budget
         self.checksums = parts.context.checksums

@@ -62,8 +62,8 @@ class DeviceCopy(SaveRecord):
         return self.first() is None and self.latest() is None
 
     def _reads_uncovered(self, source: Tensor) -> bool:
-        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered or
-        encoded, we alone write."""
+        """Whether a copy of `source` reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered, we
+        alone write."""
         if self.gathered or source.untyped_storage() is not self._device:
             return False
         return not cover_all(self._saved_bytes, self.nbytes)

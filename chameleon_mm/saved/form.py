@@ -1,13 +1,11 @@
 """The form in which a saved storage's bytes are kept off the device. The base class keeps them as they are: one copy each way.
 
-    form.source(storage, alloc_stream)      # what the copy out reads; a form that takes a kernel queues it here
-    form.stands_for_it(host)                # the copy out is complete: may the device copy go ?
+    form.source(storage)                    # what the copy out reads
     form.keep(storage, alloc_stream)        # right before it goes: what of it stays on the device
-    form.destination(whole, compute)        # what the copy back writes
+    form.destination(whole)                 # what the copy back writes
     form.put_back(whole, compute)           # the copy back is queued: what stayed on the device
-    form.arrive(storage, compute)           # compute comes after the copy back: make the storage's bytes of what arrived
 
-A new form is a new subclass in a file of its own: `PartialForm`, `EncodedForm`, `PackedForm`. They say nothing about when
+A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
 anything moves. A `SavedPart` is none of them: it holds less on the device to begin with, and takes any of these forms.
 """
 
@@ -42,44 +40,27 @@ class Form:
     """What is known of the bytes that a recipe stands for; None: they are kept."""
     device_bytes = 0
     """Device memory that it takes while the storage is off the device."""
-    host_decides = False
-    """Whether only the host can tell, from what was copied, that the copy stands for the storage."""
 
     def host_bytes(self, nbytes: int) -> int:
         """Bytes that cross the link, and lie on the host, for a storage of `nbytes`."""
         return nbytes
 
-    def restore_bytes(self, nbytes: int) -> int:
-        """Device memory that coming back takes, for a storage of `nbytes`."""
-        return nbytes
-
-    def source(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> Tensor:
-        """What the copy out reads, once it comes after `alloc_stream`'s work so far. May raise `torch.OutOfMemoryError`."""
+    def source(self, storage: torch.UntypedStorage) -> Tensor:
+        """What the copy out reads."""
         return flat_bytes(storage)
-
-    def stands_for_it(self, host: Tensor) -> bool:
-        """Whether the bytes on the host stand for the storage. Their copy must be complete where `host_decides`."""
-        return True
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
 
-    def destination(self, whole: Tensor, compute: Stream) -> Tensor:
-        """What the copy back writes, for a storage whose bytes are to be in `whole`. May raise `torch.OutOfMemoryError`."""
+    def destination(self, whole: Tensor) -> Tensor:
+        """What the copy back writes, for a storage whose bytes are to be in `whole`."""
         return whole
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Put what stayed on the device where it was, on `compute`."""
 
-    def arrive(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Make the storage's bytes of what arrived, on `compute`, which comes after the copy back."""
-
-    def drop_buffer(self) -> None:
-        """Drop the device memory that only copies under way need."""
-
     def drop(self) -> None:
         """Drop all device memory of its own: nobody needs the bytes any more, or the storage stays."""
-        self.drop_buffer()
 
 
 WHOLE = Form()

@@ -28,7 +28,7 @@ class PartialForm(Form):
     def host_bytes(self, nbytes: int) -> int:
         return nbytes - self.device_bytes
 
-    def source(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> Tensor:
+    def source(self, storage: torch.UntypedStorage) -> Tensor:
         return flat_bytes(storage)[self.device_bytes :]
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
@@ -37,7 +37,7 @@ class PartialForm(Form):
             self._buffer, self._alloc_stream = alloc_stream.alloc(self.device_bytes), alloc_stream
             alloc_stream.copy(self._buffer, flat_bytes(storage)[: self.device_bytes])
 
-    def destination(self, whole: Tensor, compute: Stream) -> Tensor:
+    def destination(self, whole: Tensor) -> Tensor:
         return whole[self.device_bytes :]
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:

@@ -49,7 +49,7 @@ class SwapReport(Counters):
     """Steps that agreed, hook for hook, with one that had a plan when they began."""
     steps_by_phase: dict[str, int]
     """Ended steps by kind: "recorded" in detail, "planned" from the first hook to the last, "partly planned", "by rule" where
-    no plan was followed, "without hooks" where nothing was to be moved, "failed" by an exception."""
+    no plan was followed, "failed" by an exception."""
     planning_us: float
     """Host time spent on making plans."""
     planned_step_us: float | None

@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -30,7 +29,6 @@ from chameleon_mm.device import Device
 from chameleon_mm.errors import SessionClosedError
 from chameleon_mm.executor import Executor, autograd_hooks
 from chameleon_mm.executor.hook_counts import misuse
-from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
@@ -40,7 +38,6 @@ from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
 from chameleon_mm.rerun import StepRunner
 from chameleon_mm.saved import ProtectedStorages
-from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import StepHistory
@@ -131,8 +128,6 @@ class SwapSession:
         self._model_swap.bind(self._executor, self.hbm_budget_bytes)
         self._adaptation = self._plan_steps(recompute=recompute) if plans else None
         self._save, self._use = self._model_swap.hooks(*autograd_hooks(self._executor))
-        watches_all = verify or optimizer is not None or parameters != "keep"
-        self._unhooked = UnhookedSteps(self._executor, None if watches_all else self.device.hook_switch(self._save))
         self._life = Lifecycle()
         self._thread = threading.current_thread()
         self._stack = ExitStack()
@@ -178,7 +173,6 @@ class SwapSession:
             # Before the device's own dispatch mode is left: torch takes away whichever is the innermost.
             if not sys.is_finalizing():  # torch's modules may be taken apart by then, and no operator runs any more
                 self._executor.leave_recorders()
-                self._unhooked.put_back()  # where they were, for whoever takes them off
                 self._history.end_peak()  # what comes back as the session ends is no part of what it promised
                 # Then at once: hooks must not outlive the block, however it is left. A thread that ended took its own.
                 if self._thread is here:
@@ -196,16 +190,12 @@ class SwapSession:
             self._executor.raise_late_error()
 
     @contextmanager
-    def step(self, *, hooked: bool = False) -> Iterator[SwapSession]:
-        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step.
-
-        Of many equal steps that have nothing to move most run without the session's hooks, where the C++ helper `switch` is
-        built; `hooked`: this one has them.
-        """
+    def step(self) -> Iterator[SwapSession]:
+        """Context of one optimizer step. Raises `SessionClosedError` outside `with session:` and inside another step."""
         self._life.begin_step()
         completed = False
         try:
-            self._begin_step(hooked=hooked)
+            self._begin_step()
             yield self
             self._executor.settle()  # of a backward that raised, and was forgiven
             completed = True
@@ -242,9 +232,7 @@ class SwapSession:
         self._life.expect_open("run_step")
         if self._runner is None:
             self._runner = StepRunner(self._executor, self.pool, self._model, hbm_budget_bytes=self.hbm_budget_bytes)
-        return self._runner.run(
-            partial(self.step, hooked=True), fn, self._model_swap.repair(self._executor) if snapshot else None
-        )
+        return self._runner.run(self.step, fn, self._model_swap.repair(self._executor) if snapshot else None)
 
     def snapshot(self) -> Snapshot:
         """Copy to pinned host memory what the next step begins with: parameters, buffers, gradients that exist, the state and
@@ -296,8 +284,7 @@ class SwapSession:
 
     @property
     def backward_has_run(self) -> bool:
-        """Whether a saved tensor was used since the last step began or ended; of a step without hooks nobody knows, and it is
-        False."""
+        """Whether a saved tensor was used since the last step began or ended."""
         return self._executor.hook_counts.uses > 0
 
     @property
@@ -320,7 +307,6 @@ class SwapSession:
         with self._model_swap.changing_budget(nbytes) as beside_bytes:
             self._executor.change_budget(beside_bytes, must_fit=True)
         lowered, self.hbm_budget_bytes = nbytes < self.hbm_budget_bytes, nbytes
-        self._unhooked.begin_anew()
         self._runner = None
         if self._life.phase is Phase.OPEN:
             self._history.open()
@@ -350,12 +336,10 @@ class SwapSession:
         self._executor.change_budget(host_bytes=nbytes, must_fit=True)
         self.pool.limit_bytes = nbytes
 
-    def _begin_step(self, *, hooked: bool) -> None:
-        hbm_budget_bytes = self._budget_now()
-        timed = self._history.begin(hbm_budget_bytes)
-        if not self._unhooked.begin(hbm_budget_bytes, hooked=hooked or self._history.running is None):
-            self._model_swap.begin_step()
-            self._executor.begin_step(timed=timed or self._unhooked.is_sample, pack_hook=self._save)
+    def _begin_step(self) -> None:
+        timed = self._history.begin(self._budget_now())
+        self._model_swap.begin_step()
+        self._executor.begin_step(timed=timed, pack_hook=self._save)
 
     def _end_step(self, *, completed: bool) -> None:
         """End the running step, once: at its own end, or at the session's where that comes first."""
@@ -363,11 +347,8 @@ class SwapSession:
             self._history.completed += completed
             self._life.to(Phase.OPEN)
             if not sys.is_finalizing():  # else a generator that was paused in a step ends with the interpreter
-                if self._unhooked.running:
-                    kind: StepKind | None = self._unhooked.end(completed=completed)
-                else:
-                    self._unhooked.note(kind := self._executor.end_step(completed=completed))
-                    self._model_swap.end_step(completed=completed)
+                kind = self._executor.end_step(completed=completed)
+                self._model_swap.end_step(completed=completed)
                 self._history.end(kind)
 
     def _budget_now(self) -> int:

@@ -268,13 +268,7 @@ class Executor:
             return None
         return self.hook_lock.run(self._end_step, recorder, completed)
 
-    def end_part(self) -> None:
-        """End a step that began without hooks and got them in its middle: nothing is learned of a part."""
-        self.hook_counts.saves = self.hook_counts.uses = 0
-        if self.hook_lock.may_ask_device():
-            self.hook_lock.run(self._settle, False)
-
-    def _settle(self, completed: bool) -> int:
+    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
@@ -282,10 +276,7 @@ class Executor:
         self.recomputing.end()
         self.parts.context.pool.take_back()
         self._in_step = False
-        return self._learn(completed=completed)
-
-    def _end_step(self, recorder: Recorder | None, completed: bool) -> StepKind:
-        growth_bytes, compute = self._settle(completed), self.device.current_stream()
+        growth_bytes, compute = self._learn(completed=completed), self.device.current_stream()
         kind = self.director.end_step(recorder, compute, growth_bytes, completed=completed)
         self.metrics.end_step(kind, compute)
         return kind

@@ -1,9 +1,9 @@
 """The form in which a saved storage's bytes are kept off the device. The base class keeps them as they are: one copy each way.
 
-    form.source(storage)                    # what the copy out reads
-    form.keep(storage, alloc_stream)        # right before it goes: what of it stays on the device
-    form.destination(whole)                 # what the copy back writes
-    form.put_back(whole, compute)           # the copy back is queued: what stayed on the device
+    form.device_bytes                       # the first bytes that stay on the device; copies are of the rest
+    form.keep(storage, alloc_stream)        # right before the storage goes: they are copied to a buffer
+    form.put_back(whole, compute)           # the copy back is queued: they are copied back
+    form.drop()                             # nobody needs the bytes any more, or the storage stays
 
 A new form is a new subclass in a file of its own: `PartialForm`, `PackedForm`, `RecomputedForm`. They say nothing about when
 anything moves. A `SavedPart` is none of them: it holds less on the device to begin with, and takes any of these forms.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Stream
-from chameleon_mm.saved.handles import flat_bytes
 
 if TYPE_CHECKING:
     from chameleon_mm.saved.packed_group import PackedGroup
@@ -39,22 +38,10 @@ class Form:
     original: Original | None = None
     """What is known of the bytes that a recipe stands for; None: they are kept."""
     device_bytes = 0
-    """Device memory that it takes while the storage is off the device."""
-
-    def host_bytes(self, nbytes: int) -> int:
-        """Bytes that cross the link, and lie on the host, for a storage of `nbytes`."""
-        return nbytes
-
-    def source(self, storage: torch.UntypedStorage) -> Tensor:
-        """What the copy out reads."""
-        return flat_bytes(storage)
+    """Bytes of the storage, its first ones, that stay on the device, in memory of their own; the others cross the link."""
 
     def keep(self, storage: torch.UntypedStorage, alloc_stream: Stream) -> None:
         """Keep on the device what stays of the storage, which is dropped next. May raise `torch.OutOfMemoryError`."""
-
-    def destination(self, whole: Tensor) -> Tensor:
-        """What the copy back writes, for a storage whose bytes are to be in `whole`."""
-        return whole
 
     def put_back(self, whole: Tensor, compute: Stream) -> None:
         """Put what stayed on the device where it was, on `compute`."""

@@ -75,7 +75,7 @@ class SavedStorage(DeviceCopy):
     @property
     def transfer_bytes(self) -> int:
         """Bytes that cross the link."""
-        return self.form.host_bytes(self.nbytes)
+        return self.nbytes - self.form.device_bytes
 
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
         """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
@@ -84,9 +84,9 @@ class SavedStorage(DeviceCopy):
         """
         assert self.state is State.ON_DEVICE and self._device is not None
         context = self._context
-        host_bytes = self.nbytes if form is WHOLE else form.host_bytes(self.nbytes)  # as a rule it is: two calls less
+        first_bytes, host_bytes = form.device_bytes, self.nbytes - form.device_bytes
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
-        source = flat_bytes(self._device) if form is WHOLE else form.source(self._device)
+        source = flat_bytes(self._device)[first_bytes:] if first_bytes else flat_bytes(self._device)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
         first = self._saved_bytes[0]
@@ -94,7 +94,7 @@ class SavedStorage(DeviceCopy):
         for saved in self._saved_bytes:
             versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
         is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
-        at_once = not is_all and self._reads_uncovered(source)
+        at_once = not is_all and self._reads_uncovered()
         if at_once:
             self._checksum = None  # of the other bytes anything may arrive
         if self._checksum is not None:
@@ -233,7 +233,7 @@ class SavedStorage(DeviceCopy):
         done_out = self._out.done
         assert done_out is not None, "device memory was reclaimed before its copy out was issued"
         whole = compute.alloc(self.nbytes)
-        destination = self.form.destination(whole)
+        destination = whole[self.form.device_bytes :] if self.form.device_bytes else whole
         # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
         # complete before the host copy is read.
         after = [compute.record(), done_out]

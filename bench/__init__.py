@@ -8,7 +8,6 @@ The map holds paths, not modules: the command line lists the themes without impo
 from __future__ import annotations
 
 THEMES: dict[str, str] = {
-    "codec": "chameleon_mm.bench.codec",
     "copy": "chameleon_mm.bench.copy",
     "hooks": "chameleon_mm.bench.hooks",
     "lengths": "chameleon_mm.bench.lengths",

@@ -212,11 +212,11 @@ def _planned(
     with session.pool, session:
         with quiet(device):
             for _ in range(SIMULATED_WARMUP_STEPS if device.simulated else PLANNED_WARMUP_STEPS):
-                with session.step(hooked=True):
+                with session.step():
                     step(own)
             before = session.report()
             for _ in range(TIMED_STEPS):
-                with session.step(hooked=True):
+                with session.step():
                     taken.append(step(own))
         after = session.report()
         followed = after.plan_cache_hits - before.plan_cache_hits

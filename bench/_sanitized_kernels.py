@@ -19,17 +19,12 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.bench._sanitized_memory import CANARY_BYTES, Memory
-
-if TYPE_CHECKING:
-    from chameleon_mm.kernels.codec import Codec
-
-_NOT_A_STATUS = 77
 
 Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]
 """dtype, sizes, strides, and how many elements it lies off a boundary."""
@@ -48,7 +43,6 @@ class Case:
 def cases(place: torch.device) -> Iterator[Case]:
     """All of them, on tensors of `place`: a CUDA GPU, or the CPU under Triton's interpreter."""
     from chameleon_mm.bench._copy_kernel import BLOCK_BYTES
-    from chameleon_mm.kernels.codecs import CODECS
 
     sizes = (0, 1, 15, 16, 17, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 8)
     for at_end in (False, True):
@@ -64,17 +58,6 @@ def cases(place: torch.device) -> Iterator[Case]:
                 yield Case(f"checksum, {nbytes} bytes, {where}", run)
             for kind, layouts in batches(sizes).items():
                 yield Case(f"pack, {kind}, {where}", partial(_packed, place, layouts, at_end, num_programs))
-        for codec in CODECS:
-            for number, count in enumerate(counts(codec)):
-                programs = (1, 3)[number % 2]
-                for fitting in (True, False):
-                    kind = "numbers that fit" if fitting else "any bytes"
-                    run = partial(_coded, place, codec, count, fitting, at_end, programs)
-                    yield Case(f"{codec.name}, {count} elements, {kind}, {edge}", run)
-                yield Case(
-                    f"{codec.name}, {count} elements, decoding any bytes, {edge}",
-                    partial(_decoded, place, codec, count, at_end, programs),
-                )
 
 
 def batches(sizes: Sequence[int]) -> dict[str, list[Layout]]:
@@ -93,21 +76,6 @@ def batches(sizes: Sequence[int]) -> dict[str, list[Layout]]:
         ],
         "overlapping": [(torch.int32, (9, 4), (1, 1), 0), (torch.uint8, (33, 20), (2, 1), 1)],
     }
-
-
-def counts(codec: Codec) -> tuple[int, ...]:
-    """Elements to encode: around the units and the blocks of `codec`."""
-    from chameleon_mm.kernels.codec_bool import BLOCK_WORDS
-    from chameleon_mm.kernels.codec_narrow import BLOCK_ELEMENTS
-    from chameleon_mm.kernels.codec_pack12 import BLOCK_ELEMENTS as RECORD_ELEMENTS
-    from chameleon_mm.kernels.codec_pack12 import BLOCKS_AT_ONCE
-
-    few = (0, 1, 7, 8, 15, 16, 17)
-    if codec.name == "pack12":
-        step = RECORD_ELEMENTS * BLOCKS_AT_ONCE
-        return (*few, RECORD_ELEMENTS - 1, RECORD_ELEMENTS, RECORD_ELEMENTS + 1, step, step + RECORD_ELEMENTS + 3)
-    step = 8 * BLOCK_WORDS if codec.name == "bool_as_bits" else BLOCK_ELEMENTS
-    return (*few, 127, 128, 129, step - 1, step, step + 1, 2 * step + 17)
 
 
 def _copied(place: torch.device, nbytes: int, shifts: tuple[int, int], at_end: bool, num_programs: int) -> bool:
@@ -150,53 +118,6 @@ def _packed(place: torch.device, layouts: Sequence[Layout], at_end: bool, num_pr
     others = [_tensor(m.part, layout) for m, layout in zip(targets, layouts, strict=True)]
     unpack(staging.part, others, num_programs=num_programs)
     return staging.holds(expected) and all(m.holds(part) for m, part in zip(targets, wanted, strict=True))
-
-
-def _coded(place: torch.device, codec: Codec, count: int, fitting: bool, at_end: bool, num_programs: int) -> bool:
-    """Encode, and where the status says exact decode."""
-    raw = values(codec, count) if fitting else torch.randint(0, 256, (count * element_bytes(codec),), dtype=torch.uint8)
-    src, back = (Memory.random(raw.numel(), place, at_end=at_end) for _ in range(2))
-    src.part.copy_(raw)
-    dst = Memory.random(codec.encoded_bytes(raw.numel()), place, at_end=at_end)
-    status = torch.full((1,), _NOT_A_STATUS, dtype=torch.int32, device=place)
-    expected, expected_status = dst.expected(), torch.empty(1, dtype=torch.int32)
-    codec.encode_reference(raw, expected, expected_status)
-    codec.encode(src.part, dst.part, status, num_programs=num_programs)
-    is_exact = int(expected_status) == 0
-    if int(status) != int(expected_status) or (fitting and not is_exact) or not src.holds(raw):
-        return False
-    if not is_exact:
-        return dst.canaries_live()  # what the part holds means nothing
-    codec.decode(dst.part, back.part, num_programs=num_programs)
-    return dst.holds(expected) and back.holds(raw)
-
-
-def _decoded(place: torch.device, codec: Codec, count: int, at_end: bool, num_programs: int) -> bool:
-    """Decode what no encode wrote: whatever comes out, nothing beside the buffers is touched."""
-    nbytes = count * element_bytes(codec)
-    src = Memory.random(codec.encoded_bytes(nbytes), place, at_end=at_end)
-    dst = Memory.random(nbytes, place, at_end=at_end)
-    codec.decode(src.part, dst.part, num_programs=num_programs)
-    return src.is_intact() and dst.canaries_live()
-
-
-def values(codec: Codec, count: int) -> Tensor:
-    """The bytes of `count` elements that `codec` holds: (count * element_bytes(codec),) uint8."""
-    numbers = torch.randn(count)
-    made: dict[str, Callable[[], Tensor]] = {
-        "bool_as_bits": lambda: torch.randint(0, 2, (count,), dtype=torch.uint8),
-        "int64_as_int16": lambda: torch.randint(-(1 << 15), 1 << 15, (count,)),
-        "int64_as_int32": lambda: torch.randint(-(1 << 31), 1 << 31, (count,)),
-        "fp32_as_bf16": lambda: numbers.to(torch.bfloat16).float(),
-        "fp32_as_fp16": lambda: numbers.to(torch.float16).float(),
-        "pack12": lambda: numbers.to(torch.bfloat16),
-    }
-    return made[codec.name]().view(torch.uint8)
-
-
-def element_bytes(codec: Codec) -> int:
-    dtypes = (torch.bool, torch.bfloat16, torch.float32, torch.int64)
-    return next(dtype.itemsize for dtype in dtypes if codec.applies_to(dtype))
 
 
 def _memory_for(layout: Layout, place: torch.device, *, at_end: bool) -> Memory:

@@ -38,10 +38,7 @@ from chameleon_mm.device.stand_in import is_stand_in
 
 NAME = "compute-sanitizer"
 
-KERNELS = (
-    "copy_kernel", "pack_kernel", "unpack_kernel", "narrow_kernel", "widen_kernel", "bools_to_bits_kernel",
-    "bits_to_bools_kernel", "pack12_encode_kernel", "pack12_decode_kernel", "checksum_kernel",
-)  # fmt: skip
+KERNELS = ("copy_kernel", "pack_kernel", "unpack_kernel", "checksum_kernel")
 """What is instrumented. Torch's own kernels fill and compare here: watching them too would cost time and tell nothing."""
 
 OPTIONS = (

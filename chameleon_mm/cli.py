@@ -102,7 +102,6 @@ the fused GELU, and their loss in the dtype of the logits. What is printed as a 
 Exits with 1 if no plan keeps within the budgets.
 """
 _BENCH = {
-    "codec": "lossless codecs on what a model really saves: share that is exact, ratio, and rates of the kernels",
     "copy": "H2D and D2H rates by size, pinned against pageable, and both ways at once",
     "hooks": "what a saved tensor costs the host, save and use, over hooks that do nothing: where it stays, where it moves",
     "lengths": "training whose batch length changes with every step, simulated: recorded, followed, over the budget; --svg",

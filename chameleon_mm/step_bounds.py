@@ -126,7 +126,7 @@ class StepBounds:
             self._is_checked = True
         self._optimizer_steps = self._num_forwards = 0
         self._writes = self._count_writes()
-        step = self.session.step(hooked=True)  # hooks tell whether a backward has run
+        step = self.session.step()
         step.__enter__()
         self._step = step
 

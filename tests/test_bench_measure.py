@@ -197,7 +197,6 @@ def test_buffers_are_random_and_given_back(device: Device, no_gc: None) -> None:
 
 def test_every_theme_names_a_module_of_the_package() -> None:
     themes = {
-        "codec",
         "copy",
         "hooks",
         "lengths",

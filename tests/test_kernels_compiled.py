@@ -25,18 +25,6 @@ KERNELS: dict[str, tuple[int, int, int]] = {
     "pack": (4, 4, 64),
     "unpack": (4, 4, 64),
     "checksum": (0, 0, 128),
-    "int64_as_int16.encode": (8, 2, 64),
-    "int64_as_int16.decode": (2, 8, 64),
-    "int64_as_int32.encode": (8, 4, 64),
-    "int64_as_int32.decode": (4, 8, 64),
-    "fp32_as_bf16.encode": (4, 2, 64),
-    "fp32_as_bf16.decode": (2, 4, 64),
-    "fp32_as_fp16.encode": (4, 2, 80),
-    "fp32_as_fp16.decode": (2, 4, 64),
-    "bool_as_bits.encode": (4, 0, 64),
-    "bool_as_bits.decode": (0, 4, 64),
-    "pack12.encode": (2, 0, 128),
-    "pack12.decode": (0, 2, 128),
 }
 
 COMPILED = """
@@ -45,11 +33,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from chameleon_mm.bench import _copy_kernel as copy
-from chameleon_mm.kernels import checksum, codec_bool, codec_narrow, codec_pack12, pack, pack_table
+from chameleon_mm.kernels import checksum, pack, pack_table
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
-coded = {"src": "*u8", "dst": "*u8", "status": "*i32", "count": "i64"}
-decoded = {"src": "*u8", "dst": "*u8", "count": "i64"}
 packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
 copied = {"dst": "*u8", "src": "*u8", "head": "i32", "nbytes": "i64"}
 kernels = {
@@ -61,16 +47,7 @@ kernels = {
         {"src": "*u8", "out": "*i64", "nbytes": "i64"},
         {"BLOCK": checksum.BLOCK_WORDS, "STEP": checksum.STEP, "FIRST": checksum.FIRST, "SECOND": checksum.SECOND},
     ),
-    "bool_as_bits.encode": (codec_bool.bools_to_bits_kernel, coded, {"REASON": 1, "BLOCK": codec_bool.BLOCK_WORDS}),
-    "bool_as_bits.decode": (codec_bool.bits_to_bools_kernel, decoded, {"BLOCK": codec_bool.BLOCK_WORDS}),
-    "pack12.encode": (codec_pack12.pack12_encode_kernel, coded, {"REASON": 4, "BLOCKS": codec_pack12.BLOCKS_AT_ONCE}),
-    "pack12.decode": (codec_pack12.pack12_decode_kernel, decoded, {"BLOCKS": codec_pack12.BLOCKS_AT_ONCE}),
 }
-for codec in (codec_narrow.INT64_AS_INT16, codec_narrow.INT64_AS_INT32, codec_narrow.FP32_AS_BF16, codec_narrow.FP32_AS_FP16):
-    shared = {**codec.words(), "BLOCK": codec.block_elements}
-    encode = {**shared, "CODE": codec.code, "REASON": int(codec.reason)}
-    kernels[codec.name + ".encode"] = (codec_narrow.narrow_kernel, coded, encode)
-    kernels[codec.name + ".decode"] = (codec_narrow.widen_kernel, decoded, {**shared, "DECODE": codec.expand})
 
 report = {}
 for name, (kernel, types, constants) in kernels.items():
@@ -78,8 +55,6 @@ for name, (kernel, types, constants) in kernels.items():
     aligned = {(i,): [["tt.divisibility", UNIT_BYTES]] for i, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(kernel, {**types, **dict.fromkeys(constants, "constexpr")}, constants, aligned)
     options = {"num_warps": 8, "enable_fp_fusion": False}
-    if name.startswith("pack12"):
-        options["maxnreg"] = codec_pack12.MAX_REGISTERS  # as it is launched
     binary = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options)
     cubin = pathlib.Path(sys.argv[2], name + ".cubin")
     cubin.write_bytes(binary.asm["cubin"])

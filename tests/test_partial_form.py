@@ -133,7 +133,7 @@ def test_what_it_takes_at_each_place() -> None:
     assert device.peak_allocated_bytes() == NBYTES + HEAD  # a moment in which both are there
     device.reset_peaks()
     life.arrive()
-    assert device.allocated_bytes() == life.saved.swap_in_bytes == NBYTES
+    assert device.allocated_bytes() == life.saved.nbytes == NBYTES
     assert device.peak_allocated_bytes() == NBYTES + HEAD
     life.use()
     life.saved.drop_used()
@@ -254,10 +254,13 @@ def keeps_it_after_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sends_the_first_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_bytes(self: PartialForm, storage: torch.UntypedStorage, alloc_stream: Any) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8).set_(storage)[: storage.nbytes() - self.device_bytes]
+    swap_out = Transfer.swap_out
 
-    monkeypatch.setattr(PartialForm, "source", first_bytes)
+    def first_bytes(self: Transfer, host: Tensor, source: Tensor, after: Any, **how: Any) -> Any:
+        whole = torch.empty(0, dtype=torch.uint8).set_(source.untyped_storage())
+        return swap_out(self, host, whole[: source.numel()], after, **how)
+
+    monkeypatch.setattr(Transfer, "swap_out", first_bytes)
 
 
 def leaks_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -284,7 +284,7 @@ def test_what_is_restored_does_not_undo_what_its_owner_wrote(sim: cm.SimDevice) 
 
 
 def _wait_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SavedStorage, "_reads_uncovered", lambda self, source: False)
+    monkeypatch.setattr(SavedStorage, "_reads_uncovered", lambda self: False)
 
 
 def test_where_such_copies_wait_in_the_queue_the_simulator_names_the_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.bench import codec, pack
-from chameleon_mm.bench._codec_activations import Shape
+from chameleon_mm.bench import pack
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED, withheld
 from chameleon_mm.bench.pinned import command as pinned
@@ -36,7 +35,6 @@ ITEMS: Mapping[str, Item] = {
     "copies_by_engine": copies.by_engine,
     "copies_by_kernel": copies.by_kernel,
     "pack": lambda: _pack(resolve_device("cuda")),
-    "codec": lambda: _codec(resolve_device("cuda")),
     "pinning": pinning.rates,
     "pools": lambda: _pools(resolve_device("cuda")),
     "pinning_beside_gemm": pinning.beside_gemm,
@@ -45,8 +43,8 @@ ITEMS: Mapping[str, Item] = {
     "oom_retry": memory.oom_retry,
     "host_pointers": pinning.host_pointers,
 }
-"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pack`, `codec` and
-`pools` are the themes `pack`, `codec` and `pinned`, whole: in this record, as the files that one run may leave are taken."""
+"""Last what may leave the CUDA context broken: an access to host memory that the device cannot reach. `pack` and `pools`
+are the themes `pack` and `pinned`, whole: in this record, as the files that one run may leave are taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,11 +83,6 @@ def _pack(device: Device) -> dict[str, Any]:
     if not is_stand_in(device.name):
         return pack.measure(device, pack.cases(device)).to_dict()
     return pack.measure(device, pack.cases(device, (16 * KIB,)), repeats=1, counts=(16,)).to_dict()
-
-
-def _codec(device: Device) -> dict[str, Any]:
-    shape = Shape(layers=1, width=64, batch=2, steps=1) if is_stand_in(device.name) else None
-    return codec.measure(device, shape).to_dict()
 
 
 def _pools(device: Device) -> dict[str, Any]:

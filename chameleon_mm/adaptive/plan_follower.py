@@ -55,7 +55,7 @@ class PlanFollower(Director):
         "_budget", "_cached_hooks", "_checked_at", "_cursor", "_diverged", "_due", "_entry", "_epoch", "_first_bytes",
         "_first_saves", "_growth_bytes", "_had_plan", "_last_entry", "_matcher", "_may_recompute", "_memory", "_plan_forecast",
         "_planned", "_predicted", "_reached", "_recorded_hooks", "_recorder", "_schedule", "_steps", "_storages",
-        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light", "moves_nothing",
+        "_trace_forecast", "adaptation", "at_rest_until", "followed", "light",
     )  # fmt: skip
 
     def __init__(self, adaptation: Adaptation) -> None:
@@ -63,7 +63,7 @@ class PlanFollower(Director):
         self.light: LightProfiler = LightProfiler()
         self._plan_forecast = PlanForecast()
         self._trace_forecast = TraceForecast()
-        self._epoch, self.moves_nothing = -1, False
+        self._epoch = -1
         self._last_entry: StepEntry | None = None
         """The cached step that the last one agreed with to its end."""
         self._budget: Budget | None = None
@@ -97,7 +97,6 @@ class PlanFollower(Director):
 
     def end_step(self, recorder: Recorder | None, compute: Stream, growth_bytes: int, *, completed: bool) -> StepKind:
         num_hooks, entry = self.light.num_hooks, self._entry
-        self.moves_nothing = self._planned is not None and self._planned.moves_nothing
         self.note_growth(growth_bytes, at_hook=entry is not None and entry.record.num_hooks == num_hooks, hook=num_hooks)
         step = FollowedStep(
             record=self.light.end_step(),

@@ -188,10 +188,9 @@ class PlannedStep:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the plan to follow moves and drops nothing, none is on trial, and nothing is saved behind the first use."""
+        """Whether the plan to follow moves and drops nothing, and none is on trial."""
         current = self.current
-        nothing = self.is_decided and current is not None and not current.schedule.plan.actions
-        return nothing and self.record.saves_come_first
+        return self.is_decided and current is not None and not current.schedule.plan.actions
 
     def bytes_by_class(self) -> dict[str, int]:
         """Bytes that the plan to follow keeps, swaps, recomputes and holds; empty where there is none."""

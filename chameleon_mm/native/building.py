@@ -21,10 +21,10 @@ import torch
 
 from chameleon_mm.errors import NativeBuildError
 
-HELPERS = ("stays", "planned", "reclaim", "memory", "switch")
+HELPERS = ("stays", "planned", "reclaim", "memory")
 """Names of the helpers, each of a source beside this file."""
 
-OF_CUDA = ("planned", "reclaim", "memory", "switch")
+OF_CUDA = ("planned", "reclaim", "memory")
 """Those that are of use with torch's CUDA build alone."""
 
 CACHE = Path("~", ".cache", "chameleon_mm", "native")

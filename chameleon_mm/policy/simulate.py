@@ -163,7 +163,7 @@ class Simulator:
         for action in actions:
             who = f"plan, tensor {action.tensor}"
             if action.kind is not ActionKind.SWAP:
-                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; only swaps can be simulated")
+                raise ValueError(f"{who}: expected a swap, got {action.kind.value}; put what is recomputed or held last")
             if not 0 <= action.tensor < len(self._row) or self._row[action.tensor] < 0:
                 raise ValueError(f"{who}: expected one of the {len(self._candidates)} candidates, got another; {again}")
         moves = ActionColumns.of(actions, self.trace)

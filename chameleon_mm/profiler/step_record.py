@@ -137,10 +137,5 @@ class StepRecord:
         return len(self.features)
 
     @property
-    def saves_come_first(self) -> bool:
-        """Whether no save comes behind a use: one forward, one backward, and nothing that saves in it."""
-        return all(save == NOT_A_USE for save in self.save_of[: self.num_saves])
-
-    @property
     def num_saves(self) -> int:
         return self.save_of.count(NOT_A_USE)

@@ -9,9 +9,6 @@ _NVRTC = "compiles CUDA C++ at run time (NVRTC); the stand-in runs no machine co
 _INDUCTOR = "inductor compiles Triton kernels for the GPU's machine code; the stand-in runs Triton in its interpreter alone"
 
 TESTS: dict[str, str] = {
-    "tests/test_bench_codec.py::test_a_gpus_kernels_have_rates": (
-        "measures kernels on megabytes; Triton's interpreter needs minutes for them, and their rates would say nothing"
-    ),
     "tests/test_gpu_small_memory.py::test_a_quarter_of_the_peak_is_enough_for_the_caching_allocator[large]": (
         "needs 32 GiB of device memory, which are the host's here"
     ),

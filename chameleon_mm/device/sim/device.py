@@ -8,9 +8,8 @@ d2h = device.new_stream("d2h"); d2h.wait(ready); d2h.copy(host, hbm)      # see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,9 +141,6 @@ class SimDevice:
             ledger = self._machine.ledger
             ledger.settle()
             return MemoryReading(ledger.allocated_bytes, ledger.cumulative_bytes, ledger.peak_bytes)
-
-    def hook_switch(self, save: Callable[[Tensor], Any]) -> None:
-        return None
 
     def allocator_hook(self) -> SimAllocatorHook | None:
         return SimAllocatorHook(self._machine) if self._has_allocator_hook else None

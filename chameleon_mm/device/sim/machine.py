@@ -11,11 +11,12 @@ Everything here runs under `lock`; all threads count as one host.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from chameleon_mm.device.checksum import add_by_operators
 from chameleon_mm.device.sim.allocator_hook import HeldStorages
 from chameleon_mm.device.sim.checks import check_batch, check_copy, packed_parts
 from chameleon_mm.device.sim.cost import CopyEngine, CostModel, Span
@@ -257,23 +258,23 @@ class Machine:
             self.run_kernel(stream, self.cost.device_copy_us(total))
             self._defer(stream, lates)
 
-    def run_codec(
-        self, stream: SimStream, what: str, run: Callable[[], None], reads: Sequence[Tensor], writes: Sequence[Tensor]
-    ) -> None:
-        """Run one kernel whose work `run` does, on a compute stream, in program order."""
+    def add_checksum(self, stream: SimStream, out: Tensor, src: Tensor) -> None:
+        """Run one kernel, on a compute stream, in program order."""
         if stream.late:
-            raise ValueError(f"{what}: expected a compute stream, got {stream.name}, which is for copies: use current_stream()")
+            raise ValueError(
+                f"checksum: expected a compute stream, got {stream.name}, which is for copies: use current_stream()"
+            )
         with self.lock:
             self.ledger.settle()
-            if any(self._adopt(t).host for t in (*reads, *writes)):
-                raise ValueError(f"{what}: expected buffers in device memory, got one of pinned host memory: copy it")
+            if self._adopt(src).host or self._adopt(out).host:
+                raise ValueError("checksum: expected buffers in device memory, got one of pinned host memory: copy it")
             self.host_us += self.cost.triton_launch_us
             self.begin(stream)
-            label = f"{what} on {stream.name}"
-            moved = self.access(stream, reads, write=False, label=label) + self.access(stream, writes, write=True, label=label)
+            label = f"checksum on {stream.name}"
+            moved = self.access(stream, [src], write=False, label=label) + self.access(stream, [out], write=True, label=label)
             self.run_kernel(stream, self.cost.device_copy_us(moved // 2))
             with torch._C._DisableTorchDispatch(), torch.no_grad():
-                run()
+                add_by_operators(out.view(torch.int64), src)
 
     def _adopt(self, end: Tensor) -> Buffer:
         # What was never seen is the device's memory, allocated where torch's operators run: not the copy stream's.

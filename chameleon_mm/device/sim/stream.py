@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import add_by_operators, check_sum
+from chameleon_mm.device.checksum import check_sum
 from chameleon_mm.device.protocols import Event
 from chameleon_mm.device.sim.late_copy import LateCopy, carry_out
 from chameleon_mm.device.sim.shadow import Access, Clock, Extent
 
 if TYPE_CHECKING:
     from chameleon_mm.device.sim.machine import Machine
-    from chameleon_mm.kernels.codec import Codec
 
 
 class SimEvent:
@@ -112,18 +111,7 @@ class SimStream:
         """Add as `Stream.add_checksum` does, for one launch and one reading of the bytes. Raises `ValueError` also for host
         memory and on a stream of copies, `SimRaceError`."""
         check_sum(out, src, torch.device("cpu"))
-        self._machine.run_codec(self, "checksum", lambda: add_by_operators(out.view(torch.int64), src), [src], [out])
-
-    def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
-        """Encode as `Stream.encode` does, by the codec's torch reference, for one launch and the bytes' way through device
-        memory. Raises `ValueError` also for host memory and on a stream of copies, `SimRaceError`."""
-        self._machine.run_codec(
-            self, f"encode {codec.name}", lambda: codec.encode_reference(src, dst, status), [src], [dst, status]
-        )
-
-    def decode(self, codec: Codec, src: Tensor, dst: Tensor) -> None:
-        """Decode as `Stream.decode` does, priced and checked as `encode` is."""
-        self._machine.run_codec(self, f"decode {codec.name}", lambda: codec.decode_reference(src, dst), [src], [dst])
+        self._machine.add_checksum(self, out, src)
 
     def record(self, *, timed: bool = False) -> SimEvent:
         """Record as `Stream.record` does."""

@@ -234,7 +234,7 @@ class PinnedPool:
 
     def units_reader(self) -> Callable[[], Units]:
         """Function that tells what live blocks hold as of the latest call, as `units_bytes` reads it. It takes no lock."""
-        return self._ledger.units_reader()
+        return self._chunks.free_list.units_reader()
 
     def stats(self) -> PoolStats:
         """Statistics of what the pool holds now, every release up to here counted. Not for finalizers: it takes the pool's
@@ -246,7 +246,7 @@ class PinnedPool:
         """The most bytes that live blocks held since the last call, as `PoolStats.live_bytes` counts them."""
         with self._ledger.lock:
             self._ledger.drain()
-            return self._ledger.recent_peak_bytes()
+            return self._chunks.free_list.recent_peak()
 
     def close(self) -> None:
         """Free all memory, once the device is done with it (the host waits). A second call does nothing.

@@ -1,4 +1,4 @@
-"""Benchmarks, one module per theme, or a folder whose `command` it is.
+"""Benchmarks, one module per theme.
 
     THEMES[name] -> module path; module.add_arguments(parser); module.run(args, console) -> exit code
 
@@ -14,7 +14,7 @@ THEMES: dict[str, str] = {
     "memory": "chameleon_mm.bench.memory",
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",
-    "pinned": "chameleon_mm.bench.pinned.command",
+    "pinned": "chameleon_mm.bench.pinned",
     "planner": "chameleon_mm.bench.planner",
     "profiler": "chameleon_mm.bench.profiler",
     "reclaim": "chameleon_mm.bench.reclaim",

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chameleon_mm.bench._environment import processor_name
 from chameleon_mm.bench._measure import Column, Figure, Results, interleave
-from chameleon_mm.bench.pinned.command import processor_name
 from chameleon_mm.device.cuda import CudaStream
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.protocols import Device

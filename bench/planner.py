@@ -18,6 +18,7 @@ from math import inf, log
 
 from rich.console import Console
 
+from chameleon_mm.bench._environment import processor_name
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
 from chameleon_mm.bench._planner_traces import (
     HOOKS_PER_1000,
@@ -29,7 +30,6 @@ from chameleon_mm.bench._planner_traces import (
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.bench._swap_first import swap_first
-from chameleon_mm.bench.pinned.command import processor_name
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.policy import (

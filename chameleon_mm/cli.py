@@ -108,7 +108,7 @@ _BENCH = {
     "memory": "a step's peak on the simulator and by torch's caching allocator, side by side, and what is reserved",
     "overlap": "compute beside copies and packing: what it loses, what is hidden, how long an urgent copy waits",
     "pack": "many tensors to pinned memory by every way there is, and what packing costs the host",
-    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps, pinning rates; each beside its peers",
+    "pinned": "the host allocator alone: time of a block, bytes lost on recorded steps; beside torch's pinned cache",
     "profiler": "what watching a step costs the host, by every way there is, from hooks that do nothing to torch.profiler",
     "reclaim": "device memory of a step by each way of giving it back: record_stream, at hooks, in the allocator; --svg",
     "timeline": "one step by a plan on a simulated GPU: kernels, copies and memory over time, as a picture",

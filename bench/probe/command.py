@@ -18,16 +18,13 @@ from typing import Any
 
 from rich.console import Console
 
-from chameleon_mm.bench import pack
+from chameleon_mm.bench import pack, pinned
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED, withheld
-from chameleon_mm.bench.pinned import command as pinned
 from chameleon_mm.bench.probe import copies, costs, memory, pinning
 from chameleon_mm.device import Device, resolve_device
 from chameleon_mm.device.stand_in import is_stand_in
-from chameleon_mm.units import KIB, MIB
-
-_CPU_PIN_BYTES = 16 * MIB
+from chameleon_mm.units import KIB
 
 Item = Callable[[], dict[str, Any]]
 
@@ -88,7 +85,7 @@ def _pack(device: Device) -> dict[str, Any]:
 def _pools(device: Device) -> dict[str, Any]:
     if not is_stand_in(device.name):
         return pinned.measure(device).to_dict()
-    return pinned.measure(device, traces=("moe",), live=(256,), nbytes=_CPU_PIN_BYTES, repeats=2).to_dict()
+    return pinned.measure(device, live=(256,), repeats=2).to_dict()
 
 
 def ask(

@@ -1,7 +1,7 @@
 """The chunks of one pool: regions of one free list, each with the memory behind it.
 
     wanted = chunks.make_room(size, limit)      # how large the next chunk is; unused ones are detached for it
-    chunks.give_back()                          # what was detached goes back to the device, which may have to be waited for
+    chunks.free()                               # what was detached goes back to the device, which may have to be waited for
     chunks.pin(wanted); chunks.admit()          # another one comes
     chunk = chunks.of(offset)
 
@@ -57,7 +57,7 @@ class Chunk:
 
 class Chunks:
     """The pinned regions of one pool, got from and given back to `device`. Not thread-safe: the pool's lock guards it, but for
-    `pin` and `give_back`, which one thread at a time calls without that lock.
+    `pin` and `free`, which one thread at a time calls without that lock.
 
     `chunk_bytes` is the size of a chunk, None for one that grows with what is reserved up to 1 GiB.
     """

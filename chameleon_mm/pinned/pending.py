@@ -82,9 +82,6 @@ class PendingRanges:
         self._events: list[tuple[Event, ...]] = []
         self._sweep_at = _SWEEP_AT
 
-    def __len__(self) -> int:
-        return len(self.starts)
-
     def __iter__(self) -> Iterator[Event]:
         for events in self._events:
             yield from events

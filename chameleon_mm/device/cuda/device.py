@@ -28,7 +28,7 @@ from chameleon_mm.device.cuda.stream import CudaEvent, CudaStream, batch_copies
 from chameleon_mm.device.numa import PreferredNode, near_node
 from chameleon_mm.device.packing import PACK_PROGRAMS, Packer
 from chameleon_mm.device.pinning import PageLocker, pageable_memory
-from chameleon_mm.device.protocols import Device, Event, MemoryReading
+from chameleon_mm.device.protocols import MemoryReading
 from chameleon_mm.errors import DeviceUnavailable
 from chameleon_mm.units import MIB
 
@@ -203,7 +203,6 @@ class CudaDevice:
 
 
 _ERROR_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
-_BLOCKING_HANDLES = (0, 1, 2)  # the null stream, which is cudaStreamLegacy by default, and cudaStreamPerThread
 
 
 class CupyPinning:
@@ -228,15 +227,3 @@ class CupyPinning:
         """The error at which CuPy, with a warning, copies from ordinary memory: no more can be pinned."""
         error: Exception = self._cuda.runtime.CUDARuntimeError(_ERROR_MEMORY_ALLOCATION)
         return error
-
-    def events(self, device: Device) -> tuple[Event, ...]:
-        """Events behind what CuPy's users have queued so far on `device`'s blocking streams, and on this thread's current
-        stream."""
-        if not isinstance(device, CudaDevice):
-            return (device.current_stream().record(),)
-        null = CudaStream(device, torch.cuda.default_stream(device.index), "null")
-        handle = int(self._cuda.get_current_stream(device.index).ptr)
-        if handle in _BLOCKING_HANDLES:
-            return (null.record(),)
-        current = CudaStream(device, torch.cuda.ExternalStream(handle, device=device.index), "cupy")
-        return (null.record(), current.record())

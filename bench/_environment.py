@@ -55,6 +55,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What the kernel calls the first processor; the architecture where it does not say."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name"]
+    return names[0] if names and names[0] else platform.machine() or "unknown processor"
+
+
 def checkout_root() -> Path | None:
     """The directory of the checkout this module runs from, or None for an installed wheel.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._hooks_peers import TENSOR_BYTES, TIMED_STEPS, UNPLANNED_STEPS, quiet
-from chameleon_mm.bench._profiler_peers import PassThrough
+from chameleon_mm.bench.profiler import PassThrough
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value

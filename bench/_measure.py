@@ -27,16 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chameleon_mm.bench._environment import commit, environment, result_name, versions, write_record, write_text
+from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.outputs import print_table
 
-__all__ = [
-    "Cell", "Column", "Figure", "Results", "Waived",
-    "add_output_arguments", "commit", "environment", "interleave", "result_name", "timed_us", "versions",
-]  # fmt: skip
-
+__all__ = ["Cell", "Column", "Figure", "Results", "Waived", "add_output_arguments", "environment", "interleave", "timed_us"]
 
 _Sample = TypeVar("_Sample")
 
@@ -120,7 +116,7 @@ class Row:
 
 
 class Results:
-    """The table of one theme on one device: rows of cells under fixed columns, as text, Markdown and JSON.
+    """The table of one theme on one device: rows of cells under fixed columns, as text and JSON.
 
     On the CUDA stand-in figures that only a GPU has are waived as they are added.
     """
@@ -166,28 +162,11 @@ class Results:
             "notes": list(self.notes),
         }
 
-    def write_json(self, path: str | Path) -> None:
-        """Write the table with its header to `path`, making the folder where it is missing."""
-        write_record(Path(path), self.to_dict())
-
-    def write_markdown(self, path: str | Path) -> None:
-        """Write the table as Markdown to `path`, making the folder where it is missing."""
-        write_text(Path(path), self.markdown(), self.header)
-
     def deliver(self, args: argparse.Namespace, console: Console) -> None:
-        """Print the table, and write the files that `add_output_arguments` let the user ask for."""
+        """Print the table, and write the file that `add_output_arguments` let the user ask for."""
         self.show(console)
         if args.json:
-            self.write_json(args.json)
-        if args.markdown:
-            self.write_markdown(args.markdown)
-
-    def markdown(self) -> str:
-        """The table as Markdown, the header and every waived reason below it."""
-        lines = ["| | " + " | ".join(_title(column) for column in self.columns) + " |"]
-        lines.append("|---|" + "---:|" * len(self.columns))
-        lines += [f"| {row.name} | " + " | ".join(str(row.cells[c.key]) for c in self.columns) + " |" for row in self.rows]
-        return "\n".join([*lines, "", *(f"- {line}" for line in self._footer(self.columns))]) + "\n"
+            write_record(Path(args.json), self.to_dict())
 
     def show(self, console: Console) -> None:
         """Print the table, then what its numbers depend on.
@@ -319,7 +298,6 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
-    parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown to FILE")
 
 
 def check_share(share: float) -> None:

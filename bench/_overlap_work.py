@@ -1,11 +1,11 @@
 """The two sides of an overlap: operators on the compute stream, and traffic on streams of its own.
 
-    traffic = Copier(device, buffers, chunk_bytes)        # or Packs, of _overlap_packing.py
+    traffic = Copier(device, buffers, chunk_bytes)        # or PackedCopies
     beside = Beside(traffic, operator, count, ("h2d",), units)
     interleave(beside.peers())          # compute alone | traffic alone | serial: compute, then traffic | together
 
-Traffic comes in units, a copy or a launch, which are spread over the operators: all first would leave compute waiting for the
-host.
+Traffic comes in units, a copy or a packed batch, which are spread over the operators: all first would leave compute waiting
+for the host.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import timed_us
+from chameleon_mm.device.packing import packed_offsets
 from chameleon_mm.device.protocols import Device, Event, Stream
 
 _RING = 4  # chunks of pinned memory that copies rotate among, so that no single one sits in the processor's cache
@@ -38,8 +39,8 @@ class Sizes:
     """Size of one copy."""
     target_us: float
     """How long the compute alone should take: the number of operators follows."""
-    launches: int | None = None
-    """Number of pack launches, or of packed batches, in a run; None: it follows from the time of the compute beside them."""
+    batches: int | None = None
+    """Number of packed batches in a run; None: it follows from the time of the compute beside them."""
 
 
 class Sample(NamedTuple):
@@ -105,6 +106,37 @@ class Copier(Traffic):
         hbm, host = self._hbm[name], self._ring[name][turn % _RING]
         dst, src = (hbm, host) if name == "h2d" else (host, hbm)
         self.streams[name].copy(dst, src)
+
+
+class PackedCopies(Traffic):
+    """Batches as the library moves them: packed on a stream of their own, each carried to pinned memory by one copy."""
+
+    NAMES = ("d2h",)
+    TENSORS = 64
+
+    def __init__(self, device: Device, buffers: Buffers, nbytes: int) -> None:
+        """`nbytes` in a batch, a multiple of 64 * 128."""
+        super().__init__(device, {"d2h": device.new_stream("d2h")})
+        self._pack = device.new_stream("pack")
+        self._sources = buffers.on_device(nbytes).split(nbytes // self.TENSORS)
+        self._offsets, total = packed_offsets([t.numel() for t in self._sources])
+        # Two, so that one is packed while the other is copied; as many on the host, so that each copy has a place.
+        self._staging = [buffers.on_device(total) for _ in range(2)]
+        self._host = [buffers.pinned(total) for _ in range(2)]
+        self._copied: list[Event | None] = [None, None]
+
+    def start(self, names: Sequence[str], after: Event) -> None:
+        super().start(names, after)
+        self._pack.wait(after)
+
+    def issue_one(self, name: str, turn: int) -> None:
+        slot, copies = turn % 2, self.streams[name]
+        if (copied := self._copied[slot]) is not None:
+            self._pack.wait(copied)  # the copy out of this staging buffer, before it is packed into again
+        self._pack.pack(self._staging[slot], self._sources, self._offsets)
+        copies.wait(self._pack.record())  # the kernel that fills it, before the copy out of it
+        copies.copy(self._host[slot], self._staging[slot])
+        self._copied[slot] = copies.record()
 
 
 @dataclass(frozen=True, slots=True)

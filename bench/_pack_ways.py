@@ -7,14 +7,14 @@
 
     start = compute.record(); the way; compute waits for it; end = compute.record()       # the same two events for all
 
-Ways that are torch's own run on the current stream, which a GPU's pinned memory makes asynchronous too.
+The loop is torch's own and runs on the current stream, which a GPU's pinned memory makes asynchronous too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -37,9 +37,6 @@ RUN_BYTES = 128
 """Of a strided tensor's row. Every fourth such run of its storage is its own: the executor gathers the bytes of such views."""
 
 _RUN_OF = 4
-
-COPY_PROGRAMS = 64
-"""Programs of the copy kernel that writes one block to pinned memory: enough to fill the link, half of a large GPU's SMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +117,7 @@ NAMES: Mapping[str, tuple[str, str]] = {
     ),
     "pack": ("pack", f"one pack kernel of {PACK_PROGRAMS} programs into device memory, one copy"),
     "loop": ("loop", "a copy of its own for each tensor, asynchronous: copy_, and on the simulator Stream.copy"),
-    "foreach": ("foreach", "torch._foreach_copy_"),
-    "cat": ("cat", "torch.cat into device memory, one copy"),
     "batch": ("batch", "Stream.copy_batch: cudaMemcpyBatchAsync where the driver and CUDA's bindings have it, else copies"),
-    "zero": ("zero-copy", "a kernel that writes to pinned memory itself: pack, or copy_bytes for one block"),
 }
 """Way -> title of its column, and what it does."""
 
@@ -139,24 +133,16 @@ class Ways:
 
     def by_name(self) -> dict[str, Way | Waived]:
         """Each way, or why it cannot be."""
-        table: dict[str, Way | Waived] = {
-            "ours": self._ours, "pack": self._pack, "loop": self._loop, "foreach": self._foreach,
-            "cat": self._cat, "batch": self._batch, "zero": self._zero_copy,
-        }  # fmt: skip
-        one, strided = len(self._work.tensors) == 1, self._work.layout == "strided"
+        table: dict[str, Way | Waived] = {"ours": self._ours, "pack": self._pack, "loop": self._loop, "batch": self._batch}
+        strided = self._work.layout == "strided"
         if strided:
             table["batch"] = Waived("a batch takes flat buffers")
-        if one:
-            table |= dict.fromkeys(("pack", "cat"), Waived("one block: there is nothing to pack"))
-        if is_stand_in(self._device.name):
-            table["zero"] = Waived(NO_TRITON)
-            if strided:
-                table["pack"] = Waived(NO_TRITON)
-        if self._device.simulated:
-            beside = Waived("torch's own copies, and kernels by themselves, do not use the simulated link")
-            table |= dict.fromkeys(("foreach", "cat", "zero"), beside)
-            if strided:
-                table |= dict.fromkeys(("pack", "loop"), Waived("the simulator's streams take flat buffers"))
+        if len(self._work.tensors) == 1:
+            table["pack"] = Waived("one block: there is nothing to pack")
+        if strided and is_stand_in(self._device.name):
+            table["pack"] = Waived(NO_TRITON)
+        if strided and self._device.simulated:
+            table |= dict.fromkeys(("pack", "loop"), Waived("the simulator's streams take flat buffers"))
         return table
 
     def _ours(self, start: Event) -> float:
@@ -220,18 +206,6 @@ class Ways:
                 place.view(t.shape).copy_(t, non_blocking=True)
         return self._device.host_us - began_us
 
-    def _foreach(self, start: Event) -> float:
-        places = [place.view(t.shape) for place, t in zip(self._work.places, self._work.tensors, strict=True)]
-        began_us = self._device.host_us
-        torch._foreach_copy_(places, self._work.tensors, non_blocking=True)
-        return self._device.host_us - began_us
-
-    def _cat(self, start: Event) -> float:
-        work, began_us = self._work, self._device.host_us
-        torch.cat(work.tensors, out=work.staging.view(-1, *work.tensors[0].shape[1:]))
-        work.host.copy_(work.staging, non_blocking=True)
-        return self._device.host_us - began_us
-
     def _batch(self, start: Event) -> float:
         pairs = list(zip(self._work.places, self._work.tensors, strict=True))
         began_us = self._device.host_us
@@ -240,24 +214,10 @@ class Ways:
         self._compute.wait(self._d2h.record())
         return self._device.host_us - began_us
 
-    def _zero_copy(self, start: Event) -> float:
-        work, began_us = self._work, self._device.host_us
-        if len(work.tensors) > 1:
-            self._packing(work.host)
-        else:
-            self._copying(work.host, work.tensors[0])
-        return self._device.host_us - began_us
-
     @cached_property
     def _packing(self) -> Callable[[Tensor], None]:
-        """The kernel by itself: for strided tensors and pinned memory, which `Stream.pack` does not take."""
+        """The kernel by itself: for strided tensors, which `Stream.pack` does not take."""
         from chameleon_mm.kernels.pack import PackTable, pack
 
         tensors, table = self._work.tensors, PackTable(self._work.tensors)
         return lambda out: pack(tensors, out, num_programs=PACK_PROGRAMS, table=table)
-
-    @cached_property
-    def _copying(self) -> Callable[[Tensor, Tensor], None]:
-        from chameleon_mm.bench._copy_kernel import copy_bytes
-
-        return partial(copy_bytes, num_programs=COPY_PROGRAMS)

@@ -14,7 +14,7 @@ Times are the host's, measured, beside a simulated device and the CUDA stand-in 
 the table says so. Each hook is timed by itself: the operators around it take longer, and vary by more than it takes.
 
     bounds:   what stays at most 4 us over hooks that do nothing, save and use together; what moves by plan at most 12 us at
-              its save and 8 us at its use, besides the driver's own copy call, which is timed by itself
+              its save and 8 us at its use
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from rich.console import Console
 from chameleon_mm import native
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.bench._hooks_modes import EMPTY_MODE, NO_MODE, ModeSample, modes
-from chameleon_mm.bench._hooks_peers import COPY_EACH, IDENTITY, TENSOR_BYTES, Sample, peers
+from chameleon_mm.bench._hooks_peers import IDENTITY, TENSOR_BYTES, Sample, peers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of
-from chameleon_mm.bench.probe.copy_call import copy_call_us
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
@@ -44,10 +43,6 @@ COLUMNS = (
     Column(key="use", title="use us", formula="time inside of the hooks of the backward / saved tensors", on_stand_in=True),
     Column(key="save_over", title="save +us", formula=f"save us, less that of {IDENTITY} in the same round", on_stand_in=True),
     Column(key="use_over", title="use +us", formula=f"use us, less that of {IDENTITY} in the same round", on_stand_in=True),
-    Column(
-        key="save_besides", title="save besides", formula="save +us, less the driver's own copy calls out", on_stand_in=True
-    ),
-    Column(key="use_besides", title="use besides", formula="use +us, less the driver's own copy calls back", on_stand_in=True),
     Column(key="both_over", title="both +us", formula="save and use together, less the same", on_stand_in=True),
     Column(key="ratio", title="both x", formula=f"save and use together / those of {IDENTITY}, by round", on_stand_in=True),
     Column(key="left", title="left %", formula="100 * bytes swapped out or dropped / bytes saved", on_stand_in=True),
@@ -56,8 +51,8 @@ COLUMNS = (
 BOUNDS = (
     ("stays, save_on_cpu", "both_over", "save and use over hooks that do nothing", 4.0),
     ("stays, session", "both_over", "save and use over hooks that do nothing", 4.0),
-    ("moves by plan, alone", "save_besides", "save over a hook that does nothing, besides the driver's copy call", 12.0),
-    ("moves by plan, alone", "use_besides", "use over a hook that does nothing, besides the driver's copy call", 8.0),
+    ("moves by plan, alone", "save_over", "save over a hook that does nothing", 12.0),
+    ("moves by plan, alone", "use_over", "use over a hook that does nothing", 8.0),
 )
 """Row, column, what it is, most us."""
 
@@ -122,11 +117,8 @@ def measure(device: Device, *, saves: int, repeats: int) -> Results:
         _beneath(device),
     ]
     samples = interleave(peers(device, saves), warmup=0, repeats=repeats, limit_s=_LIMIT_S)
-    copy_us = None if device.simulated else copy_call_us(device.torch_device.index, TENSOR_BYTES)
-    if copy_us is not None:
-        results.notes.append(f"the driver's own copy call: {copy_us[0]:.2f} us out, {copy_us[1]:.2f} us back")
     for name, taken in samples.items():
-        results.add(name, {"peer": name, "saves": saves, "bytes": TENSOR_BYTES}, cells(name, taken, samples[IDENTITY], copy_us))
+        results.add(name, {"peer": name, "saves": saves, "bytes": TENSOR_BYTES}, cells(name, taken, samples[IDENTITY]))
     return results
 
 
@@ -154,11 +146,8 @@ def mode_cells(taken: Sequence[ModeSample], without: Sequence[ModeSample], empty
     return row
 
 
-def cells(
-    name: str, taken: Sequence[Sample], identity: Sequence[Sample], copy_us: tuple[float, float] | None = None
-) -> Mapping[str, Cell]:
-    """Row of a table, from its samples and those of hooks that do nothing, round by round. `copy_us`: what the driver's copy
-    call takes out and back; None: there is no driver."""
+def cells(name: str, taken: Sequence[Sample], identity: Sequence[Sample]) -> Mapping[str, Cell]:
+    """Row of a table, from its samples and those of hooks that do nothing, round by round."""
     figure = partial(Figure.of, simulated=False)
     row: dict[str, Cell] = {
         "save": figure([sample.save_us for sample in taken], "us"),
@@ -166,16 +155,9 @@ def cells(
         "left": figure([100 * sample.left for sample in taken], "%"),
     }
     if name == IDENTITY:
-        keys = ("save_over", "use_over", "save_besides", "use_besides", "both_over", "ratio")
+        keys = ("save_over", "use_over", "both_over", "ratio")
         return row | dict.fromkeys(keys, Waived("the others are compared with it"))
     rounds = list(zip(taken, identity, strict=True))
-    row |= dict.fromkeys(("save_besides", "use_besides"), Waived("it makes no copy of its own for each tensor"))
-    if name in COPY_EACH:
-        row |= dict.fromkeys(("save_besides", "use_besides"), Waived("no driver is beneath it"))
-        if copy_us is not None:
-            out_us, back_us = copy_us
-            row["save_besides"] = figure([ours.save_us - none.save_us - ours.left * out_us for ours, none in rounds], "us")
-            row["use_besides"] = figure([ours.use_us - none.use_us - ours.left * back_us for ours, none in rounds], "us")
     return row | {
         "save_over": figure([ours.save_us - none.save_us for ours, none in rounds], "us"),
         "use_over": figure([ours.use_us - none.use_us for ours, none in rounds], "us"),

@@ -47,14 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=200, metavar="N", help="steps, each of another length (default: %(default)s)"
     )
-    parser.add_argument("--rows", type=int, default=1, metavar="N", help="rows of a batch (default: %(default)s)")
     parser.add_argument(
         "--share", type=float, default=0.5, metavar="SHARE",
         help="of the longest step's peak, what the budget is, 0 < share < 1 (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--known", action="store_true", help="also run a session that recorded and planned each length before, and compare"
-    )
     parser.add_argument("--svg", metavar="FILE", help="write the run in the session as a picture to FILE (needs matplotlib)")
 
 
@@ -64,11 +60,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.device != "sim":
         raise ValueError(f"--device: expected sim, a small GPU of the benchmark's own, got {args.device!r}; leave it out")
     check_share(args.share)
-    for name in ("steps", "rows"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}: expected 1 or more, got {getattr(args, name)}")
+    if args.steps < 1:
+        raise ValueError(f"--steps: expected 1 or more, got {args.steps}")
     make, lengths = MODELS[args.model], lengths_of(args.distribution, args.steps, Random(5))
-    shapes = [(args.rows, length) for length in lengths]
+    shapes = [(1, length) for length in lengths]
     with console.status("running ..."):
         unswapped = run_lengths(make, shapes, None)
         budget = int(max(unswapped.peaks) * args.share)
@@ -76,16 +71,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         planned = run_lengths(make, shapes, budget)
     results = Results("lengths", SimDevice(SMALL_GPU), COLUMNS)
     results.notes += [
-        f"{args.model}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows {args.rows}",
+        f"{args.model}: {args.steps} steps, {args.distribution} lengths {min(lengths)} to {max(lengths)}, rows 1",
         f"HBM budget {format_size(budget)}; losses equal to those without a session in all steps: "
         + ("yes" if planned.losses == by_rule.losses == unswapped.losses else "NO"),
     ]
     for name, one in (("no session", unswapped), ("plans=False", by_rule), ("session", planned)):
         results.add(name, {"budget_bytes": budget}, _cells(one, unswapped, name))
-    if args.known:
-        with console.status("running where each length is known ..."):
-            known_us = sum(run_lengths(make, shapes, budget, known=True).times_us)
-        results.notes.append(f"time / that of a session that knew each length before: {sum(planned.times_us) / known_us:.4f}")
     results.deliver(args, console)
     if args.svg:
         title = f"{args.steps} steps of {args.distribution} lengths, {args.model}-shaped model (simulated)"

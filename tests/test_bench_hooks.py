@@ -12,9 +12,8 @@ from rich.console import Console
 
 from chameleon_mm.bench import _hooks_modes, hooks
 from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
-from chameleon_mm.bench._hooks_peers import BY_HAND, COPY_EACH, DROPPED, IDENTITY, Sample
+from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
-from chameleon_mm.bench.probe.copy_call import copy_call_us
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.profiler.call_watch import CallWatch
@@ -51,27 +50,8 @@ def test_a_row_is_taken_from_hooks_that_do_nothing_round_by_round() -> None:
         "left": 50.0,
     }
     assert {key for key, cell in hooks.cells(IDENTITY, identity, identity).items() if isinstance(cell, Waived)} == {
-        "save_over", "use_over", "save_besides", "use_besides", "both_over", "ratio",
+        "save_over", "use_over", "both_over", "ratio",
     }  # fmt: skip
-
-
-def test_the_drivers_copy_calls_are_taken_from_what_has_one_for_each_tensor_that_left() -> None:
-    identity, ours = [Sample(1.0, 2.0, 0.0)], [Sample(11.0, 10.0, 0.5)]
-    row = hooks.cells(BY_HAND, ours, identity, (4.0, 2.0))
-    assert {key: cell.median for key, cell in row.items() if key.endswith("besides") and isinstance(cell, Figure)} == {
-        "save_besides": 10 - 0.5 * 4,
-        "use_besides": 8 - 0.5 * 2,
-    }
-    for name, copy_us in ((BY_HAND, None), ("moves by plan, packed", (4.0, 2.0)), (DROPPED, (4.0, 2.0))):
-        row = hooks.cells(name, ours, identity, copy_us)
-        assert all(isinstance(row[key], Waived) for key in ("save_besides", "use_besides"))
-
-
-@pytest.mark.gpu
-def test_a_copy_call_takes_some_time() -> None:
-    out_us, back_us = copy_call_us(0, 4096)
-    assert 0 < out_us < 1e3
-    assert 0 < back_us < 1e3
 
 
 @pytest.mark.slow
@@ -88,24 +68,21 @@ def test_every_way_is_measured_and_what_it_says_leaves_the_device(device: Device
         else:
             assert cell.median == 0, name
     for name in (*STAYS, *LEAVES):
-        besides = {key: cell for key, cell in rows[name].items() if key.endswith("besides")}
-        assert all(isinstance(cell, Figure) for key, cell in rows[name].items() if key not in besides)
-        has_copies = name in COPY_EACH and not device.simulated
-        assert all(isinstance(cell, Figure) == has_copies for cell in besides.values())
+        assert all(isinstance(cell, Figure) for cell in rows[name].values())
 
 
 def test_bounds_are_told_for_what_was_measured(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = [Sample(1.0, 1.0, 0.0)]
     results = Results("hooks", sim, hooks.COLUMNS)
     for name, sample in (("stays, session", Sample(3.0, 2.5, 0.0)), ("moves by plan, alone", Sample(15.0, 9.0, 1.0))):
-        results.add(name, {}, hooks.cells(name, [sample], identity, (1.5, 0.5)))
+        results.add(name, {}, hooks.cells(name, [sample], identity))
     assert [bound.held for bound in hooks.bounds(results, sim)] == [None] * 3  # most of it are the simulator's accounts
     monkeypatch.setattr(SimDevice, "simulated", False)
     told = hooks.bounds(results, sim)
     assert [(bound.name, bound.found, bound.held) for bound in told] == [
         ("stays, session: save and use over hooks that do nothing", 3.5, True),
-        ("moves by plan, alone: save over a hook that does nothing, besides the driver's copy call", 12.5, False),
-        ("moves by plan, alone: use over a hook that does nothing, besides the driver's copy call", 7.5, True),
+        ("moves by plan, alone: save over a hook that does nothing", 14.0, False),
+        ("moves by plan, alone: use over a hook that does nothing", 8.0, True),
     ]
 
 

@@ -16,12 +16,11 @@ from rich.console import Console
 from chameleon_mm.bench import _timeline_run, timeline
 from chameleon_mm.bench._timeline_run import Comparison, watched
 from chameleon_mm.bench._timeline_step import WatchedDevice
-from chameleon_mm.bench._timeline_svg import ROWS, Frame, followed, frame_of, marks, timeline_svg
+from chameleon_mm.bench._timeline_svg import ROWS, followed, marks, timeline_svg
 from chameleon_mm.demo.model import GPTConfig
 from chameleon_mm.report import SwapReport
 from chameleon_mm.saved import CopySpan
 from chameleon_mm.session import SwapSession
-from tests._pictures import boxes, check_texts
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "timeline_simulated.svg"
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=2048)
@@ -48,15 +47,6 @@ def run() -> tuple[Comparison, SwapReport]:
 @pytest.fixture(scope="module")
 def found(run: tuple[Comparison, SwapReport]) -> Comparison:
     return run[0]
-
-
-@pytest.fixture(scope="module")
-def picture(found: Comparison) -> ET.Element:
-    return ET.fromstring(timeline_svg(found))
-
-
-def of_class(picture: ET.Element, *names: str) -> list[ET.Element]:
-    return [element for element in picture.iter() if set(names) <= set((element.get("class") or "").split())]
 
 
 def test_memory_stays_under_the_budget_to_the_byte(found: Comparison) -> None:
@@ -112,43 +102,12 @@ def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
     assert all(earlier.end_us <= later.start_us + 1e-6 for earlier, later in pairwise(found.planned.kernels))
 
 
-def test_the_picture_shows_them_where_they_were(found: Comparison, picture: ET.Element) -> None:
-    frame: Frame = frame_of(found)
-    swap = followed(found.planned.swaps)
-    for row in ROWS[1:]:
-        rectangles = of_class(picture, "copy", row)
-        copies = [copy for copy in found.planned.copies if copy.direction == row]
-        for rectangle, copy in zip(rectangles, copies, strict=True):
-            x, width, y = (float(rectangle.get(name) or 0) for name in ("x", "width", "y"))
-            assert x == pytest.approx(frame.x(copy.start_us), abs=0.01)
-            assert x + width == pytest.approx(frame.x(copy.end_us), abs=0.02)
-            assert y == frame.top(row)
-            assert ("followed" in (rectangle.get("class") or "")) == (copy in (swap.out, swap.back))
-    lines = [line for name in MARKS for line in of_class(picture, "mark", name)]
-    assert [float(line.get("x1") or 0) for line in lines] == pytest.approx(
-        [frame.x(mark.at_us) for mark in marks(swap)], abs=0.01
-    )
-
-
-def below_the_budget(picture: ET.Element, curve: str) -> bool:
-    (line,), (budget,) = of_class(picture, curve), of_class(picture, "budget")
-    ys = [float(point.split(",")[1]) for point in (line.get("points") or "").split()]
-    return min(ys) >= float(budget.get("y1") or 0)  # upwards is less
-
-
 @pytest.mark.parametrize("which", ["drawn", "committed"])
-def test_a_picture_is_legible_and_says_that_it_is_simulated(which: str, picture: ET.Element) -> None:
-    shown = picture if which == "drawn" else ET.parse(COMMITTED).getroot()
-    check_texts(shown)
-    words = " ".join(boxes(shown))
-    assert "simulated H200" in words and "no GPU took part" in words and "(simulated)" in words
-    assert {*ROWS, *MARKS, "budget"} <= set(boxes(shown))
-    assert below_the_budget(shown, "planned") and not below_the_budget(shown, "unswapped")
-    background = shown.find("{*}rect")
-    assert background is not None and (background.get("fill"), background.get("height")) == (
-        "white",
-        shown.get("viewBox", "").split()[3],
-    )
+def test_a_picture_says_that_it_is_simulated(which: str, found: Comparison) -> None:
+    words = texts(timeline_svg(found) if which == "drawn" else COMMITTED.read_text(encoding="utf-8"))
+    said = " ".join(words)
+    assert "simulated H200" in said and "no GPU took part" in said and "(simulated)" in said
+    assert {*ROWS, *MARKS, "budget"} <= set(said.split())
 
 
 def test_a_watched_device_notes_batches_too() -> None:
@@ -164,6 +123,11 @@ def test_a_watched_device_notes_batches_too() -> None:
     assert [copy.host_address for copy in device.copies] == [target.data_ptr() for target in targets]
     device.synchronize()
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
+
+
+def texts(svg: str) -> list[str]:
+    """The words of a picture, axes included."""
+    return ["".join(text.itertext()) for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 def command(*arguments: str) -> int:
@@ -202,5 +166,4 @@ def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
 def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None:
     svg = tmp_path / "timeline.svg"
     assert command("--svg", str(svg)) == 0
-    drawn, committed = (ET.parse(path).getroot() for path in (svg, COMMITTED))
-    assert set(boxes(drawn)) == set(boxes(committed))
+    assert texts(svg.read_text(encoding="utf-8")) == texts(COMMITTED.read_text(encoding="utf-8"))

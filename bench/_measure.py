@@ -108,6 +108,14 @@ class Column:
     column has figures there."""
 
 
+def columns(about: Mapping[str, tuple[str, str]], *, simulated: bool = False, on_stand_in: bool = False) -> tuple[Column, ...]:
+    """Columns of one kind, each by its key: title and formula."""
+    return tuple(
+        Column(key=key, title=title, formula=formula, simulated=simulated, on_stand_in=on_stand_in)
+        for key, (title, formula) in about.items()
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     name: str
@@ -298,9 +306,3 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="DEVICE", help='"cuda", "cuda:1", "sim" or "sim:a100"; default: CUDA where there is one, else "sim"'
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures with their environment to FILE")
-
-
-def check_share(share: float) -> None:
-    """Raise `ValueError` for a --share that is no part of a whole."""
-    if not 0 < share < 1:
-        raise ValueError(f"--share: expected more than 0 and less than 1, got {share}")

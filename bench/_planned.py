@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from statistics import median
 
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, columns
 from chameleon_mm.bench._training_run import PeerRun
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.errors import InfeasibleBudget
@@ -45,8 +45,7 @@ def planned_table(device: Device) -> Results:
 
 
 def _table(device: Device, about: Mapping[str, tuple[str, str]]) -> Results:
-    columns = [Column(key=key, title=title, formula=how, simulated=device.simulated) for key, (title, how) in about.items()]
-    return Results("training", device, columns)
+    return Results("training", device, columns(about, simulated=device.simulated))
 
 
 def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline: PeerRun) -> None:
@@ -78,7 +77,6 @@ def add_planned(table: Results, name: str, key: str, outcome: Outcome, baseline:
 
 def classes_table(device: Device) -> Results:
     """Table of the bytes that a plan keeps, swaps, recomputes and holds: one row for each planned session."""
-    sim = device.simulated
     planned = {
         "kept": "stays",
         "swapped": "crosses the link, each way; held storages that do are in it",
@@ -86,20 +84,10 @@ def classes_table(device: Device) -> Results:
         "held": "is kept beyond its life, for others to be made again from it",
     }
     done = {"out": "bytes that went to the host", "dropped": "bytes that were dropped, to be made again"}
-    return Results(
-        "training",
-        device,
-        (
-            *(
-                Column(key=key, title=key, formula=f"by the plan: GiB of what {what}", simulated=sim)
-                for key, what in planned.items()
-            ),
-            *(
-                Column(key=key, title=key, formula=f"counted: {what}, GiB per timed step", on_stand_in=True)
-                for key, what in done.items()
-            ),
-        ),
-    )
+    foreseen = {key: (key, f"by the plan: GiB of what {what}") for key, what in planned.items()}
+    counted = {key: (key, f"counted: {what}, GiB per timed step") for key, what in done.items()}
+    both = (*columns(foreseen, simulated=device.simulated), *columns(counted, on_stand_in=True))
+    return Results("training", device, both)
 
 
 def add_classes(table: Results, name: str, key: str, outcome: Outcome) -> None:

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from chameleon_mm.bench._figure import svg_of
-from chameleon_mm.bench._timeline_run import Comparison
-from chameleon_mm.bench._timeline_step import PHASES, Kernel, Swap
+from chameleon_mm.bench._timeline_run import Comparison, Swap
+from chameleon_mm.bench._timeline_step import PHASES, Kernel
 from chameleon_mm.units import MIB, format_size
 
 if TYPE_CHECKING:
@@ -37,19 +37,14 @@ class Mark(NamedTuple):
 
 
 def followed(swaps: Sequence[Swap]) -> Swap:
-    """The storage to follow through the step: of those that moved whole, the one whose moments lie farthest apart.
-
-    Raises `ValueError` where none did.
-    """
-    whole = [swap for swap in swaps if swap.moved_whole]
-    if not whole:
-        raise ValueError("expected a storage that moved whole, got none; choose another budget")
-    return max(whole, key=lambda swap: min(b.at_us - a.at_us for a, b in pairwise(marks(swap))))
+    """The storage to follow: the one whose moments lie farthest apart. Raises `ValueError` where none moved."""
+    if not swaps:
+        raise ValueError("expected a storage that moved, got none; choose another budget")
+    return max(swaps, key=lambda swap: min(b.at_us - a.at_us for a, b in pairwise(marks(swap))))
 
 
 def marks(swap: Swap) -> tuple[Mark, ...]:
-    """The moments of a storage that moved whole, in order."""
-    assert swap.out is not None and swap.back is not None and swap.reclaim_us is not None and swap.use_us is not None
+    """The moments of a storage, in order."""
     return (
         Mark("save", swap.save_us),
         Mark("swap-out", swap.out.start_us),
@@ -60,8 +55,8 @@ def marks(swap: Swap) -> tuple[Mark, ...]:
 
 
 def timeline_svg(found: Comparison) -> str:
-    """The picture. Raises `ValueError` where no storage moved whole."""
-    swap = followed(found.planned.swaps)
+    """The picture. Raises `ValueError` where no storage moved."""
+    swap = followed(found.swaps())
     budget = format_size(found.hbm_budget_bytes)
     title = (
         f"One training step of a small GPT within {budget} of device memory, by a plan\n"
@@ -84,7 +79,7 @@ def _draw_rows(axes: Axes, found: Comparison, swap: Swap) -> None:
     for row, direction in enumerate(ROWS[1:], 1):
         for colour, is_own in ((_COPY, False), (_OF_THE_STORAGE, True)):
             copies = [c for c in found.planned.copies if c.direction == direction and (c in own) == is_own]
-            what = f"copies of one storage of {format_size(swap.nbytes)}" if is_own else "copies of the others"
+            what = f"copies of one storage of {format_size(swap.out.nbytes)}" if is_own else "copies of the others"
             bars = [(copy.start_us / 1e3, (copy.end_us - copy.start_us) / 1e3) for copy in copies]
             axes.broken_barh(bars, (row - 0.35, 0.7), color=colour, edgecolor="white", label=what if row == 1 else None)
     axes.set_yticks(range(len(ROWS)), _NAMES)

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave, timed_us
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave, timed_us
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device, Stream
 from chameleon_mm.device.stand_in import computes_on_cpu
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def measure(device: Device, sizes: Sequence[int], *, repeats: int = 9) -> Results:
     """The table of `sizes` on `device`: a row for each direction, and one for both at once."""
-    columns = [Column(key=k, title=t, formula=f, simulated=device.simulated) for k, (t, f) in _FORMULAS.items()]
-    results = Results("copy", device, columns)
+    results = Results("copy", device, columns(_FORMULAS, simulated=device.simulated))
     results.notes.append("both ways: the bytes of both directions over the time from their common start until both are done")
     h2d, d2h = device.new_stream("h2d"), device.new_stream("d2h")
     for size in sizes:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -80,25 +80,24 @@ class Outcome:
         return about if self.status == "passed" else about | {"tail": self.tail}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(NamedTuple):
     """A figure of the table, and the cells of a part's record that it is."""
 
     name: str
     theme: str
+    table: str | None
+    """None: the record is one table."""
     rows: tuple[str, ...]
     """Beginnings of rows' names, ours first, then its peers: of each the last row that begins so."""
     column: str
     unit: str
-    table: str | None = None
-    """None: the record is one table."""
 
     def told(self, records: Mapping[str, Mapping[str, Any]]) -> str:
         """The figure as text, with those of its peers by name; WAIVED, and why, where there is none."""
         record = records.get(self.theme)
         if record is None:
             return f"WAIVED: {self.theme} left no record"
-        rows = (record if self.table is None else record["tables"].get(self.table, {})).get("rows", ())
+        rows = (record if self.table is None else record.get("tables", {}).get(self.table, {})).get("rows", ())
         texts = []
         for beginning in self.rows:
             cells = [row["cells"][self.column] for row in rows if row["name"].startswith(beginning)]
@@ -112,74 +111,45 @@ class Wanted:
         return "; ".join(texts)
 
 
-_BENCH = (sys.executable, "-m", "chameleon_mm", "bench")
+_MODULE = (sys.executable, "-m")
+_BENCH = (*_MODULE, "chameleon_mm", "bench")
+_FEW_SAVES = ("--saves", "50", "--repeats", "1")
+_SMALL_LLAMA = ("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1")
 _TO_JSON = ("--device", "cuda", "--json", "{out}")
 _TESTS = (
+    *_MODULE, "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--continue-on-collection-errors",
     # Where a backward waits for ever on autograd's own thread, no timeout ends it: then the stacks are what there is to go by.
-    *(sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-v", "-p", "no:cacheprovider", "--timeout=90"),
-    *("-o", "faulthandler_timeout=60", "--continue-on-collection-errors", "--junitxml={out}"),
-)
+    "--timeout=90", "-o", "faulthandler_timeout=60", "--junitxml={out}",
+)  # fmt: skip
 
 PARTS = (
     Part(theme="copy", command=(*_BENCH, "copy", *_TO_JSON), cap_s=45, least_s=25),
     Part(theme="tests", command=_TESTS, cap_s=150, least_s=50, rehearsal=("tests/test_cuda_device.py",), is_tests=True),
     Part(theme="pack", command=(*_BENCH, "pack", *_TO_JSON), cap_s=60, least_s=30, rehearsal=("--sizes", "16KiB")),
     Part(theme="overlap", command=(*_BENCH, "overlap", *_TO_JSON), cap_s=60, least_s=35),
-    Part(
-        theme="reclaim",
-        command=(sys.executable, "-m", "chameleon_mm.bench._reclaim_gap", "--json", "{out}"),
-        cap_s=30,
-        least_s=15,
-    ),
-    Part(
-        theme="hooks",
-        command=(*_BENCH, "hooks", *_TO_JSON),
-        cap_s=60,
-        least_s=25,
-        rehearsal=("--saves", "50", "--repeats", "1"),
-    ),
-    Part(
-        theme="training",
-        command=(*_BENCH, "training", *_TO_JSON),
-        cap_s=170,
-        least_s=130,
-        rehearsal=("--layers", "2", "--width", "64", "--heads", "2", "--ffn", "224", "--batch", "16", "--steps", "1"),
-    ),
+    Part(theme="reclaim", command=(*_MODULE, "chameleon_mm.bench._reclaim_gap", "--json", "{out}"), cap_s=30, least_s=15),
+    Part(theme="hooks", command=(*_BENCH, "hooks", *_TO_JSON), cap_s=60, least_s=25, rehearsal=_FEW_SAVES),
+    Part(theme="training", command=(*_BENCH, "training", *_TO_JSON), cap_s=170, least_s=130, rehearsal=_SMALL_LLAMA),
 )
 """What runs, in this order. The first says which device there is: without its record nothing else starts."""
 
-_PLANNED, _PEERS = "quarter, planned", ("checkpointing", "torch save_on_cpu")
+_OURS = "quarter, planned"
+_PEERS = (_OURS, "checkpointing", "torch save_on_cpu")
 _AGAINST = "planned against measured"
 
 FIGURES = (
-    Wanted(name="link, to the host", theme="copy", rows=("D2H",), column="pinned", unit="GB/s"),
-    Wanted(name="link, both ways", theme="copy", rows=("both ways",), column="pinned", unit="GB/s"),
-    Wanted(name="small copies, 64 KiB", theme="copy", rows=("D2H 64.0 KiB",), column="pinned", unit="GB/s"),
-    Wanted(name="many of 16 KiB, packed", theme="pack", table="rates", rows=("4096 x 16 KiB",), column="ours", unit="GB/s"),
-    Wanted(name="pinning", theme="reclaim", table="pinning", rows=("alloc_pinned",), column="rate", unit="GB/s"),
-    Wanted(
-        name="GEMM beside copies", theme="overlap", table="saturated", rows=("gemm, both ways",), column="slowdown", unit="x"
-    ),
-    Wanted(name="reclaim gap", theme="reclaim", table="gap", rows=("wait and drop", "record_stream"), column="gap", unit="us"),
-    Wanted(
-        name="hooks of a tensor that moves",
-        theme="hooks",
-        table="saved tensors",
-        rows=("moves by plan, alone",),
-        column="both_over",
-        unit="us",
-    ),
-    Wanted(name="training, step", theme="training", table="peers", rows=(_PLANNED, *_PEERS), column="ratio", unit="x"),
-    Wanted(
-        name="training, peak",
-        theme="training",
-        table="peers",
-        rows=(_PLANNED, *_PEERS),
-        column="peak_allocated_gib",
-        unit="GiB",
-    ),
-    Wanted(name="plan, error of step", theme="training", table=_AGAINST, rows=(f"{_PLANNED}: step",), column="error", unit="%"),
-    Wanted(name="plan, error of peak", theme="training", table=_AGAINST, rows=(f"{_PLANNED}: peak",), column="error", unit="%"),
+    Wanted("link, to the host", "copy", None, ("D2H",), "pinned", "GB/s"),
+    Wanted("link, both ways", "copy", None, ("both ways",), "pinned", "GB/s"),
+    Wanted("small copies, 64 KiB", "copy", None, ("D2H 64.0 KiB",), "pinned", "GB/s"),
+    Wanted("many of 16 KiB, packed", "pack", "rates", ("4096 x 16 KiB",), "ours", "GB/s"),
+    Wanted("pinning", "reclaim", "pinning", ("alloc_pinned",), "rate", "GB/s"),
+    Wanted("GEMM beside copies", "overlap", "saturated", ("gemm, both ways",), "slowdown", "x"),
+    Wanted("reclaim gap", "reclaim", "gap", ("wait and drop", "record_stream"), "gap", "us"),
+    Wanted("hooks of a tensor that moves", "hooks", "saved tensors", ("moves by plan, alone",), "both_over", "us"),
+    Wanted("training, step", "training", "peers", _PEERS, "ratio", "x"),
+    Wanted("training, peak", "training", "peers", _PEERS, "peak_allocated_gib", "GiB"),
+    Wanted("plan, error of step", "training", _AGAINST, (f"{_OURS}: step",), "error", "%"),
+    Wanted("plan, error of peak", "training", _AGAINST, (f"{_OURS}: peak",), "error", "%"),
 )
 """What a run proves, at most twelve figures: docs/measure.md has them in a table."""
 

@@ -24,18 +24,29 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench._buffers import Buffers
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
+from chameleon_mm.bench._measure import (
+    Cell,
+    Column,
+    Figure,
+    Results,
+    Waived,
+    add_output_arguments,
+    columns,
+    environment,
+    interleave,
+)
 from chameleon_mm.bench._overlap_work import (
+    PACKED_TENSORS,
     Beside,
-    Copier,
-    PackedCopies,
     Sample,
     Sizes,
     Traffic,
     compute_us,
+    copier,
     count_for,
     operators,
-)
+    packed_copies,
+)  # fmt: skip
 from chameleon_mm.bench._report import Bound, Found, Report, median_of
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
@@ -95,9 +106,9 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
         "packed": Results("overlap, packed copies", device, _columns(device, "slowdown", "kept", "gbps")),
     }
     tables["hidden"].notes.append("gemm: matrix products; mul: products by element, bound by memory bandwidth")
-    tables["packed"].notes.append(f"each batch is {PackedCopies.TENSORS} tensors, {format_size(sizes.chunk_bytes)} in all")
+    tables["packed"].notes.append(f"each batch is {PACKED_TENSORS} tensors, {format_size(sizes.chunk_bytes)} in all")
     with Buffers(device) as buffers, device.compute():
-        copier, packer = Copier(device, buffers, sizes.chunk_bytes), PackedCopies(device, buffers, sizes.chunk_bytes)
+        copies, packed = (make(device, buffers, sizes.chunk_bytes) for make in (copier, packed_copies))
         for work, operator in operators(device, sizes).items():
             count = count_for(partial(compute_us, device, operator), sizes.target_us)
             alone_us = compute_us(device, operator, count)
@@ -107,21 +118,21 @@ def measure(device: Device, sizes: Sizes, *, repeats: int = 7) -> Report:
                 peers: tuple[str, ...], operator: Callable[[], None] = operator, count: int = count,
             ) -> None:  # fmt: skip
                 beside = Beside(traffic, operator, count, names, units).peers()
-                beside["copies"] = partial(copier.run, names, units)
+                beside["copies"] = partial(copies.run, names, units)
                 samples = interleave({peer: beside[peer] for peer in peers}, warmup=1, repeats=repeats, limit_s=_LIMIT_S)
                 nbytes = units * sizes.chunk_bytes * len(names)
                 params = {"operators": count, "copies_each_way": units, "bytes": nbytes}
                 tables[table].add(name, params, derive(device, samples, nbytes))
 
             for ways, names in WAYS.items():
-                units = count_for(partial(copier.run_us, names), _COPY_SHARE * alone_us)
-                row("hidden", f"{work}, {ways}", copier, names, units, ("compute", "copies", "serial", "together"))
+                units = count_for(partial(copies.run_us, names), _COPY_SHARE * alone_us)
+                row("hidden", f"{work}, {ways}", copies, names, units, ("compute", "copies", "serial", "together"))
                 if work == "gemm":
-                    units = count_for(partial(copier.run_us, names), _LONGER * alone_us)
-                    row("saturated", f"gemm, {ways}", copier, names, units, ("compute", "copies", "together"))
+                    units = count_for(partial(copies.run_us, names), _LONGER * alone_us)
+                    row("saturated", f"gemm, {ways}", copies, names, units, ("compute", "copies", "together"))
             if work == "gemm":
-                units = sizes.batches or count_for(partial(copier.run_us, PackedCopies.NAMES), _LONGER * alone_us)
-                row("packed", "gemm, packed D2H", packer, PackedCopies.NAMES, units, ("compute", "copies", "together"))
+                units = sizes.batches or count_for(partial(copies.run_us, ("d2h",)), _LONGER * alone_us)
+                row("packed", "gemm, packed D2H", packed, ("d2h",), units, ("compute", "copies", "together"))
     return Report(
         header=environment("overlap", device),
         tables=tables,
@@ -163,5 +174,5 @@ def derive(device: Device, samples: Mapping[str, Sequence[Sample]], nbytes: int)
     return {key: Figure.of(values, unit, simulated=device.simulated) for key, (values, unit) in figures.items()}
 
 
-def _columns(device: Device, *keys: str) -> list[Column]:
-    return [Column(key=key, title=_FORMULAS[key][0], formula=_FORMULAS[key][1], simulated=device.simulated) for key in keys]
+def _columns(device: Device, *keys: str) -> tuple[Column, ...]:
+    return columns({key: _FORMULAS[key] for key in keys}, simulated=device.simulated)

@@ -1,6 +1,6 @@
 """`chameleon-mm bench pack`: many tensors to pinned memory, by every way there is, and what packing costs the host.
 
-    rates:    n x size, contiguous and strided, and single blocks      -> GB/s by way
+    rates:    n x size, and single blocks      -> GB/s by way
     host:     the same runs                                            -> host us per tensor by way
     bounds:   what is promised, each held or not
 
@@ -23,8 +23,8 @@ from rich.console import Console
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._environment import write_text
 from chameleon_mm.bench._figure import svg_of
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, environment, interleave
-from chameleon_mm.bench._pack_ways import NAMES, RUN_BYTES, Layout, Sample, Way, Ways, Work, is_exact, measured
+from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, environment, interleave
+from chameleon_mm.bench._pack_ways import NAMES, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
 from chameleon_mm.bench._stand_in import NOT_MEASURED
 from chameleon_mm.device import resolve_device
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 SIZES_BYTES = (4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB)
 SINGLES_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)
 _CPU_SINGLES_BYTES = (16 * MIB,)  # every byte is moved for real by one core
+
+MULTIPLE_BYTES = 512
+"""Of which every size is a multiple: packed tensors lie side by side then."""
 
 _GPU_TOTAL_BYTES = 64 * MIB
 _CPU_TOTAL_BYTES = 16 * MIB
@@ -56,11 +59,10 @@ class Case(NamedTuple):
 
     nbytes: int
     tensors: int
-    layout: Layout
 
     @property
     def name(self) -> str:
-        return f"{self.tensors} x {_size(self.nbytes)}" + (", strided" if self.layout == "strided" else "")
+        return f"{self.tensors} x {_size(self.nbytes)}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,9 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_output_arguments(parser)
     sizes = ",".join(format_size(size).replace(".00 ", "").replace(".0 ", "") for size in SIZES_BYTES)
     parser.add_argument(
-        "--sizes", metavar="SIZE,...", default=sizes, help=f"of a tensor, multiples of {4 * RUN_BYTES} bytes (default: {sizes})"
+        "--sizes",
+        metavar="SIZE,...",
+        default=sizes,
+        help=f"multiples of {MULTIPLE_BYTES} bytes (default: {sizes})",
     )
-    parser.add_argument("--svg", metavar="FILE", help="write the rates of contiguous tensors as a picture to FILE")
+    parser.add_argument("--svg", metavar="FILE", help="write the rates of many tensors as a picture to FILE")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="samples of each figure (default: %(default)s)")
 
 
@@ -96,31 +101,28 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def cases(device: Device, sizes: Sequence[int] = SIZES_BYTES) -> list[Case]:
-    """All rows: `sizes` contiguous, then strided, then single blocks. Fewer bytes where a CPU moves them all."""
-    layouts: tuple[Layout, ...] = ("contiguous", "strided")
-    many = [Case(size, _count(device, size), layout) for layout in layouts for size in sizes]
-    return many + [Case(size, 1, "contiguous") for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
+    """All rows: `sizes`, then single blocks. Fewer bytes where a CPU moves them all."""
+    many = [Case(size, _count(device, size)) for size in sizes]
+    return many + [Case(size, 1) for size in (_CPU_SINGLES_BYTES if computes_on_cpu(device) else SINGLES_BYTES)]
 
 
 def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report:
     """The tables of `rows` on `device`, and the bounds on what they show."""
     if computes_on_cpu(device):
         repeats = min(repeats, 2)  # virtual time repeats itself, which the second round shows; the CUDA stand-in's is no figure
-    columns = [Column(key=key, title=title, formula=what, simulated=device.simulated) for key, (title, what) in NAMES.items()]
-    rates, host = (Results(f"pack, {what}", device, columns) for what in ("GB/s", "host us per tensor"))
+    ways = columns(NAMES, simulated=device.simulated)
+    rates, host = (Results(f"pack, {what}", device, ways) for what in ("GB/s", "host us per tensor"))
     rates.notes.append("GB/s: size * tensors / time between two events around everything / 1e9")
     host.notes.append("host us: time until all was handed over / tensors; without what our queue only waits for the link")
-    for table in (rates, host):
-        table.notes.append(f"strided: {RUN_BYTES} bytes of every {4 * RUN_BYTES}")
     wrong = 0
     for case in rows:
         try:
             with Buffers(device) as buffers:
-                taken, exact = _sample(device, Work.of(device, buffers, case.nbytes, case.tensors, case.layout), repeats)
+                taken, exact = _sample(device, Work.of(buffers, case.nbytes, case.tensors), repeats)
         except (HostMemoryExhausted, torch.OutOfMemoryError) as error:  # what cannot hold this much still has the other rows
             taken, exact = dict.fromkeys(NAMES, Waived(str(error))), {}
         wrong += list(exact.values()).count(False)
-        params = {"bytes": case.nbytes, "tensors": case.tensors, "layout": case.layout, "exact": exact}
+        params = {"bytes": case.nbytes, "tensors": case.tensors, "exact": exact}
         rates.add(case.name, params, _cells(device, taken, "GB/s"))
         host.add(case.name, params, _cells(device, taken, "us"))
     bounds = [
@@ -134,7 +136,7 @@ def measure(device: Device, rows: Sequence[Case], *, repeats: int = 7) -> Report
 def rate_bounds(device: Device, rates: Results) -> list[Bound]:
     """Single blocks beside the best peer; many small ones beside the loop, the batch and the link."""
     single = [row for row in rates.rows if row.params["tensors"] == 1]
-    many = {row.params["bytes"]: row for row in rates.rows if row.params["layout"] == "contiguous" and row not in single}
+    many = {row.params["bytes"]: row for row in rates.rows if row not in single}
     no_row: Found = Waived("no such row was measured") if not device.simulated else _no_gpu(device)
 
     def found(row: Mapping[str, Cell] | None, way: str) -> Found:
@@ -157,7 +159,7 @@ def rate_bounds(device: Device, rates: Results) -> list[Bound]:
 
 def host_bound(device: Device, host: Results) -> Bound:
     """The whole of packing, where a kernel is launched."""
-    many = [row for row in host.rows if row.params["layout"] == "contiguous" and row.params["tensors"] > 1]
+    many = [row for row in host.rows if row.params["tensors"] > 1]
     smallest = min(many, key=lambda row: int(row.params["bytes"]), default=None)
     found: Found = Waived("no many tensors were measured") if smallest is None else median_of(smallest.cells["pack"])
     found = _no_gpu(device) if device.simulated else found
@@ -165,8 +167,8 @@ def host_bound(device: Device, host: Results) -> Bound:
 
 
 def picture(rates: Results, device: Device) -> str:
-    """GB/s of every way by size, of many contiguous tensors, as SVG. Needs matplotlib."""
-    rows = [row for row in rates.rows if row.params["layout"] == "contiguous" and row.params["tensors"] > 1]
+    """GB/s of every way by size, of many tensors, as SVG. Needs matplotlib."""
+    rows = [row for row in rates.rows if row.params["tensors"] > 1]
     how = "simulated, no GPU took part" if device.simulated else "measured"
 
     def draw(figure: Drawing) -> None:
@@ -230,6 +232,6 @@ def _count(device: Device, size: int) -> int:
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(parse_size(part, what="--sizes") for part in text.split(","))
-    if not all(size and size % (4 * RUN_BYTES) == 0 for size in sizes):
-        raise ValueError(f"--sizes: expected multiples of {4 * RUN_BYTES} bytes, got {text!r}; round them")
+    if not all(size and size % MULTIPLE_BYTES == 0 for size in sizes):
+        raise ValueError(f"--sizes: expected multiples of {MULTIPLE_BYTES} bytes, got {text!r}; round them")
     return sizes

@@ -1,7 +1,8 @@
 """`chameleon-mm bench profiler`: what it costs the host to watch a step, by every way there is.
 
     a chain of operators, each of which saves one tensor: no hooks | hooks alone | light profiler, of a step that is known and
-    of one that is new | a dispatch mode that does nothing | the detailed recorder
+    of one that is new | a dispatch mode that does nothing | the call watch, under which steps that recompute run their forward
+    | the detailed recorder
     bounds: light profiler at most 1.2 us per saved tensor (its save and its use) over hooks that do nothing, and 90 % below
             the detailed recorder. Of a step that is known, as nearly all are
 
@@ -40,6 +41,7 @@ from chameleon_mm.bench._measure import (
 from chameleon_mm.bench._report import Bound, Report, median_of
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
+from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.record_hooks import RecordingHooks
 from chameleon_mm.profiler.recorder import Recorder
@@ -53,6 +55,7 @@ HOOKS = "hooks alone"
 LIGHT = "light profiler"
 NEW_STEP = "light, new step"
 PASS_THROUGH = "pass-through mode"
+CALL_WATCH = "call watch"
 DETAILED = "detailed recorder"
 
 _WARMUP = 3
@@ -145,7 +148,8 @@ def peers(device: Device) -> Mapping[str, Watch]:
         HOOKS: partial(_hooks, timed),
         LIGHT: partial(_light, timed, {}),
         NEW_STEP: partial(_light, timed, None),
-        PASS_THROUGH: partial(_pass_through, timed),
+        PASS_THROUGH: partial(_under, PassThrough, timed),
+        CALL_WATCH: partial(_under, lambda: CallWatch(device, lambda value: None), timed),
         DETAILED: partial(_detailed, device, timed),
     }
 
@@ -211,8 +215,8 @@ def _light(timed: Watch, known: dict[Step, StepRecord] | None, step: Step) -> fl
     return us
 
 
-def _pass_through(timed: Watch, step: Step) -> float:
-    with saved_tensors_hooks(keep, keep), PassThrough():  # type: ignore[no-untyped-call]  # torch annotates no argument of it
+def _under(mode: Callable[[], TorchDispatchMode], timed: Watch, step: Step) -> float:
+    with saved_tensors_hooks(keep, keep), mode():
         return timed(step)
 
 

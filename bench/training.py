@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from chameleon_mm.bench._environment import environment, write_record
-from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments
+from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, columns
 from chameleon_mm.bench._planned import (
     NO_PLAN,
     Outcome,
@@ -91,16 +91,8 @@ def fresh_device(name: str | None) -> Device:
     device = resolve_device(name)
     if not isinstance(device, SimDevice):
         return device
-    host = CostModel(
-        spec=device.spec,
-        launch_us=0,
-        view_us=0,
-        event_us=0,
-        copy_us=0,
-        batched_copy_us=0,
-        triton_launch_us=0,
-        packed_tensor_us=0,
-    )
+    free = ("launch", "view", "event", "copy", "batched_copy", "triton_launch", "packed_tensor")
+    host = CostModel(spec=device.spec, **{f"{name}_us": 0 for name in free})
     return SimDevice(device.spec, device.capacity, cost=host)
 
 
@@ -201,29 +193,19 @@ def _with_a_plan(peer: Peer, outcome: Outcome) -> Outcome:
 
 
 def _columns(device: Device) -> tuple[Column, ...]:
-    simulated = device.simulated
+    times = {
+        "step_ms": ("step ms", "time between events around a step"),
+        "ratio": ("x no swap", "step / median step of no swap"),
+    }
+    peak = {"peak_allocated_gib": ("peak GiB", "most bytes in live tensors / 2**30")}
+    counted = {
+        "peak_reserved_gib": ("reserved GiB", "most bytes reserved by the caching allocator / 2**30"),
+        "equal_losses": ("same losses", "share of the steps, warm-up included, whose loss has the bits of no swap"),
+    }
     return (
-        Column(key="step_ms", title="step ms", formula="time between events around a step", simulated=simulated),
-        Column(key="ratio", title="x no swap", formula="step / median step of no swap", simulated=simulated),
-        Column(
-            key="peak_allocated_gib",
-            title="peak GiB",
-            formula="most bytes in live tensors / 2**30",
-            simulated=simulated,
-            on_stand_in=True,
-        ),
-        Column(
-            key="peak_reserved_gib",
-            title="reserved GiB",
-            formula="most bytes reserved by the caching allocator / 2**30",
-            on_stand_in=True,
-        ),
-        Column(
-            key="equal_losses",
-            title="same losses",
-            formula="share of the steps, warm-up included, whose loss has the bits of no swap",
-            on_stand_in=True,
-        ),
+        *columns(times, simulated=device.simulated),
+        *columns(peak, simulated=device.simulated, on_stand_in=True),
+        *columns(counted, on_stand_in=True),
     )
 
 

@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from chameleon_mm.bench import _hooks_modes, hooks
-from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
+from chameleon_mm.bench import hooks
 from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.device import Device, SimDevice
 from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
-from chameleon_mm.profiler.call_watch import CallWatch
 
 STAYS = ("stays, save_on_cpu", "stays, session")
 LEAVES = (
@@ -89,57 +87,19 @@ def test_bounds_are_told_for_what_was_measured(sim: SimDevice, monkeypatch: pyte
 def test_what_is_written_says_what_lies_beneath(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is measured is the other test's: here it would only take time.
     monkeypatch.setattr(hooks, "peers", lambda device, saves: {IDENTITY: lambda: Sample(1.0, 1.0, 0.0)})
-    none = {name: lambda: ModeSample(1.0, 1.0) for name in (NO_MODE, EMPTY_MODE)}
-    monkeypatch.setattr(hooks, "modes", lambda device, operators: none)
     target = tmp_path / "hooks.json"
     name = "sim" if device.simulated else "cuda"
     assert run("--device", name, "--saves", str(SAVES), "--repeats", "1", "--json", str(target)) == 0
     written: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     assert (written["theme"], written["stand_in"]) == ("hooks", is_stand_in(device.name))
     assert {"commit", "versions", "device", "simulated"} <= set(written)
-    assert list(written["tables"]) == ["saved tensors", "operators"]
+    assert list(written["tables"]) == ["saved tensors"]
     for table in written["tables"].values():
         assert not any(column["simulated"] for column in table["columns"])
     notes = written["tables"]["saved tensors"]["notes"]
     beneath = next(note for note in notes if note.startswith("beneath the hooks"))
     expected = "the simulator" if device.simulated else STAND_IN if is_stand_in(device.name) else "CUDA's runtime"
     assert expected in beneath
-
-
-def test_an_operator_under_a_mode_is_taken_from_none_and_from_an_empty_one_round_by_round() -> None:
-    without, empty = [ModeSample(1.0, 2.0), ModeSample(3.0, 4.0)], [ModeSample(3.0, 3.0), ModeSample(4.0, 6.0)]
-    row = hooks.mode_cells([ModeSample(11.0, 5.0), ModeSample(13.0, 7.0)], without, empty)
-    assert {key: cell.median for key, cell in row.items() if isinstance(cell, Figure)} == {
-        "kernel": 12.0, "kernel_over": 10.0, "kernel_over_mode": 8.5, "view": 6.0, "view_over": 3.0, "view_over_mode": 1.5,
-    }  # fmt: skip
-
-
-def test_operators_are_measured_under_the_watch_itself(sim: SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[str] = []
-
-    class Noted(CallWatch):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            watched.append(func.name())
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    monkeypatch.setattr(_hooks_modes, "CallWatch", Noted)
-    ways = modes(sim, 10)
-    assert list(ways) == [NO_MODE, EMPTY_MODE, CALL_WATCH]
-    for name in (NO_MODE, EMPTY_MODE):
-        ways[name]()
-    assert not watched
-    ways[CALL_WATCH]()
-    assert watched.count("aten::sin") == watched.count("aten::view") > 0
-
-
-def test_rows_of_modes_say_what_they_are_compared_with(sim: SimDevice) -> None:
-    results = hooks.measure_modes(sim, operators=10, repeats=1)
-    waived = {row.name: [key for key, cell in row.cells.items() if isinstance(cell, Waived)] for row in results.rows}
-    assert waived == {
-        NO_MODE: ["kernel_over", "kernel_over_mode", "view_over", "view_over_mode"],
-        EMPTY_MODE: ["kernel_over_mode", "view_over_mode"],
-        CALL_WATCH: [],
-    }
 
 
 @pytest.mark.parametrize(("option", "value"), [("--saves", "49"), ("--repeats", "0")])

@@ -202,13 +202,10 @@ def test_every_theme_names_a_module_of_the_package() -> None:
         "copy",
         "hooks",
         "lengths",
-        "memory",
         "overlap",
         "pack",
         "pinned",
-        "planner",
         "profiler",
-        "reclaim",
         "timeline",
         "training",
     }

@@ -75,23 +75,14 @@ def test_copies_are_those_that_the_sessions_own_events_timed(run: tuple[Comparis
 
 
 def test_every_swap_went_by_its_action_of_the_plan(found: Comparison) -> None:
-    actions = sorted((action.reclaim_at, action.in_at, action.use_at, action.nbytes) for action in found.plan.actions)
-    swaps = found.planned.swaps
-    moved = [
-        (swap.reclaim_hook, swap.prefetch_hook, swap.use_hook, 0 if swap.out is None else swap.out.nbytes) for swap in swaps
-    ]
-    assert sorted(moved, key=str) == sorted(actions, key=str)
-    assert len(found.planned.copies) == 2 * len(swaps)
-
-
-def test_marks_are_in_the_order_of_a_storages_life(found: Comparison) -> None:
-    for swap in found.planned.swaps:
-        assert swap.out is not None and swap.back is not None and swap.moved_whole
-        assert swap.reclaim_us is not None and swap.prefetch_us is not None and swap.use_us is not None
+    swaps, actions = found.swaps(), sorted(found.plan.actions, key=lambda action: action.out_at)
+    assert len(found.planned.copies) == 2 * len(swaps) > 0
+    for swap, action in zip(swaps, actions, strict=True):
+        assert swap.out.nbytes == swap.back.nbytes == action.nbytes
         assert swap.save_us <= swap.out.start_us < swap.out.end_us <= swap.reclaim_us
         assert swap.reclaim_us <= swap.prefetch_us <= swap.back.start_us < swap.back.end_us <= swap.use_us
         assert [mark.name for mark in marks(swap)] == MARKS
-    assert followed(found.planned.swaps) in found.planned.swaps
+    assert followed(swaps) in swaps
 
 
 def test_kernels_are_the_same_in_both_steps(found: Comparison) -> None:
@@ -120,7 +111,6 @@ def test_a_watched_device_notes_batches_too() -> None:
     stream.copy_batch(list(zip(targets, sources, strict=True)))
     assert [(copy.direction, copy.nbytes) for copy in device.copies] == [("d2h", 4096), ("d2h", 8192)]
     assert [copy[1:4] for copy in device.copies] == list(device.copy_spans("d2h"))
-    assert [copy.host_address for copy in device.copies] == [target.data_ptr() for target in targets]
     device.synchronize()
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
@@ -149,17 +139,11 @@ def test_the_command_writes_what_was_asked_for(found: Comparison, tmp_path: Path
     assert 0 < planned["beside"]["median"] <= 100
 
 
-@pytest.mark.parametrize("share", ["0", "1", "-0.5", "1.5"])
-def test_a_share_that_is_none_is_bad_usage(share: str) -> None:
-    with pytest.raises(ValueError, match="--share: expected more than 0"):
-        command(f"--share={share}")
-
-
 def test_a_step_without_copies_has_no_share_of_them(found: Comparison) -> None:
     with pytest.raises(ValueError, match="expected a step with copies"):
         timeline.beside_kernels(found.unswapped)
-    with pytest.raises(ValueError, match="expected a storage that moved whole"):
-        followed(found.unswapped.swaps)
+    with pytest.raises(ValueError, match="expected a storage that moved"):
+        followed([])
 
 
 @pytest.mark.slow

@@ -14,8 +14,10 @@ from rich.console import Console
 
 from chameleon_mm.bench import gpu_suite
 from chameleon_mm.bench._environment import result_name
-from chameleon_mm.bench._reclaim_gap import gaps_us
+from chameleon_mm.bench._measure import Figure, Waived
+from chameleon_mm.bench._reclaim_gap import gaps_us, measure
 from chameleon_mm.bench.gpu_suite import FIGURES, PARTS, Outcome, Part, allotted_s, read_record, read_tests, run_part
+from chameleon_mm.device import resolve_device
 from chameleon_mm.units import MIB
 from tests._fakes import scripted_part
 
@@ -240,3 +242,12 @@ def test_gaps_are_paired_by_address() -> None:
         entry("free_completed", 1, 110),
     ]
     assert gaps_us(history, MIB) == [3.0, 100.0]
+
+
+@pytest.mark.gpu
+def test_blocks_that_were_copied_come_back_by_either_way() -> None:
+    gap = measure(resolve_device("cuda")).tables["gap"]
+    assert [row.name for row in gap.rows] == ["record_stream", "wait and drop"]
+    peaks = [row.cells["peak"] for row in gap.rows]
+    assert all(isinstance(peak, Figure) and peak.median <= 16 for peak in peaks)
+    assert all(isinstance(row.cells["gap"], Waived) == gap.header["stand_in"] for row in gap.rows)

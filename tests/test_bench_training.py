@@ -142,8 +142,6 @@ def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
     sim = SimDevice()
     assert choose_shape(arguments(), sim) == Shape(**TINY)
     assert choose_shape(arguments("--layers", "2", "--seq", "32"), sim) == Shape(**{**TINY, "layers": 2, "seq": 32})
-    with pytest.raises(ValueError, match="--size fill: expected a GPU"):
-        choose_shape(arguments("--size", "fill"), sim)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,6 @@ def test_a_simulator_is_tiny_unless_told_otherwise() -> None:
         (("vit", "--seq", "30"), "--seq: expected a multiple of 16 pixels"),
         (("vit", "--heads", "3"), "multiple of heads"),
         (("gpt2", "--layers", "0"), "--layers"),
-        (("vit", "--size", "fill"), "--size fill: expected a GPU"),
     ],
 )
 def test_sizes_that_a_model_cannot_have_are_refused(given: tuple[str, ...], message: str) -> None:
@@ -481,7 +478,6 @@ def test_without_the_first_peer_there_is_nothing_to_compare(
         (["--steps", "0"], "--steps"),
         (["--heads", "5"], "multiple of"),
         (["--device", "marmot"], "marmot"),
-        (["--size", "fill"], "GPU"),
     ],
 )
 def test_bad_usage_is_told_before_anything_is_trained(

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,10 +61,7 @@ class Figure:
         return cls(median=median, p20=cuts[0], p80=cuts[3], count=len(samples), unit=unit, simulated=simulated)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "median": self.median, "p20": self.p20, "p80": self.p80,
-            "count": self.count, "unit": self.unit, "simulated": self.simulated,
-        }  # fmt: skip
+        return asdict(self)
 
     def __str__(self) -> str:
         middle, far = _digits(self.median), _SAME * abs(self.median)

@@ -11,13 +11,10 @@ THEMES: dict[str, str] = {
     "copy": "chameleon_mm.bench.copy",
     "hooks": "chameleon_mm.bench.hooks",
     "lengths": "chameleon_mm.bench.lengths",
-    "memory": "chameleon_mm.bench.memory",
     "overlap": "chameleon_mm.bench.overlap",
     "pack": "chameleon_mm.bench.pack",
     "pinned": "chameleon_mm.bench.pinned",
-    "planner": "chameleon_mm.bench.planner",
     "profiler": "chameleon_mm.bench.profiler",
-    "reclaim": "chameleon_mm.bench.reclaim",
     "timeline": "chameleon_mm.bench.timeline",
     "training": "chameleon_mm.bench.training",
 }

@@ -26,8 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.bench._hooks_peers import IDENTITY
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, interleave, undisturbed
-from chameleon_mm.bench._profiler_peers import keep
 from chameleon_mm.bench._report import Bound, median_of
+from chameleon_mm.bench.profiler import keep
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.session import SwapSession
 

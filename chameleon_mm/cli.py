@@ -217,7 +217,7 @@ def _add(
 def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse.Namespace, console: Console) -> int:
     from chameleon_mm.outputs import check_outputs, tell_written
 
-    given = {name: getattr(args, name, None) for name in ("json", "markdown", "svg")}
+    given = {name: getattr(args, name, None) for name in ("json", "svg")}
     files = {f"--{name}": Path(path) for name, path in given.items() if path is not None}
     check_outputs(files, make_folders=True)
     code = run(args, console)
@@ -228,7 +228,7 @@ def _run_theme(run: Callable[[argparse.Namespace, Console], int], args: argparse
 
 
 def _environment(theme: str, device: Device) -> Mapping[str, Any]:
-    from chameleon_mm.bench._measure import environment
+    from chameleon_mm.bench._environment import environment
 
     return environment(theme, device)
 

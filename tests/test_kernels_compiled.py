@@ -21,7 +21,6 @@ CAPABILITIES = [80, 90, 100]
 # Kernel -> (16-byte loads, 16-byte stores, most registers). 0 where a step's shorter side has less than 16 bytes a thread.
 # 256 threads of 128 registers are two programs on a multiprocessor, of 80 three, of 64 four.
 KERNELS: dict[str, tuple[int, int, int]] = {
-    "copy": (4, 4, 64),
     "pack": (4, 4, 64),
     "unpack": (4, 4, 64),
     "checksum": (0, 0, 128),
@@ -32,14 +31,11 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.bench import _copy_kernel as copy
 from chameleon_mm.kernels import checksum, pack, pack_table
 from chameleon_mm.kernels.arguments import UNIT_BYTES
 
 packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
-copied = {"dst": "*u8", "src": "*u8", "head": "i32", "nbytes": "i64"}
 kernels = {
-    "copy": (copy.copy_kernel, copied, {"WIDE": True, "BLOCK": copy.BLOCK_BYTES}),
     "pack": (pack.pack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
     "unpack": (pack.unpack_kernel, packed, {"BLOCK": pack_table.BLOCK_BYTES}),
     "checksum": (
@@ -84,7 +80,7 @@ def test_every_kernel_is_in_the_table(compiled: dict[str, dict[str, Any]]) -> No
     assert compiled.keys() == KERNELS.keys()
     defined = [
         name
-        for path in [*(ROOT / "kernels").glob("*.py"), ROOT / "bench" / "_copy_kernel.py"]
+        for path in (ROOT / "kernels").glob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     entries = {re.findall(r"\.entry (\w+)", kernel["ptx"])[0] for kernel in compiled.values()}
@@ -96,13 +92,6 @@ def test_accesses_of_the_aligned_path_are_sixteen_bytes_wide(compiled: dict[str,
     wide = re.findall(r"\b(ld|st)\.global\.(?:v4\.b32|v2\.b64)\b", compiled[name]["ptx"])
     loads, stores, _ = KERNELS[name]
     assert (wide.count("ld"), wide.count("st")) == (loads, stores)
-
-
-def test_the_copy_kernel_has_byte_accesses_for_the_edges_alone(compiled: dict[str, dict[str, Any]]) -> None:
-    ptx = compiled["copy"]["ptx"]
-    edges = re.findall(r"\b(ld|st)\.global\.b8\b", ptx)
-    assert edges.count("ld") == edges.count("st") == 2  # head and tail
-    assert len(re.findall(r"\b(?:ld|st)\.global\S*", ptx)) == 4 + 4 + len(edges)
 
 
 @pytest.mark.parametrize("name", ["pack", "unpack"])

@@ -1,6 +1,6 @@
 """Peaks of a training step as one device counts them, and what could make another device's differ.
 
-    seen = unswapped(device, make)             # peak of a step above what was there before it; its trace; reserved memory
+    seen = unswapped(device, make)             # peak of a step above what was there before it; its trace
     seen = swapped(device, make, above)        # the same of a step that follows a plan within start + `above` bytes
     low, high = bounds(simulated, real)        # simulated peak + low <= real peak <= simulated peak + high
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from chameleon_mm.bench._measure import free_unused, one_thread
-from chameleon_mm.bench._memory_models import Job, Training
 from chameleon_mm.bench._training_run import PLANNED_WARMUP_STEPS, SIMULATED_WARMUP_STEPS
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.policy import peak_memory, smallest_budget
@@ -26,6 +25,7 @@ from chameleon_mm.profiler.recorder import Recorder
 from chameleon_mm.session import SwapSession
 from chameleon_mm.trace import Trace
 from chameleon_mm.units import KIB, allocated_size
+from tests._memory_models import Job, Training
 
 _MIN_BYTES = 4 * KIB
 
@@ -40,8 +40,6 @@ class Seen:
     """Bytes allocated before the step."""
     peak_bytes: int
     """The most that was allocated in the step that counts."""
-    reserved_bytes: int | None
-    """The most that the caching allocator had reserved then, from an empty cache; None where there is none."""
     trace: Trace | None = None
     """Trace of a step without swapping."""
     budget_bytes: int | None = None
@@ -74,11 +72,11 @@ def unswapped(device: Device, make: Callable[[], Job]) -> Seen:
         start = _begin(device)
         training.step()
         device.synchronize()
-        peak, reserved = device.peak_allocated_bytes(), device.peak_reserved_bytes()
+        peak = device.peak_allocated_bytes()
         recorder = Recorder(device, model=training.model, optimizers=[training.optimizer])
         with recorder, RecordingHooks(recorder):
             training.step()
-        return Seen(before_bytes=before, start_bytes=start, peak_bytes=peak, reserved_bytes=reserved, trace=recorder.finish())
+        return Seen(before_bytes=before, start_bytes=start, peak_bytes=peak, trace=recorder.finish())
 
 
 def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
@@ -99,14 +97,13 @@ def swapped(device: Device, make: Callable[[], Job], above_bytes: int) -> Seen:
             with session.step():  # one: the next may be by another plan, which is on trial
                 training.step()
             device.synchronize()
-            peak, reserved = device.peak_allocated_bytes(), device.peak_reserved_bytes()
+            peak = device.peak_allocated_bytes()
             report = session.report()
     followed = report.plan_cache_hits > earlier.plan_cache_hits
     return Seen(
         before_bytes=before,
         start_bytes=start,
         peak_bytes=peak,
-        reserved_bytes=reserved,
         budget_bytes=budget,
         planned_peak_bytes=report.planned_peak_bytes if followed else None,
     )
@@ -122,15 +119,6 @@ def inner_bytes(trace: Trace) -> int:
     return int(trace.op_inner_bytes.max(initial=0))
 
 
-def inner_by_name(trace: Trace) -> dict[str, int]:
-    """Operator -> the most that it takes for itself, of those that take any."""
-    found: dict[str, int] = {}
-    for i in np.flatnonzero(trace.op_inner_bytes):
-        name = trace.op_names[trace.op_name[i]]
-        found[name] = max(found.get(name, 0), int(trace.op_inner_bytes[i]))
-    return found
-
-
 def foreign_bytes(trace: Trace, other: Trace) -> int:
     """Bytes at the peak of `trace` in storages that were made by operators of which `other` has none."""
     there = _there_at_peak(trace)
@@ -142,12 +130,6 @@ def foreign_bytes(trace: Trace, other: Trace) -> int:
 def foreign_names(trace: Trace, other: Trace) -> list[str]:
     """Operators of `trace` of which `other` has none."""
     return sorted(set(trace.op_names) - set(other.op_names))
-
-
-def rounding_bytes(trace: Trace) -> int:
-    """Bytes that rounding up to 512 adds to the step's own storages at its peak, on either device."""
-    sizes = trace.tensor_bytes[_there_at_peak(trace) & (trace.tensor_born >= 0)]
-    return int((allocated_size(sizes) - sizes).sum())
 
 
 def _there_at_peak(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -76,7 +76,7 @@ def run_lengths(
 ) -> LengthRun:
     """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it. `known`:
     a step of each shape was recorded and planned before, which changed the parameters."""
-    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0), check_races=False)
+    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = make()

@@ -27,6 +27,7 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import MIB
 from tests._fakes import leave_out_meeting
+from tests.observed import SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -231,7 +232,7 @@ def test_without_the_streams_meeting_an_encoding_is_a_race(left_out: int, monkey
     leave_out_meeting(monkeypatch, left_out)
     with device.compute():
         handle = swapping.save(KINDS["bf16"]())
-        with pytest.raises(cm.SimRaceError), device.stream(side):
+        with pytest.raises(SimRaceError), device.stream(side):
             swapping.next_op()
             swapping.next_op()
         del handle

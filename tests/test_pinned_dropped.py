@@ -24,11 +24,11 @@ from torch.utils.dlpack import from_dlpack
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import SimRaceError
 from chameleon_mm.pinned import Allocator, AllocatorWrapper, CheckingAllocator, PinnedPool, StatisticsAllocator
 from chameleon_mm.pinned.tensors import empty_tensor
 from chameleon_mm.units import MIB
 from tests.cuda_stand_in import control
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -17,12 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import HostMemoryExhausted, PoolStateError, SimRaceError
+from chameleon_mm.errors import HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.plan_offsets import OffsetPlan, plan_offsets
 from chameleon_mm.pinned.replay import RESYNC_WINDOW, ReplayPool
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import ManualEvent, RecordingStream
+from tests.observed import SimRaceError
 
 PAGE = 4096
 

@@ -19,14 +19,7 @@ import torch
 
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import (
-    BlockCorruptedError,
-    BlockInUseError,
-    BlockReleasedError,
-    HostMemoryExhausted,
-    PoolStateError,
-    SimRaceError,
-)
+from chameleon_mm.errors import BlockCorruptedError, BlockInUseError, BlockReleasedError, HostMemoryExhausted, PoolStateError
 from chameleon_mm.pinned import PinnedBlock, PinnedPool
 from chameleon_mm.pinned.allocator import Allocator, AllocatorWrapper
 from chameleon_mm.pinned.block import Ticket
@@ -35,6 +28,7 @@ from chameleon_mm.pinned.counting import LimitedAllocator, StatisticsAllocator
 from chameleon_mm.pinned.recording import LogReplay, RecordingAllocator, replay_log
 from chameleon_mm.units import KIB, MIB
 from tests._fakes import BrokenStream, ManualEvent, RecordingStream
+from tests.observed import SimRaceError
 
 
 @pytest.fixture

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Waived
-from chameleon_mm.bench._stand_in import NO_TRITON
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device.packing import PACK_PROGRAMS, packed_offsets
 from chameleon_mm.device.protocols import Device, Event
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.executor.swap_outs import GROUP_BYTES
 from chameleon_mm.saved.handles import flat_bytes
 from chameleon_mm.saved.saved_part import Part

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from chameleon_mm.bench._stand_in import withheld
-from chameleon_mm.device.stand_in import is_stand_in
+from chameleon_mm.bench._stand_in import is_stand_in, withheld
 
 _GRACE_S = 5.0
 _POLL_S = 0.02

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from chameleon_mm.bench._llama import DTYPES, Shape, Stack
 from chameleon_mm.bench._measure import undisturbed
+from chameleon_mm.bench._stand_in import is_stand_in
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.profiler.light import NEW_STORAGE, LightProfiler
 from chameleon_mm.profiler.step_record import StepRecord
 

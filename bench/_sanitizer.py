@@ -32,9 +32,8 @@ from rich.console import Console
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._sanitized_kernels import check
 from chameleon_mm.bench._sanitizer_log import MemcheckLog, Watched, problem_of_fault, problem_of_kernels
-from chameleon_mm.bench._stand_in import NO_SANITIZER
+from chameleon_mm.bench._stand_in import NO_SANITIZER, is_stand_in
 from chameleon_mm.device import resolve_device
-from chameleon_mm.device.stand_in import is_stand_in
 
 NAME = "compute-sanitizer"
 

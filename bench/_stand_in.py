@@ -1,5 +1,7 @@
 """What runs on the CUDA stand-in of our tests, and never passes for a GPU's figure.
 
+is_stand_in(device.name)         # by the name that the stand-in gives its device
+computes_on_cpu(device)          # the stand-in or a simulator: sizes have to be small
 withheld(record)                 # the record with null for every time and rate; bytes, counts and verdicts stay
 check_place(path, stand_in=...)  # bench/results is for what was measured
 """
@@ -9,7 +11,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from chameleon_mm.device.stand_in import STAND_IN
+from chameleon_mm.device import Device
+
+STAND_IN = "CUDA stand-in"
+"""Begins the name that the stand-in gives its device. No GPU is called that."""
 
 NOT_MEASURED = f"not measured: {STAND_IN}"
 
@@ -31,6 +36,16 @@ NOT_RUN = {
 
 _TIMES = ("_us", "_ms", "_s", "_gbps", "_fraction")
 """Ends of the names of times, rates and shares of times."""
+
+
+def is_stand_in(device_name: str) -> bool:
+    """Whether a device of this name is the stand-in."""
+    return "stand-in" in device_name
+
+
+def computes_on_cpu(device: Device) -> bool:
+    """Whether a CPU does the work of `device`, so that sizes made for a GPU would take it hours."""
+    return device.simulated or is_stand_in(device.name)
 
 
 def withheld(record: Any) -> Any:

@@ -34,10 +34,9 @@ from chameleon_mm.bench._measure import (
     timed_us,
 )
 from chameleon_mm.bench._report import Bound, Report, median_of
-from chameleon_mm.bench._stand_in import NO_TRITON
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.units import MIB
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._environment import write_record
 from chameleon_mm.bench._measure import Figure, environment, interleave, timed_us
-from chameleon_mm.bench._stand_in import NO_NVIDIA_SMI, NOT_MEASURED, withheld
+from chameleon_mm.bench._stand_in import NO_NVIDIA_SMI, NOT_MEASURED, computes_on_cpu, is_stand_in, withheld
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import MIB, format_size
 

@@ -25,8 +25,7 @@ from rich.table import Table
 
 from chameleon_mm.bench._environment import checkout_root, commit, result_name, write_record
 from chameleon_mm.bench._parts import Outcome, Part, allotted_s, run_part
-from chameleon_mm.bench._stand_in import NOT_MEASURED, NOT_RUN, check_place
-from chameleon_mm.device.stand_in import STAND_IN
+from chameleon_mm.bench._stand_in import NOT_MEASURED, NOT_RUN, STAND_IN, check_place
 
 MAX_FILES = 8
 """JSON files that one run may leave, the suite's own included."""

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 
 from chameleon_mm.bench._environment import checkout_root, environment, write_record
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import resolve_device
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 
 _GRACE_S = 10
 _STACKS_AFTER_S = 60

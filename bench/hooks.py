@@ -31,10 +31,10 @@ from chameleon_mm.bench._hooks_modes import EMPTY_MODE, NO_MODE, ModeSample, mod
 from chameleon_mm.bench._hooks_peers import COPY_EACH, IDENTITY, TENSOR_BYTES, Sample, peers
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
 from chameleon_mm.bench._report import Bound, Report, median_of
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.bench.probe.copy_call import copy_call_us
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.units import format_size
 
 _LIMIT_S = 240.0

@@ -27,9 +27,9 @@ from chameleon_mm.bench._overlap_latency import CPU_RELOAD, GPU_RELOAD, Reload
 from chameleon_mm.bench._overlap_packing import WAYS, beside_its_kind, bounds, packed, packing, saturated
 from chameleon_mm.bench._overlap_work import Beside, Copier, Sample, Sizes, compute_us, count_for, operators
 from chameleon_mm.bench._report import Report
+from chameleon_mm.bench._stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.units import MIB
 
 _COPY_SHARE = 0.9  # of the compute's time: the engines are busy almost throughout, and all of it could be hidden

@@ -40,6 +40,7 @@ from chameleon_mm.bench._planned import (
 )
 from chameleon_mm.bench._report import Bound, Report
 from chameleon_mm.bench._small_step import small_step
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Workload
 from chameleon_mm.bench._training_peers import SWAP_ONLY, Peer, peers, session_key
 from chameleon_mm.bench._training_run import PeerRun, run_peer, warmup_steps
@@ -48,7 +49,6 @@ from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.device.sim.cost import CostModel
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted, InfeasibleBudget
 from chameleon_mm.units import GIB
 

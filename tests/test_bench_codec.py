@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from chameleon_mm.bench import codec
 from chameleon_mm.bench._codec_activations import Saved, Shape, Source, saved_by, sources
 from chameleon_mm.bench._measure import Figure, Waived
-from chameleon_mm.bench._stand_in import NO_TRITON
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.device import SimDevice, resolve_device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.kernels.codec_bool import BOOL_AS_BITS
 from chameleon_mm.kernels.codec_narrow import FP32_AS_BF16, INT64_AS_INT16
 from chameleon_mm.kernels.codec_pack12 import MAX_EXCEPTIONS, PACK12, Pack12Codec

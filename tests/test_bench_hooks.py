@@ -14,9 +14,9 @@ from chameleon_mm.bench import _hooks_modes, hooks
 from chameleon_mm.bench._hooks_modes import CALL_WATCH, EMPTY_MODE, NO_MODE, ModeSample, modes
 from chameleon_mm.bench._hooks_peers import BY_HAND, COPY_EACH, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.bench.probe.copy_call import copy_call_us
 from chameleon_mm.device import Device, SimDevice
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 from chameleon_mm.profiler.call_watch import CallWatch
 
 STAYS = ("stays, save_on_cpu", "stays, session")

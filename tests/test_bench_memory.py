@@ -24,8 +24,8 @@ from chameleon_mm.bench._memory_steps import (
     rounding_bytes,
     unswapped,
 )
+from chameleon_mm.bench._stand_in import is_stand_in
 from chameleon_mm.device import Device, SimDevice
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.policy import peak_memory
 from chameleon_mm.units import MIB
 

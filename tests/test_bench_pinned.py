@@ -21,7 +21,7 @@ from torch import nn
 
 from chameleon_mm.bench._measure import Figure, Results, Waived
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.bench.pinned import command as pinned
 from chameleon_mm.bench.pinned import operations, rates, waste
 from chameleon_mm.bench.pinned.allocators import AddressesOnly, ListBestFit, SizeBins, power_of_two
@@ -30,7 +30,6 @@ from chameleon_mm.bench.pinned.record import Recorder, record, routing
 from chameleon_mm.bench.pinned.traces import FOLDER, STEP, Entry, Trace, load_trace, read_trace, trace_names, write_trace
 from chameleon_mm.device.protocols import Device
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.pinned import PinnedPool
 from chameleon_mm.pinned.plan_offsets import plan_offsets
 from chameleon_mm.units import GIB, MIB

@@ -18,9 +18,8 @@ from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived
 from chameleon_mm.bench._parts import Part
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import NO_SANITIZER, NOT_MEASURED, NOT_RUN, withheld
+from chameleon_mm.bench._stand_in import NO_SANITIZER, NOT_MEASURED, NOT_RUN, computes_on_cpu, is_stand_in, withheld
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from tests._fakes import PlayedStandIn, scripted_part
 
 ROOT = Path(__file__).resolve().parents[1]

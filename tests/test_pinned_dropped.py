@@ -321,6 +321,8 @@ def test_a_stream_that_torch_does_not_know_is_waited_for() -> None:
 
 AT_EXIT = """
 import sys, torch, chameleon_mm as cm
+from tests.observed import observe_all
+observe_all()
 device = cm.resolve_device(sys.argv[1])
 pool = cm.PinnedPool(1 << 20, device)
 with device.compute():

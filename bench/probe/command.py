@@ -21,11 +21,10 @@ from rich.console import Console
 from chameleon_mm.bench import codec, pack
 from chameleon_mm.bench._codec_activations import Shape
 from chameleon_mm.bench._environment import environment, write_record
-from chameleon_mm.bench._stand_in import NOT_MEASURED, withheld
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in, withheld
 from chameleon_mm.bench.pinned import command as pinned
 from chameleon_mm.bench.probe import copies, costs, memory, pinning
 from chameleon_mm.device import Device, resolve_device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.units import KIB, MIB
 
 _CPU_PIN_BYTES = 16 * MIB

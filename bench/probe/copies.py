@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.bench._measure import Figure, interleave
-from chameleon_mm.bench._stand_in import NO_TRITON
-from chameleon_mm.device.stand_in import is_stand_in
+from chameleon_mm.bench._stand_in import NO_TRITON, is_stand_in
 from chameleon_mm.units import MIB, format_size
 
 _SIZES = (64 * 1024, 1 * MIB, 16 * MIB, 256 * MIB)

@@ -1,7 +1,7 @@
 """Observer that makes the simulated device strict, for the tests: where a GPU is lenient, this finds the bug each time.
 
     observe_all()                                         # every SimDevice from now on; conftest.py calls it
-    python -m tests.observed PROGRAM [ARGS]               # a script, with every SimDevice observed
+    python -m tests.observed PROGRAM [ARGS]               # a script (or -m MODULE), with every SimDevice observed
     device = unchecked(SimDevice())                       # poison and late copies alone: a missing wait gives wrong bytes
 
 * A copy's bytes move as late as the ordering allows; until then its destination holds poison.

@@ -1,4 +1,4 @@
-"""Run a script as `python PROGRAM [ARGS]` does, with every `SimDevice` observed: `python -m tests.observed PROGRAM [ARGS]`."""
+"""Run a program as Python does, with every `SimDevice` observed: `python -m tests.observed (PROGRAM | -m MODULE) [ARGS]`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from pathlib import Path
 from tests.observed import observe_all
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        raise SystemExit("usage: python -m tests.observed PROGRAM [ARGS]")
-    del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     observe_all()
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    match sys.argv[1:]:
+        case ["-m", module, *arguments]:
+            sys.argv = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [program, *arguments]:
+            sys.argv = [program, *arguments]
+            sys.path[0] = str(Path(program).resolve().parent)
+            runpy.run_path(program, run_name="__main__")
+        case _:
+            raise SystemExit("usage: python -m tests.observed (PROGRAM | -m MODULE) [ARGS]")

@@ -249,7 +249,7 @@ def test_copies_of_the_wrong_kind_are_refused(sim: SimDevice) -> None:
         (host.view(torch.float32), flat[: N // 4], "expected dst as a flat"),
         (flat.to("meta"), flat, "expected dst as a flat"),
         (flat[1:], flat[:-1], "src and dst share 254"),
-        (flat, flat, "dst and src share 256"),
+        (flat, flat, "src and dst share 256"),
         (host, sim.alloc_pinned(N), "at least one end in device memory"),
     ]:
         with pytest.raises(ValueError, match=message):

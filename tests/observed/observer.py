@@ -9,8 +9,10 @@ death:   the clocks of that moment; settled() checks it as a write by its owner
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +27,21 @@ from tests.observed.shadow import HOST, Access, Clock, Extent, Shadow, extent_of
 _POISON_HOST_BELOW = 256 << 20
 """Size below which host allocations are filled with poison: larger ones stay untouched, so that a simulated 64 GiB pool costs
 only what is used of it."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _unseen(method: Callable[Concatenate[StrictObserver, _P], _R]) -> Callable[Concatenate[StrictObserver, _P], _R]:
+    """`method`, past the modes of torch functions: one of the library's takes what is not its own for a use of the model's."""
+
+    @functools.wraps(method)
+    def run(self: StrictObserver, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunction():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class _Queue:
@@ -120,6 +137,7 @@ class StrictObserver(SimObserver):
         self._poison(storage)
         self._touch(stream, buffer, Extent(0, buffer.nbytes), write=True, label=f"{stream.name}, which allocated it")
 
+    @_unseen
     def freed(self, stream: SimStream, tensor: Tensor) -> None:
         self.queue(stream).catch_up()  # the caller drops the memory now, and all work on this stream comes before that
         buffer = self.machine.ledger.find(tensor.untyped_storage())
@@ -186,9 +204,11 @@ class StrictObserver(SimObserver):
 
     # --- accesses
 
+    @_unseen
     def access(self, stream: SimStream, buffer: Buffer, t: Tensor, *, write: bool, label: str) -> None:
         self._touch(stream, buffer, _place(buffer, t), write=write, label=label)
 
+    @_unseen
     def host_access(self, buffer: Buffer, t: Tensor, *, write: bool, label: str) -> None:
         self._host_clock[HOST] += 1
         access = Access(_place(buffer, t), write, HOST, self._host_clock[HOST], label)
@@ -216,9 +236,11 @@ class StrictObserver(SimObserver):
 
     # --- moves
 
+    @_unseen
     def check_move(self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         check_apart(what, pairs)
 
+    @_unseen
     def move(self, stream: SimStream, what: str, pairs: Sequence[tuple[Tensor, Tensor]], *, speculative: bool) -> None:
         queue, moves_bytes = self.queue(stream), self.machine.moves_bytes
         moving = []

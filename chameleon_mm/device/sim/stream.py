@@ -104,7 +104,7 @@ class SimStream:
 
     def encode(self, codec: Codec, src: Tensor, dst: Tensor, status: Tensor) -> None:
         """Encode as `Stream.encode` does, by the codec's torch reference, for one launch and the bytes' way through device
-        memory. Raises `ValueError` also for host memory and on a stream of copies, `SimRaceError`."""
+        memory. Raises `ValueError` also for host memory and on a stream of copies."""
         self._machine.run_codec(
             self, f"encode {codec.name}", lambda: codec.encode_reference(src, dst, status), [src], [dst, status]
         )

@@ -21,9 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from chameleon_mm.bench._stand_in import check_place
+from chameleon_mm.bench._stand_in import check_place, is_stand_in
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import is_stand_in
 
 _DISTRIBUTIONS = ("chameleon-mm", "torch", "triton", "numpy", "cuda-bindings", "cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GIT_TIMEOUT_S = 10

@@ -59,7 +59,7 @@ def run_lengths(
 ) -> LengthRun:
     """Train on batches of these shapes; `budget` None: without a session, else `given` is what it is given beside it.
     `prepare`: what comes first in the session, and trains; it changes the parameters."""
-    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0), check_races=False)
+    device = SimDevice(SMALL_GPU, cost=CostModel(spec=SMALL_GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = make()

@@ -25,9 +25,9 @@ from torch import Tensor
 from chameleon_mm.bench._environment import environment
 from chameleon_mm.bench._measure import Cell, Column, Figure, Results, Waived, add_output_arguments, interleave
 from chameleon_mm.bench._report import Report
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.units import GIB, MIB
 
 BY_RECORD_STREAM, BY_WAIT = "record_stream", "wait and drop"

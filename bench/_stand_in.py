@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from chameleon_mm.device.stand_in import STAND_IN
+from chameleon_mm.device import Device
+
+STAND_IN = "CUDA stand-in"
+"""Begins the name that the stand-in gives its device. No GPU is called that."""
 
 NOT_MEASURED = f"not measured: {STAND_IN}"
 
 NO_TRITON = f"not run: {STAND_IN}, on which nothing that Triton compiles can run"
+
+
+def is_stand_in(device_name: str) -> bool:
+    """Whether a device of this name is the stand-in."""
+    return "stand-in" in device_name
+
+
+def computes_on_cpu(device: Device) -> bool:
+    """Whether a CPU does the work of `device`, so that sizes made for a GPU would take it hours."""
+    return device.simulated or is_stand_in(device.name)
 
 
 def check_place(path: Path, *, root: Path | None, stand_in: bool) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from chameleon_mm.bench._llama import DTYPES, Shape
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.bench._training_models import Sizes, Workload, gpt2, llama, resnet, vit
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.pinned.host_memory import available_host_bytes
 
 TINY: dict[str, Any] = {"layers": 10, "width": 128, "heads": 4, "ffn": 448, "seq": 256, "batch": 8, "dtype": "float32"}

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, interleave, timed_us
+from chameleon_mm.bench._stand_in import computes_on_cpu
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device, Stream
-from chameleon_mm.device.stand_in import computes_on_cpu
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import GIB, KIB, MIB, format_size, parse_size
 

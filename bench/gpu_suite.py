@@ -29,8 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chameleon_mm.bench._environment import checkout_root, commit, result_name, write_record
-from chameleon_mm.bench._stand_in import check_place
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
+from chameleon_mm.bench._stand_in import STAND_IN, check_place, is_stand_in
 
 BUDGET_S = 8 * 60.0
 

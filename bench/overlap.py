@@ -48,9 +48,9 @@ from chameleon_mm.bench._overlap_work import (
     packed_copies,
 )  # fmt: skip
 from chameleon_mm.bench._report import Bound, Found, Report, median_of
+from chameleon_mm.bench._stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.units import MIB, format_size
 
 WAYS: dict[str, tuple[str, ...]] = {"H2D": ("h2d",), "D2H": ("d2h",), "both ways": ("h2d", "d2h")}

@@ -26,10 +26,9 @@ from chameleon_mm.bench._figure import svg_of
 from chameleon_mm.bench._measure import Cell, Figure, Results, Waived, add_output_arguments, columns, environment, interleave
 from chameleon_mm.bench._pack_ways import NAMES, Sample, Way, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Found, Report, median_of, most, over
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
 from chameleon_mm.device import resolve_device
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB, format_size, parse_size
 

@@ -30,6 +30,9 @@ from chameleon_mm.executor import Executor
 from chameleon_mm.profiler.dispatch_state import remove
 from tests._native import BUILDS
 from tests.cuda_stand_in import control
+from tests.observed import observe_all
+
+observe_all()  # before a test module is imported, which may make a device
 
 if control.is_loaded():
     collect_ignore_glob = ["test_frameworks_*.py"]

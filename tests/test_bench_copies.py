@@ -14,10 +14,9 @@ from rich.console import Console
 
 from chameleon_mm.bench import copy, overlap
 from chameleon_mm.bench._overlap_work import Sample, Sizes
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.bench.overlap import WAYS
 from chameleon_mm.device import SimDevice, resolve_device
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.units import KIB, MIB
 

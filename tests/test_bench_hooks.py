@@ -13,8 +13,8 @@ from rich.console import Console
 from chameleon_mm.bench import hooks
 from chameleon_mm.bench._hooks_peers import BY_HAND, DROPPED, IDENTITY, Sample
 from chameleon_mm.bench._measure import Figure, Results, Waived
+from chameleon_mm.bench._stand_in import STAND_IN, is_stand_in
 from chameleon_mm.device import Device, SimDevice
-from chameleon_mm.device.stand_in import STAND_IN, is_stand_in
 
 STAYS = ("stays, save_on_cpu", "stays, session")
 LEAVES = (

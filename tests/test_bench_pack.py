@@ -16,10 +16,9 @@ from chameleon_mm.bench._buffers import Buffers
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived
 from chameleon_mm.bench._pack_ways import NAMES, Ways, Work, is_exact, measured
 from chameleon_mm.bench._report import Bound, Report, median_of, most, over
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, is_stand_in
 from chameleon_mm.device import Device, SimDevice, resolve_device
 from chameleon_mm.device.protocols import Event
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.transfer import Path as Route
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB, MIB

@@ -17,10 +17,9 @@ from chameleon_mm.bench import gpu_suite
 from chameleon_mm.bench._environment import environment, write_record
 from chameleon_mm.bench._measure import Column, Figure, Results, Waived
 from chameleon_mm.bench._report import Bound, Report
-from chameleon_mm.bench._stand_in import NOT_MEASURED
+from chameleon_mm.bench._stand_in import NOT_MEASURED, computes_on_cpu, is_stand_in
 from chameleon_mm.bench.gpu_suite import Part
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.stand_in import computes_on_cpu, is_stand_in
 from tests._fakes import PlayedStandIn, scripted_part
 
 ROOT = Path(__file__).resolve().parents[1]

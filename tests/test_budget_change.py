@@ -38,7 +38,7 @@ class Training:
     def __init__(self, share: float, works: list[Work], **given: Any) -> None:
         self.unswapped_bytes = max(run(works[:3]).peaks)
         self.works = works
-        self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+        self.device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
         torch.manual_seed(0)
         with self.device.compute():
             self.model = Net()

@@ -117,7 +117,7 @@ class Run:
 
 def run(works: Sequence[Work], budget: int | None = None) -> Run:
     """Unswapped without a budget."""
-    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0), check_races=False)
+    device = cm.SimDevice(GPU, cost=CostModel(spec=GPU, matmul_efficiency=1.0))
     torch.manual_seed(0)
     with device.compute():
         model = Net()

@@ -42,7 +42,6 @@ from chameleon_mm.demo.train import RunResult, first_difference, same_bits, trai
 from chameleon_mm.device.sim import SimDevice
 from chameleon_mm.session import SwapSession
 from chameleon_mm.units import format_size_up, parse_size
-from tests._fakes import PlayedStandIn
 
 TINY = GPTConfig(layers=2, width=32, heads=4, context=64)
 TINY_ARGS = [
@@ -405,17 +404,6 @@ def test_simulated_time_says_so() -> None:
     } <= set(names)  # fmt: skip
     steps = [row[0] for row in kind_rows(outcome()) if row[0].startswith("step,")]
     assert len(steps) == 3 and all(name.endswith("(simulated)") for name in steps)
-
-
-def test_times_on_the_cuda_stand_in_are_not_told() -> None:
-    on_stand_in = outcome(device=PlayedStandIn())
-    times = [texts for name, *texts in kind_rows(on_stand_in) if name.startswith("step,")]
-    assert times == [["not measured"]] * 3
-    told = {name: text for name, _, text in table_rows(on_stand_in)}
-    assert told["stall, all steps"] == told["share of copy time hidden"] == "not measured"
-    text = io.StringIO()
-    show(on_stand_in, Console(file=text, width=200))
-    assert "no GPU took part: torch's CUDA build ran over a stand-in" in text.getvalue()
 
 
 def test_the_table_tells_phases_and_plans() -> None:

@@ -21,8 +21,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _TOP_LEVEL_FOLDERS = {"bench", "kernels"}
 
 # A bench measures what CUDA itself does, below every layer of ours: going through them would measure something else.
-_MAY_USE_TORCH_CUDA = re.compile(r"chameleon_mm/(device/cuda/\w+|bench/(_reclaim_gap|probe/pools))\.py")
-_MAY_ASK_FOR_CUDA = re.compile(r"chameleon_mm/(device/(cuda/)?\w+|bench/(_reclaim_gap|probe/pools))\.py")
+_MAY_USE_TORCH_CUDA = re.compile(r"chameleon_mm/(device/cuda/\w+|bench/_reclaim_gap)\.py")
+_MAY_ASK_FOR_CUDA = re.compile(r"chameleon_mm/(device/(cuda/)?\w+|bench/_reclaim_gap)\.py")
 
 
 def _sources(folder: str) -> dict[str, str]:

@@ -36,6 +36,7 @@ from tests._ordering import (
     release_without_event,
     saved,
 )
+from tests.observed import SimLifetimeError, SimRaceError
 
 pytestmark = [
     pytest.mark.usefixtures("no_gc"),
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-RED = (cm.SimRaceError, cm.SimLifetimeError, AssertionError)
+RED = (SimRaceError, SimLifetimeError, AssertionError)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_the_path_as_it_is_stays_green(scenario: Scenario, check_races: bool) ->
 def test_without_one_wait_the_race_is_named(waiter: str, recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = OnSim()
     dropped = drop_waits(monkeypatch, machine, waiter, recorder)
-    with pytest.raises(cm.SimRaceError, match="not ordered after"):
+    with pytest.raises(SimRaceError, match="not ordered after"):
         WAITS[waiter, recorder](machine)
     assert dropped[0] > 0
 
@@ -75,7 +76,7 @@ wait on another stream, or because the simulator reuses no memory): only the det
 def test_without_one_wait_the_numbers_are_wrong(waiter: str, recorder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = OnSim(check_races=False)
     drop_waits(monkeypatch, machine, waiter, recorder)
-    with pytest.raises((cm.SimLifetimeError, AssertionError)):
+    with pytest.raises((SimLifetimeError, AssertionError)):
         WAITS[waiter, recorder](machine)
 
 

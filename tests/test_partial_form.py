@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import chameleon_mm as cm
-from chameleon_mm.device.sim.late_copy import poison
 from chameleon_mm.policy import Action, LinkCost, SwapPlan
 from chameleon_mm.saved.calling_thread import ComputeStreams
 from chameleon_mm.saved.checksums import Checksums
@@ -24,6 +23,7 @@ from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
 from tests._random_models import adaptation_of, far_ahead, planning, train
 from tests._traces import plan_of, random_plan
+from tests.observed import SimLifetimeError, SimRaceError, poison
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -223,7 +223,7 @@ def test_without_the_streams_meeting_the_race_is_named(monkeypatch: pytest.Monke
 
     init = PartialForm.__init__
     monkeypatch.setattr(PartialForm, "__init__", lambda self, nbytes, streams: init(self, nbytes, Strangers(streams._device)))
-    with pytest.raises(cm.SimRaceError, match="not ordered after"):
+    with pytest.raises(SimRaceError, match="not ordered after"):
         used_on_another_stream()
 
 
@@ -285,7 +285,7 @@ def test_there_and_back_as_it_is() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_broken_on_purpose_it_goes_red(mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    with pytest.raises((cm.SimRaceError, cm.SimLifetimeError, AssertionError)):
+    with pytest.raises((SimRaceError, SimLifetimeError, AssertionError)):
         one_way_there_and_back()
 
 

@@ -24,10 +24,10 @@ from torch.utils.dlpack import from_dlpack
 
 from chameleon_mm.device.protocols import Device, Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.errors import SimRaceError
 from chameleon_mm.pinned import CheckingAllocator, PinnedPool
 from chameleon_mm.units import MIB
 from tests.cuda_stand_in import control
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -319,6 +319,8 @@ def test_a_stream_that_torch_does_not_know_is_waited_for() -> None:
 
 AT_EXIT = """
 import sys, torch, chameleon_mm as cm
+from tests.observed import observe_all
+observe_all()
 device = cm.resolve_device(sys.argv[1])
 pool = cm.PinnedPool(1 << 20, device)
 with device.compute():

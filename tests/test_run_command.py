@@ -17,6 +17,7 @@ from chameleon_mm.running.ranks import Gathering, LaunchedRank
 from tests import _run_scripts as scripts
 from tests._run_scripts import Ended, python, runs
 
+OBSERVED = ("-m", "tests.observed", "-m", "chameleon_mm", "run")
 BUDGET = ("--hbm-budget", "10MiB", "--min-bytes", "64KiB")
 SWAPPED = ("plain", "gan", "scaler", "thread", "frozen", "functional", "checkpointed", "compiled", "compiled_in_place",
            "compiled_function", "by_hand", "in_backward", "traced", "transforms", "own_session_later")  # fmt: skip
@@ -24,7 +25,7 @@ SWAPPED = ("plain", "gan", "scaler", "thread", "frozen", "functional", "checkpoi
 
 def test_a_script_finds_what_python_gives_it_and_leaves_the_same_files_and_output(tmp_path: Path) -> None:
     ended = {}
-    run = ["-m", "chameleon_mm", "run", "--hbm-budget", "5MiB", "--min-bytes", "64KiB"]
+    run = [*OBSERVED, "--hbm-budget", "5MiB", "--min-bytes", "64KiB"]
     files = ["--report", "../report.json", "--html", "../page.html", "--trace", "../trace.json"]
     for name, command in (("alone", []), ("swapped", run + files)):
         folder = tmp_path / name
@@ -227,7 +228,7 @@ def test_hugging_faces_trainer_as_accelerate_launches_it(tmp_path: Path) -> None
     alone = python(["script.py", "alone"], tmp_path)
     assert alone.code == 0, alone.err
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1"]
-    command = ["-m", "chameleon_mm", "run", "--hbm-budget", "8MiB", "--min-bytes", "4KiB", "--report", "report.json"]
+    command = [*OBSERVED, "--hbm-budget", "8MiB", "--min-bytes", "4KiB", "--report", "report.json"]
     swapped = python([*launch, *command, "script.py", "swapped"], tmp_path)
     assert swapped.code == 0, swapped.err
     losses = [[line for line in ended.out.splitlines() if not line.startswith("{")] for ended in (swapped, alone)]  # not: times
@@ -247,9 +248,7 @@ def test_ranks_that_torchrun_starts_are_each_swapped_and_told_together(tmp_path:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     alone = python([*launch, "script.py", "alone"], tmp_path)
     assert alone.code == 0, alone.err
-    swapped = python(
-        [*launch, "-m", "chameleon_mm", "run", *BUDGET, "--report", "report.json", "script.py", "swapped"], tmp_path
-    )
+    swapped = python([*launch, *OBSERVED, *BUDGET, "--report", "report.json", "script.py", "swapped"], tmp_path)
     assert swapped.code == 0, swapped.err
     assert sorted(swapped.out.splitlines()) == sorted(alone.out.splitlines())
     for rank in range(2):

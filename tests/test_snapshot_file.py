@@ -74,7 +74,9 @@ import torch
 import chameleon_mm as cm
 from chameleon_mm.snapshots import background_write
 from tests._snapshots import Training, session_of, steps
+from tests.observed import observe_all
 
+observe_all()
 path, where, threads = sys.argv[1:]
 torch.set_num_threads(int(threads))  # which decides how sums are rounded
 save, fsync = torch.save, os.fsync

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 import chameleon_mm as cm
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.protocols import Device
-from chameleon_mm.errors import SimRaceError
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.version import SavedBytes, cover_all
 from tests.cuda_stand_in import control
+from tests.observed import SimRaceError
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

@@ -155,7 +155,6 @@ class _Job:
     def __init__(self, args: argparse.Namespace) -> None:
         from chameleon_mm.demo.model import GPTConfig
         from chameleon_mm.demo.program import TrainConfig, draw_batches, read_text
-        from chameleon_mm.device.stand_in import computes_on_cpu
 
         self._args = args
         check_outputs({"--json": args.json, "--report": args.report, "--trace": args.trace})
@@ -173,7 +172,7 @@ class _Job:
         if self.ratio is not None and args.hbm_budget is not None:
             raise ValueError("--ratio: expected none beside --hbm-budget, as both say the budget; leave one of the two out")
         choices = SIZES if self.ratio is None else RATIO_SIZES
-        sizes = choices["simulated" if computes_on_cpu(self.device()) else "real"]
+        sizes = choices["simulated" if self.device().simulated else "real"]
         size = {name: default if (given := getattr(args, name)) is None else given for name, default in sizes.items()}
         self.config = TrainConfig(
             model=GPTConfig(

@@ -17,7 +17,6 @@ from rich.table import Table
 from chameleon_mm.demo.outcome import KindFigures, Outcome
 from chameleon_mm.demo.program import StepKind
 from chameleon_mm.demo.train import RunResult, same_bits
-from chameleon_mm.device.stand_in import is_stand_in
 from chameleon_mm.outputs import print_line, print_table
 from chameleon_mm.units import format_size, format_size_up, format_us
 
@@ -35,9 +34,9 @@ def rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         (
             f"share of copy time hidden{clock}",
             "-",
-            _measured(outcome, report["hidden_fraction"], "{:.1%}".format),
+            _measured(report["hidden_fraction"], "{:.1%}".format),
         ),
-        (f"stall, {_timed(report)}{clock}", "-", _measured(outcome, report["stall_us"], format_us)),
+        (f"stall, {_timed(report)}{clock}", "-", _measured(report["stall_us"], format_us)),
         ("what the steps were", "-", ", ".join(f"{n} {what}" for what, n in report["steps_by_phase"].items()) or "-"),
         ("steps recorded in detail", "-", str(report["detailed_steps"])),
         ("plans made, host time", "-", f"{report['plans']}, {format_us(report['planning_us'])}"),
@@ -67,7 +66,7 @@ def kind_rows(outcome: Outcome) -> list[tuple[str, ...]]:
     clock = _clock(outcome)
 
     def time_text(us: float) -> str:
-        return _measured(outcome, us, format_us)
+        return _measured(us, format_us)
 
     cells: list[tuple[str, Callable[[KindFigures], str]]] = [
         ("steps, of them recorded", lambda kind: f"{kind.steps}, {kind.recorded}"),
@@ -149,10 +148,6 @@ def show(outcome: Outcome, console: Console) -> None:
     print_line(console, f"steps {config.steps}: {_sequence(config.kinds)}")
     if outcome.device.simulated:
         print_line(console, "no GPU took part: computed on the CPU; times and copy speeds are simulated")
-    elif is_stand_in(outcome.device.name):
-        print_line(
-            console, "no GPU took part: torch's CUDA build ran over a stand-in for its runtime, whose times mean nothing"
-        )
     for line in verdicts(outcome):
         print_line(console, line, style="bold" if outcome.passed else "bold red")
 
@@ -169,9 +164,8 @@ def _losses(unswapped: RunResult, swapped: RunResult, step: int) -> tuple[str, s
     return f"{first.item():.9g}", f"{second.item():.9g} ({mark})"  # nine digits tell any two float32 apart
 
 
-def _measured(outcome: Outcome, value: float | None, text: Callable[[float], str]) -> str:
-    """Text of a time, or of a share of times. The stand-in's are the CPU's, and stand for nothing."""
-    return "not measured" if value is None or is_stand_in(outcome.device.name) else text(value)
+def _measured(value: float | None, text: Callable[[float], str]) -> str:
+    return "not measured" if value is None else text(value)
 
 
 def _clock(outcome: Outcome) -> str:

@@ -55,7 +55,7 @@ class Stream(Protocol):
         """Note that this stream hands `buffer` back: call it right before dropping the last reference.
 
         Every access on other streams must be ordered before this point of this stream (their event waited on here, or seen
-        complete by the host). On CUDA this costs nothing; the simulator checks it.
+        complete by the host). It costs nothing; the simulator tells its observer.
         """
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:

@@ -132,7 +132,7 @@ def run_session(request: RunRequest, *, steps: int = RUN_STEPS, counted: bool = 
     Takes a fifth of a millisecond for each operator, and no memory to speak of. Raises what the model raises; a budget that is
     too small is an answer: `SessionRun.refused`.
     """
-    device = SimDevice(request.spec, check_races=False, moves_bytes=False)
+    device = SimDevice(request.spec, moves_bytes=False)
     with _quiet(), NoArithmetic(), default_dtype(request.dtype), GpuOperators(), gpu_autocast():
         try:
             with nullcontext() if request.swapped.parameters else device.compute():

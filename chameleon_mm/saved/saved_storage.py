@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
-from chameleon_mm.errors import SimError, TransferFailed
+from chameleon_mm.errors import TransferFailed
 from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator, sequence_nr, this_thread
 from chameleon_mm.saved.device_copy import DeviceCopy
 from chameleon_mm.saved.form import WHOLE, Form
@@ -172,8 +172,6 @@ class SavedStorage(DeviceCopy):
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
             done = issue(self._out)
-        except SimError:
-            raise
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
             _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
             self._undo_swap_out()

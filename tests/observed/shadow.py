@@ -22,13 +22,16 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from chameleon_mm.device.sim.late_copy import LateCopy
-from chameleon_mm.errors import SimRaceError
+from chameleon_mm.device.sim import SimStream
+from tests.observed.errors import SimRaceError
+from tests.observed.late_copy import LateCopy
 
-Clock = dict[int, int]
+Actor = SimStream | None
+"""A stream, or the host."""
 
-HOST = -1
-"""Number of the host as an actor; streams count from 0."""
+HOST: Actor = None
+
+Clock = dict[Actor, int]
 
 
 class Extent(NamedTuple):
@@ -106,7 +109,7 @@ class Access(NamedTuple):
 
     extent: Extent
     write: bool
-    actor: int
+    actor: Actor
     number: int
     label: str
     reuse: bool = False
@@ -116,10 +119,14 @@ class Access(NamedTuple):
 class Shadow:
     """The accesses to one buffer that a later one may still have to be ordered after."""
 
-    __slots__ = ("accesses", "name")
+    __slots__ = ("accesses", "gone", "name", "owner")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, owner: Actor) -> None:
         self.name = name
+        self.owner = owner
+        """To which the memory goes back."""
+        self.gone = ""
+        """What gave the memory back although the storage is still there: nobody may touch it any more."""
         self.accesses: list[Access] = []
 
     def touch(self, new: Access, clock: Clock) -> None:
@@ -143,7 +150,7 @@ class Shadow:
                     f"expected an event of the earlier one waited on (or seen complete) before the later one was issued"
                 )
 
-    def foreign_to(self, actor: int) -> bool:
+    def foreign_to(self, actor: Actor) -> bool:
         """Whether anyone but `actor` has touched the buffer: only then can handing it back to `actor` race."""
         return any(access.actor != actor for access in self.accesses)
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chameleon_mm.errors import SimLifetimeError
+from tests.observed.errors import SimLifetimeError
 
 POISON_BYTE = 0xFB
 """Value of the byte, as float32 and bfloat16 -2.6e36, as int64 a large negative, as bool neither 0 nor 1."""

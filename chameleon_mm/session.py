@@ -239,8 +239,8 @@ class SwapSession:
         settings of `optimizer`, torch's random states. Schedulers, scalers and data loaders are the caller's to save.
 
         The session holds the latest snapshot until it has taken another, or ends; hold one to keep it. `Snapshot.write` writes
-        it to a file. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step` does,
-        `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
+        it to a checkpoint. Its memory is the pool's, and beyond `host_budget` ordinary. Raises `SessionClosedError` as `step`
+        does, `ValueError` without `model` and for one not of plain tensors, and `HostMemoryExhausted` with nothing changed.
         """
         self._life.expect_open("snapshot")
         return self._model_swap.snapshots("snapshot", self._executor).take()

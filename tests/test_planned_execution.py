@@ -29,9 +29,8 @@ from tests._traces import away_before_first_uses_alone, plan_of, random_plan
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
-QUICK, SLOW = 6, 16
-SLOWEST = [pytest.mark.slow, pytest.mark.thorough]
-SEEDS = [pytest.param(seed, marks=() if seed < QUICK else pytest.mark.slow if seed < SLOW else SLOWEST) for seed in range(60)]
+THOROUGH = [pytest.mark.slow, pytest.mark.thorough]
+SEEDS = [pytest.param(seed, marks=() if seed < 2 else THOROUGH) for seed in range(60)]
 
 TIME_SHARE = 0.02
 """How much longer or shorter than simulated a step may take."""
@@ -273,9 +272,7 @@ WRONG = [shuffled_hooks, swapped_tensors, any_tensors, of_another_model, far_too
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 2 else pytest.mark.slow if seed < 4 else SLOWEST) for seed in range(12)]
-)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed < 1 else THOROUGH) for seed in range(12)])
 def test_a_wrong_plan_costs_time_never_a_number(
     wrong: Callable[[Random, Trace, SwapPlan], list[Action]], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

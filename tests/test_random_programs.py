@@ -217,23 +217,13 @@ def check_many(kind: str, *, programs_drawn: int, begin: int) -> None:
     assert tally.restricted < tally.programs / 2
 
 
+BEGINS = [0, *(pytest.param(begin, marks=[pytest.mark.slow, pytest.mark.thorough]) for begin in range(1, 6))]
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("begin", range(2))
+@pytest.mark.parametrize("begin", BEGINS)
 def test_random_programs_give_what_plain_pytorch_gives(begin: int, kind: str) -> None:
     check_many(kind, programs_drawn=50, begin=begin)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("begin", [100, *(pytest.param(begin, marks=pytest.mark.thorough) for begin in range(101, 104))])
-def test_two_hundred_more_random_programs(begin: int) -> None:
-    check_many("sim", programs_drawn=50, begin=begin)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("begin", [200, *(pytest.param(begin, marks=pytest.mark.thorough) for begin in range(201, 203))])
-def test_a_hundred_and_fifty_others_on_cuda(begin: int) -> None:
-    check_many("cuda", programs_drawn=50, begin=begin)
 
 
 # --- what such programs have found

@@ -3,7 +3,7 @@
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
 
-Here a diagonal of programs, budgets, links and mixes, of which what differs little is `slow`; their product is `thorough`.
+Here a diagonal of programs, budgets, links and mixes; what differs little is `thorough`, and so is their product.
 The reference is torch alone.
 """
 
@@ -89,7 +89,9 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
 
 
 NUMBERS = [
-    pytest.param(number, id=program.__name__, marks=pytest.mark.slow if program.__name__ in NEAR else ())
+    pytest.param(
+        number, id=program.__name__, marks=[pytest.mark.slow, pytest.mark.thorough] if program.__name__ in NEAR else ()
+    )
     for number, program in enumerate(PROGRAMS)
 ]
 
@@ -162,6 +164,7 @@ def test_the_programs_are_plain_pytorchs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_most_programs_recompute() -> None:
     """In a budget or with a mix of the diagonal; what does not tests nothing."""
     pairs = [pair for number in range(len(PROGRAMS)) for pair in diagonal(number)]

@@ -22,16 +22,20 @@ TESTS: dict[str, str] = {
         for way in ("around", "inside", "with a checkpoint in it")
     },
     **{
-        f"tests/test_op_db.py::test_every_operator[cuda-jiterator_{name}]": _NVRTC
-        for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+        f"tests/test_op_db.py::{test}[cuda-{name}]": reason
+        for test in ("test_every_other_operator", "test_every_operator_in_its_other_dtypes")
+        for name, reason in {
+            **{
+                f"jiterator_{name}": _NVRTC
+                for name in ("unary", "binary", "binary_return_by_ref", "2inputs_2outputs", "4inputs_with_extra_args")
+            },
+            **{
+                f"torch_ops_aten__{name}_attention_forward": "called by itself with other keys than queries: see OPERATORS"
+                for name in ("flash", "efficient")
+            },
+            "sparse_mm_reduce": "torch has the operator on the CPU alone",
+        }.items()
     },
-    **{
-        f"tests/test_op_db.py::test_every_operator[cuda-torch_ops_aten__{name}_attention_forward]": (
-            "called by itself with other keys than queries: see OPERATORS"
-        )
-        for name in ("flash", "efficient")
-    },
-    "tests/test_op_db.py::test_every_operator[cuda-sparse_mm_reduce]": "torch has the operator on the CPU alone",
 }
 """Reason by test."""
 
@@ -51,7 +55,7 @@ LATE_ALONE: dict[str, str] = {
         )
         for name in ("test_without_one_order_it_goes_red", "test_without_the_versions_check_a_write_goes_unnoticed")
     },
-    "tests/test_op_db.py::test_every_operator": (
+    "tests/test_op_db.py::test_every_other_operator": (
         "run in mode late alone: copies are late there, and nothing else about an operator depends on the mode"
     ),
     "tests/test_compile.py::test_compiled_training_is_bit_identical_in_a_session": (

@@ -625,23 +625,6 @@ def test_transforms_that_refuse_hooks_say_so_in_torchs_words_and_leave_the_sessi
     assert session.pool.stats().num_live == 0
 
 
-def test_vmap_and_forward_mode_are_exact_inside_a_session(device: Device) -> None:
-    x = leaf(device)
-
-    def program(t: Tensor) -> Tensor:
-        return deep(torch.vmap(lambda row: torch.tanh(row * 2).exp())(deep(t)))
-
-    expected = gradient(device, x, program)
-    with device.compute():
-        expected_tangent = torch.func.jvp(deep, (x.detach(),), (torch.ones_like(x),))[1]
-    session = opened(device)
-    with session, session.step():
-        assert torch.equal(torch.autograd.grad(program(x).sum(), x)[0], expected)
-        assert torch.equal(torch.func.jvp(deep, (x.detach(),), (torch.ones_like(x),))[1], expected_tangent)
-    assert session.report().bytes_swapped_in > 0
-    assert session.pool.stats().num_live == 0
-
-
 class _Cube(torch.autograd.Function):
     """Its backward is a function of its own, which saves what it is given."""
 

@@ -669,3 +669,19 @@ def test_a_saved_tensor_without_storage_stays(sim: cm.SimDevice) -> None:
             with session.step():
                 assert torch.equal(jacobian(), expected)
     assert session.report().kept_by_reason["no_storage"] >= 3
+
+
+def test_a_hessian_forward_over_reverse_is_exact(sim: cm.SimDevice) -> None:
+    def hessian() -> Tensor:
+        x = torch.linspace(-1, 1, 16)
+        rows: Any = torch.autograd.functional.hessian(
+            lambda t: (t * t).sum().exp() + t.tanh().square().sum(), x, vectorize=True, outer_jacobian_strategy="forward-mode"
+        )
+        found: Tensor = rows
+        return found
+
+    expected = hessian()
+    with sim.compute(), cm.save_on_cpu(device=sim, min_bytes=0):
+        assert torch.equal(hessian(), expected)
+    with cm.SwapSession("8MiB", device=sim, min_bytes=0) as session, session.step():
+        assert torch.equal(hessian(), expected)

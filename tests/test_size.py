@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 41_795
 MOST_BENCH_AND_KERNELS_LINES = 13_204
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 64_648
+MOST_TEST_LINES = 63_600
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

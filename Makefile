@@ -49,7 +49,7 @@ test: $(STAMP) ## Run the tests that need no GPU and no patience (PYTEST_ARGS="-
 test-slow: $(STAMP) ## Run the slow ones
 	@$(BIN)/python -m pytest $(SHARED) -m "slow and not gpu and not thorough" $(PYTEST_ARGS) || [ $$? -eq 5 ] # 5: PYTEST_ARGS left none to run
 
-test-thorough: $(STAMP) $(CUDA_STAMP) ## Run more of what the others sample: more seeds, programs, places of a fault
+test-thorough: $(STAMP) $(CUDA_STAMP) ## Run what the others sample, whole: operators in all dtypes, random programs by the hundred, each single fault (hours)
 	@$(BIN)/python -m pytest $(SHARED) -m "thorough and not gpu" $(PYTEST_ARGS) || [ $$? -eq 5 ]
 	@$(CUDA_VENV)/bin/python -m tests.cuda_stand_in.run --thorough $(SHARED) $(PYTEST_ARGS)
 

@@ -47,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(config.getoption("--torch-threads"))
-    settings.register_profile("chameleon_mm", deadline=None)  # a busy machine is not a failing test
+    # A busy machine is not a failing test. Each run draws other examples.
+    settings.register_profile("chameleon_mm", deadline=None, max_examples=50)
     settings.load_profile("chameleon_mm")
     # What is said once per process must not be said in the middle of whichever test comes first.
     logger = logging.getLogger("chameleon_mm.device")

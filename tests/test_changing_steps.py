@@ -190,7 +190,11 @@ def test_a_sequence_that_changes_in_every_way() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kinds", "steps"), [(KINDS, 200), *(((kind,), 60) for kind in KINDS)], ids=["all", *KINDS])
+@pytest.mark.parametrize(
+    ("kinds", "steps"),
+    [(KINDS, 200), *(pytest.param((kind,), 60, marks=pytest.mark.thorough) for kind in KINDS)],
+    ids=["all", *KINDS],
+)
 def test_many_steps(kinds: Sequence[str], steps: int) -> None:
     works = list(schedule(kinds, steps))
     got = assert_exact_within(works, SMALL_SHARE)

@@ -21,7 +21,7 @@ from chameleon_mm.saved.state import State, SwapContext
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.trace import Trace
 from chameleon_mm.transfer import Transfer
-from tests._random_models import adaptation_of, far_ahead, planning, train
+from tests._random_models import adaptation_of, far_ahead, planning, seeds, train
 from tests._traces import plan_of, random_plan
 from tests.observed import SimLifetimeError, SimRaceError, poison
 
@@ -316,7 +316,7 @@ def _moving(action: Action, nbytes: int) -> Action:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, of=range(3)))
 def test_training_in_which_all_move_in_part_is_exact_and_verified(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chameleon_mm.adaptive.planning.candidate_plans", in_part(Random(seed)))
     device = far_ahead()

@@ -584,17 +584,15 @@ def test_two_parts_of_which_one_makes_way_for_the_other() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 22 else pytest.mark.thorough) for seed in range(10, 60)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(10, 60))
 def test_more_of_them(seed: int) -> None:
     within_two_percent(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < 314 else pytest.mark.thorough) for seed in range(306, 340)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(306, 340))
 def test_more_of_them_where_one_direction_is_far_slower(seed: int) -> None:
     within_two_percent(seed, most=7, link=lopsided)
 

@@ -3,7 +3,7 @@
     Pointers, kernels of extensions, aliases, hooks and optimizers write activations and buffers that autograd did not save.
     Eager is right, so a session is right: see `complaint` for what "right" is.
 
-Here a diagonal of programs, budgets, links and mixes, of which what differs little is `slow`; their product is `thorough`.
+Here a diagonal of programs, budgets, links and mixes; their product is `thorough`.
 The reference is torch alone.
 """
 
@@ -27,7 +27,7 @@ from tests._relied_on import (
     roomy,
     trained,
 )
-from tests._relied_on_programs import NEAR, PROGRAMS, ActorCritic, Book, UpdatedInBackward, When
+from tests._relied_on_programs import PROGRAMS, ActorCritic, Book, UpdatedInBackward, When
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -88,10 +88,7 @@ def diagonal(number: int) -> list[tuple[Case, Setting]]:
     return [(each, budgets[0]), (fourth, budgets[1]), mix]
 
 
-NUMBERS = [
-    pytest.param(number, id=program.__name__, marks=pytest.mark.slow if program.__name__ in NEAR else ())
-    for number, program in enumerate(PROGRAMS)
-]
+NUMBERS = [pytest.param(number, id=program.__name__) for number, program in enumerate(PROGRAMS)]
 
 
 SETTINGS: tuple[Setting, ...] = (*(Budget(share, link) for link in LINKS for share in SHARES), *MIXES)
@@ -162,6 +159,7 @@ def test_the_programs_are_plain_pytorchs() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_most_programs_recompute() -> None:
     """In a budget or with a mix of the diagonal; what does not tests nothing."""
     pairs = [pair for number in range(len(PROGRAMS)) for pair in diagonal(number)]

@@ -49,8 +49,7 @@ from chameleon_mm.units import MIB, parse_size
 _log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET_SHARE = 0.9
-"""Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
-allocator."""
+"""Share of the device's capacity that is the budget by default: the rest is for fragmentation and outside the allocator."""
 
 _R = TypeVar("_R")
 
@@ -352,7 +351,6 @@ class SwapSession:
                 self._history.end(kind)
 
     def _budget_now(self) -> int:
-        """The budget that steps run within."""
         lowered_bytes = None if self._runner is None else self._runner.lowered_budget_bytes
         return self.hbm_budget_bytes if lowered_bytes is None else lowered_bytes
 

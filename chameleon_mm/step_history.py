@@ -37,8 +37,7 @@ MAX_PENDING = 64
 
 
 _Fields = tuple[Any, ...]
-"""Fields of a step's `StepFigures`, in their order, as `StepFigures.from_tuple` takes them: kept for long, a plain tuple is
-nothing that the collector looks at."""
+"""Fields of a step's `StepFigures`, as `from_tuple` takes them: the collector does not look at a plain tuple."""
 
 
 class StepHistory:

@@ -39,7 +39,6 @@ from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
 
 _NONE = -1
-"""In place of a hook of the cached step: none of them."""
 
 PREDICTIONS = 4
 """Number of times in a step that sizes which were not known yet may make it another one than predicted."""
@@ -128,14 +127,11 @@ class PlanFollower(Director):
         self._planned: PlannedStep | None = None
         """The cached step's plans; None: it has none."""
         self._recorded_hooks = 0
-        """Number of hooks that a recorder saw before it was stopped."""
         self._predicted: list[int] = []
         """Fingerprints of the steps that this one was taken for because of its sizes."""
         self._diverged = False
-        """Whether this step agrees with no cached step any more."""
         self._cached_hooks = array("i")
-        """Number of the cached step's hook, by hook of this step from the one on at which it diverged: until then they are
-        equal."""
+        """Number of the cached step's hook, by hook of this step from its divergence on: until then they are equal."""
         self.at_rest_until = 0
         self._reached = _NONE
         """The furthest of the cached step's hooks so far."""
@@ -273,7 +269,6 @@ class PlanFollower(Director):
             self._diverge(budget, hook)
 
     def _diverge(self, budget: Budget, hook: int) -> None:
-        """Follow no step any more from hook number `hook` on."""
         self._diverged, self.at_rest_until = True, 0
         budget.forecast = budget.highest_forecast
         if self._matcher is not None:

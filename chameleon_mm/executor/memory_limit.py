@@ -95,7 +95,6 @@ class SwapMemoryLimit:
         self._rest_bytes = 0
         """Bytes allocated beside what swapping holds, as of the last check, with what uses took since then."""
         self._cumulative: int | None = None
-        """Cumulative bytes at the last check of this step."""
         self._taken_bytes = 0
         """Bytes that we allocated ourselves since then."""
         self._capacity = 0

@@ -80,7 +80,6 @@ class SwapOuts:
 
     @property
     def fresh_bytes(self) -> int:
-        """Bytes saved by operators that are not known to be over."""
         return sum(saved.nbytes for saved in {saved for saved, _ in self.fresh})
 
     @property

@@ -105,7 +105,6 @@ def build(name: str, *, compiler: str = "g++", again: bool = False) -> Path:
 
 
 def _command(compiler: str) -> list[str]:
-    """The compiler and its options, but for the files."""
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise NativeBuildError("native: expected a Python with its global lock, got a free-threaded one, which needs no helper")
     program = shutil.which(compiler)

@@ -79,8 +79,7 @@ class PinnedBlock:
         self.nbytes: Final = nbytes
         """Bytes as asked for."""
         self.pending_events = events
-        """Events of earlier owners that nobody has waited for yet; device work on the block comes after them. Others only read
-        it."""
+        """Events of earlier owners that nobody waited for; device work on the block comes after them. Others only read it."""
         self._met: tuple[Event, ...] = ()
         self._views: list[weakref.ref[BlockView]] | None = None
 

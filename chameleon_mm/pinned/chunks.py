@@ -28,12 +28,10 @@ from chameleon_mm.units import GIB, MIB, format_size, round_up
 _log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_BYTES = GIB
-"""Size of a chunk, large enough that blocks waste little at its end, small enough to pin in a fraction of a second and to
-free."""
+"""Size of a chunk: large, so blocks waste little at its end; small enough to pin in a fraction of a second and to free."""
 
 SMALLEST_CHUNK_BYTES = 16 * MIB
-"""Size at which growth starts, if no chunk size was asked for. Each registration costs the driver a fixed time, and there are
-about 65,000 of them; both are out of sight from here on."""
+"""Size at which growth starts without a chunk size: the driver's time per registration, and its 65,000, do not matter."""
 
 GROWTH_SHARE = 16
 """A chunk is at most about 1/16 of what is reserved before it, if no chunk size was asked for: the last one is what overshoots,
@@ -71,7 +69,6 @@ class Chunks:
         self._arrived: deque[Tensor] = deque()  # pinned, and not taken in yet
         self._leaving: deque[Chunk] = deque()  # detached, and not given back yet
         self.peak_reserved_bytes = 0
-        """The most `reserved_bytes` has been."""
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -82,7 +79,6 @@ class Chunks:
 
     @property
     def hold_memory(self) -> bool:
-        """Whether there is any chunk to free."""
         return bool(self._chunks or self._arrived or self._leaving)
 
     @property

@@ -154,15 +154,12 @@ class Way:
     name: str
     peak_bytes: int
     host_bytes: int
-    """Bytes of pinned memory."""
     moved_bytes: int
     """Bytes that are copied out; as many come back."""
     stall_us: float
-    """Time that compute waits for copies."""
     device_copy_us: float
     """Time of copies within device memory: of the parts that stay, where storages move in part."""
     recompute_us: float
-    """Time of operators that run again."""
     step_us: float
 
 
@@ -176,7 +173,6 @@ class Prediction:
     host_budget_bytes: int | None
     needs: tuple[MemoryNeed, ...]
     peak: Peak
-    """Peak of the step, nothing swapped."""
     phase: StepPhase
     """Phase of the step in which the peak is."""
     least_phase: StepPhase
@@ -196,10 +192,8 @@ class Prediction:
     planning_ms: float | None
     """Time that `plan` took on this machine: measured, as nothing else here is."""
     timeline: Timeline | None
-    """Timeline of `plan`."""
     ideal_us: float | None
-    """Lower bound T* of the step's time (docs/policy.md): no plan within the budget takes less. Of plans that recompute, if
-    they may."""
+    """Lower bound T* of the step's time (docs/policy.md) within the budget; of plans that recompute, if they may."""
     swap_ideal_us: float | None
     """Lower bound of the step's time where storages may be swapped alone."""
     classes: tuple[MemoryClass, ...]

@@ -139,4 +139,3 @@ class SwapPlan:
 
 
 _NO_COPIES = (ActionKind.RECOMPUTE, ActionKind.HOLD)
-"""Kinds of actions that copy nothing."""

@@ -60,8 +60,7 @@ class Timeline:
     head_copy_us: float
     """Time that compute copies what stays of storages that move in part, out of them and back into them."""
     out_stalls_us: Mapping[int, float]
-    """Time that compute waits at `reclaim_at` for each copy out, by tensor. A tensor that never makes compute wait is left
-    out."""
+    """Time that compute waits at `reclaim_at` for each copy out, by tensor; those that never make it wait are left out."""
     in_stalls_us: Mapping[int, float]
     """Time that compute waits at `use_at` for each copy back, by tensor."""
     out_spans: tuple[EngineSpan, ...]

@@ -49,8 +49,7 @@ class SaveParts(NamedTuple):
     operators: int
     """Number of operators since the last save."""
     since: int
-    """Number of hooks since the storage's last save, or as `LightProfiler.saved` has it: a new storage, or one that never
-    moves."""
+    """Hooks since the storage's last save, or `NEW_STORAGE`, `FIXED_STORAGE` of `LightProfiler`."""
 
 
 def save_parts(feature: Feature) -> SaveParts:

@@ -36,8 +36,7 @@ class DeviceCopy(SaveRecord):
     _lent: HeldStorage | None
     _out: Move | None
     _block: PinnedBlock | None
-    """The host copy. None: there is none yet; a packed group has the bytes; or the last handle is gone and the copy out is
-    not over."""
+    """The host copy. None: not yet; a packed group has the bytes; or the last handle is gone before the copy out is over."""
     _device: torch.UntypedStorage | None
     _context: SwapContext
 

@@ -51,4 +51,3 @@ class Form:
 
 
 WHOLE = Form()
-"""The form of a storage that moves as it is."""

@@ -139,8 +139,7 @@ class Counters:
     """Bytes of storages that nobody saved and that were held, for others to be made again from them."""
     rebuilds: int = 0
     proofs: int = 0
-    """Recipes that ran beside what they are to make, and were compared with it: before the first step that relies on them, and
-    one a step afterwards."""
+    """Recipes compared with the original that they ran beside: before the first step that relies on them, then one a step."""
     packed_groups: int = 0
     """Packed groups of small storages: each crossed the link in one copy."""
     pageable_swap_outs: int = 0

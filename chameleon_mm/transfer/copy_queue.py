@@ -73,8 +73,7 @@ class Move:
         self.pieces: deque[Piece] = deque()
         """Pieces of a timed move that were handed over, until the metrics take them."""
         self.done: Event | None = None
-        """Event after the last piece, set once no more will be handed over. Until it is complete the caller keeps source and
-        destination."""
+        """Event after the last piece, set once no more comes. Until it is complete the caller keeps source and destination."""
         self.cancelled = False
         self.failed = False
         """Whether the device refused it. What was handed over before is complete, and nothing more will come."""

@@ -52,7 +52,7 @@ class SimEvent:
 
 
 class SimStream:
-    """A queue of simulated work. `for_copies`: no operators and no codecs run on it."""
+    """A queue of simulated work. `for_copies`: no operators run on it."""
 
     __slots__ = ("_machine", "for_copies", "name", "ready_us")
 

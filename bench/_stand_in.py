@@ -11,8 +11,6 @@ STAND_IN = "CUDA stand-in"
 
 NOT_MEASURED = f"not measured: {STAND_IN}"
 
-NO_TRITON = f"not run: {STAND_IN}, on which nothing that Triton compiles can run"
-
 
 def is_stand_in(device_name: str) -> bool:
     """Whether a device of this name is the stand-in."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-MOST_LIBRARY_LINES = 39_962
+MOST_LIBRARY_LINES = 39_802
 """Python of `chameleon_mm`, without `bench` and `kernels`."""
 
-MOST_BENCH_AND_KERNELS_LINES = 6_438
+MOST_BENCH_AND_KERNELS_LINES = 6_436
 """Python of `bench` and `kernels`."""
 
 MOST_TEST_LINES = 61_082

@@ -17,7 +17,6 @@ block stays the allocator's until an ordinary call finds its last event complete
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections import Counter, deque
@@ -35,10 +34,8 @@ from chameleon_mm.errors import BlockCorruptedError, BlockReleasedError, HostMem
 from chameleon_mm.pinned.block import PinnedBlock, Ticket
 from chameleon_mm.pinned.free_list import DEFAULT_ALIGNMENT
 from chameleon_mm.pinned.ledger import PoolStats
-from chameleon_mm.pinned.pool import PinnedPool
+from chameleon_mm.pinned.pool import PinnedPool, close_at_exit
 from chameleon_mm.units import format_size, parse_size
-
-_log = logging.getLogger(__name__)
 
 ZONE_BYTES = DEFAULT_ALIGNMENT
 """Size of the zone on each side: a page, so that blocks lie on pages as the pool's do."""
@@ -205,13 +202,7 @@ class CheckingAllocator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except PoolStateError as still_live:
-            if error is None:
-                raise
-            # As in `PinnedPool.__exit__`: the error's own traceback is likely what holds the blocks.
-            _log.warning("chameleon_mm: checking allocator: %s", still_live)
+        close_at_exit(self.close, error, "checking allocator")
 
     def __repr__(self) -> str:
         return f"<CheckingAllocator over {self.pool!r}: {len(self._live)} live blocks>"

@@ -51,6 +51,17 @@ OnFull = Literal["raise", "pageable", "wait"]
 """Reaction of `allocate` where the limit, or the device, gives no more pinned memory."""
 
 
+def close_at_exit(close: Callable[[], None], error: BaseException | None, what: str) -> None:
+    """Call `close` as a `with` block ends. Where `error` ends it, blocks that are still out are a warning that begins with
+    `what`: the error's traceback is likely what holds them, and the error is what the caller must see. They return later."""
+    try:
+        close()
+    except PoolStateError as still_live:
+        if error is None:
+            raise
+        _log.warning("chameleon_mm: %s: %s", what, still_live)
+
+
 class PinnedPool:
     """An allocator of pinned host memory, thread-safe, over chunks that it gets from `device` as it needs them.
 
@@ -278,13 +289,7 @@ class PinnedPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except PoolStateError as still_live:
-            if error is None:
-                raise
-            # The error's own traceback is likely what holds the blocks. It is what the caller must see; they return later.
-            _log.warning("chameleon_mm: pinned pool left open: %s", still_live)
+        close_at_exit(self.close, error, "pinned pool left open")
 
     def __repr__(self) -> str:
         live = self._ledger.num_live - len(self._ledger.returned)

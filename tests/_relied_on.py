@@ -124,6 +124,8 @@ class Trained:
     """Copies, on the host, of parameters and buffers after each step of plain PyTorch."""
     recomputed: int = 0
     """Storages that were dropped, to be made again."""
+    proofs: int = 0
+    """Recipes that ran beside an original, which was used."""
     peak_bytes: int = 0
     base_bytes: int = 0
     """What the model takes."""
@@ -178,11 +180,9 @@ def _in_session(case: Case, link: str, kind: str, opening: Opening, steps: int) 
         session = opening(device, model, base_bytes)
         done = _train(case, model, steps, session, plain)
     assert session.pool.stats().num_live == 0
-    done.recomputed, done.peak_bytes, done.base_bytes = (
-        totals_of(session).recomputed,
-        session.report().peak_hbm_bytes,
-        base_bytes,
-    )
+    totals = totals_of(session)
+    done.recomputed, done.proofs = totals.recomputed, totals.proofs
+    done.peak_bytes, done.base_bytes = session.report().peak_hbm_bytes, base_bytes
     return done
 
 

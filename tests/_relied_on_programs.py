@@ -33,6 +33,7 @@ from tests._unseen_kernels import (
     custom_said,
     custom_unsaid,
     on_another_thread,
+    overwrite,
     scale,
 )
 
@@ -122,6 +123,12 @@ class PointerAfterRead(Reads):
     def written(self, h: Tensor) -> Tensor:
         scale(h, 0.5)
         return h
+
+
+class PointerAtTheEnd(PointerAfterRead):
+    """The same with little in forward after the write."""
+
+    later = (1.5,)
 
 
 class FunctionUnmarked(Reads):
@@ -243,6 +250,24 @@ class OnAThread(Reads):
         return h
 
 
+class DataOnAThread(Reads):
+    """Through `.data` on a thread that is joined before forward goes on."""
+
+    def written(self, h: Tensor) -> Tensor:
+        on_another_thread(lambda: h.data.mul_(0.5)).join()
+        return h
+
+
+class PointerOnAThread(Reads):
+    """Through a pointer on a thread that is joined before forward goes on."""
+
+    on_cuda = False
+
+    def written(self, h: Tensor) -> Tensor:
+        on_another_thread(lambda: scale(h, 0.5)).join()
+        return h
+
+
 class JoinedBeforeBackward(Program):
     """By an operator on a thread that runs beside the rest of forward and is joined before backward."""
 
@@ -263,6 +288,15 @@ class JoinedBeforeBackward(Program):
         loss.backward()
 
 
+class PointerJoinedBeforeBackward(JoinedBeforeBackward):
+    """The same through a pointer."""
+
+    seen = False
+
+    def writing(self, h: Tensor) -> None:
+        scale(h, 0.5)
+
+
 class Undone(Program):
     """Scales through a pointer, reads, and scales back: before and after the bytes are the same."""
 
@@ -276,6 +310,21 @@ class Undone(Program):
         return loss + h.float().mean()
 
 
+class UndoneByData(Program):
+    """Scales through `.data`, reads, and scales back."""
+
+    seen = True
+
+    def forward(self) -> Tensor:
+        h = self.embedded() + self.weight[0].half()
+        if self.write:
+            h.data.mul_(2)
+        loss = waves(h)
+        if self.write:
+            h.data.mul_(0.5)
+        return loss + h.float().mean()
+
+
 class BetweenMadeAndRead(Program):
     """Writes an intermediate between the operator that made it and the one that reads it; neither saves it."""
 
@@ -283,6 +332,18 @@ class BetweenMadeAndRead(Program):
         made = self.embedded() * 1.5
         if self.write:
             scale(made, 0.5)
+        return waves(made + 1)
+
+
+class DataBetweenMadeAndRead(Program):
+    """The same through `.data`."""
+
+    seen = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded() * 1.5
+        if self.write:
+            made.data.mul_(0.5)
         return waves(made + 1)
 
 
@@ -296,6 +357,20 @@ class BetweenMadeAndSaved(Program):
             made = h.float() * k
             if self.write:
                 scale(made, 0.5)
+            losses.append(torch.sin(made).mean())
+        return torch.stack(losses).sum()
+
+
+class FunctionBetweenMadeAndSaved(Program):
+    """The same within a custom Function that marks what it wrote."""
+
+    def forward(self) -> Tensor:
+        h = self.embedded()
+        losses = []
+        for k in (1.0, 2.0, 3.0, 4.0):
+            made: Tensor = h.float() * k
+            if self.write:
+                made = apply(ScaleMarked, made, 0.5)
             losses.append(torch.sin(made).mean())
         return torch.stack(losses).sum()
 
@@ -396,6 +471,12 @@ class ResidualByPointer(Program):
         return torch.sin(residual * 0.3).square().mean()
 
 
+class ResidualUnmarked(ResidualByPointer):
+    """The same kernel without `mark_dirty`."""
+
+    marked = False
+
+
 class ResidualByOperator(ResidualByPointer):
     """residual += x as Python has it."""
 
@@ -423,6 +504,13 @@ class LossOverLogits(Program):
         return loss + z_loss
 
 
+class LossOverLogitsByData(LossOverLogits):
+    """The same by an operator on `.data`."""
+
+    seen = True
+    pointer = False
+
+
 class GateOverSaved(Program):
     """A gate whose backward writes over what it saved, while another activation was made of the same tensor."""
 
@@ -438,6 +526,13 @@ class GateOverSaved(Program):
         others = waves(a) + waves(b)
         gated: Tensor = apply(Gate, a, b, self.write, self.pointer)
         return others + gated.square().mean()
+
+
+class GateOverSavedByOperator(GateOverSaved):
+    """The same by operators in place."""
+
+    seen = True
+    pointer = False
 
 
 class Hidden(Program):
@@ -470,6 +565,16 @@ class HiddenByPointer(Hidden):
 
     def writing(self, h: Tensor) -> None:
         scale(h, 0.5)
+
+
+class HiddenByNumpy(Hidden):
+    """The same by NumPy."""
+
+    seen = False
+    on_cuda = False
+
+    def writing(self, h: Tensor) -> None:
+        h.detach().numpy()[:] *= np.float16(0.5)
 
 
 class HiddenAfterBackward(Program):
@@ -553,6 +658,17 @@ class BookInFullHook(Book):
         return last
 
 
+class BookAfterAccumulation(Book):
+    """A parameter's post-accumulate-grad hook keeps the moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift.register_post_accumulate_grad_hook(self.on_gradient)
+
+    def hooked(self, last: Tensor) -> Tensor:
+        return last
+
+
 class BookInForward(Book):
     """The moving average is kept in forward, after the codebook was read."""
 
@@ -560,6 +676,17 @@ class BookInForward(Book):
         if self.write:
             with torch.no_grad():
                 self.book.mul_(0.9).add_(self.batch(2, SIDE, SIDE), alpha=0.1)
+        return last
+
+
+class BookByPointerInForward(Book):
+    """A kernel keeps it in forward."""
+
+    seen = False
+
+    def hooked(self, last: Tensor) -> Tensor:
+        if self.write:
+            overwrite(self.book, (self.book * 0.9 + self.batch(2, SIDE, SIDE) * 0.1).contiguous())
         return last
 
 
@@ -571,6 +698,14 @@ class BookSet(Book):
             with torch.no_grad():
                 self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
         return last
+
+
+class BookSetInBackward(Book):
+    """The codebook is put on other memory by `set_`, in a hook."""
+
+    def writing(self) -> None:
+        with torch.no_grad():
+            self.book.set_(self.book * 0.9)  # type: ignore[call-overload]  # torch's stub has storages alone
 
 
 class Centres(Program):
@@ -591,6 +726,24 @@ class Centres(Program):
             with torch.no_grad():
                 self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
         return loss
+
+
+class CentresInBackward(Centres):
+    """The same in a hook of the features."""
+
+    def forward(self) -> Tensor:
+        features = self.embedded()
+        labels = torch.arange(ROWS) * (self.number + 3) % 10
+        loss = waves((features - self.centres[labels]).half())
+        last = self.embedded(1).float()
+
+        def move(_: Tensor) -> None:
+            if self.write:
+                with torch.no_grad():
+                    self.centres.mul_(0.9).index_add_(0, labels, features.detach().float(), alpha=0.01)
+
+        last.register_hook(move)
+        return loss + last.sin().mean()
 
 
 class UpdatedInBackward(Program):
@@ -616,6 +769,19 @@ class UpdatedInBackward(Program):
         gates, other = torch.tanh(shifted.detach()), self.other(self.batch(0, SIDE, 16))
         loss = torch.stack([(other * torch.sigmoid(gates * k)).square().mean() for k in (1, 2, 3, 4)]).sum()
         return loss + shifted.mean()
+
+
+class UpdatedByDataInBackward(UpdatedInBackward):
+    """The same through `.data`."""
+
+    seen = False
+    named_error = False
+
+    def update(self, p: Tensor) -> None:
+        assert p.grad is not None
+        if self.write:
+            p.data.sub_(p.grad, alpha=50.0)
+            p.grad = None
 
 
 class TiedUpdatedInBackward(Program):
@@ -673,6 +839,12 @@ class ActorCritic(Program):
             self.second.step()
 
 
+class ActorCriticFused(ActorCritic):
+    """The same with fused optimizers."""
+
+    fused = True
+
+
 # --- what eager refuses
 
 
@@ -704,6 +876,20 @@ class SavedMarked(Program):
         return loss
 
 
+class SavedThenVersion(Program):
+    """A kernel writes what autograd saved, and moves the version counter."""
+
+    eager_refuses = True
+
+    def forward(self) -> Tensor:
+        made = self.embedded().float()
+        loss = torch.sin(made).mean() + waves(made, (2.0, 3.0, 4.0, 5.0))
+        if self.write:
+            scale(made, 0.5)
+            torch.autograd.graph.increment_version(made)
+        return loss
+
+
 class SavedInBackward(Book):
     """A hook writes a buffer that autograd saved and has yet to use."""
 
@@ -713,6 +899,31 @@ class SavedInBackward(Book):
         x = self.batch(0, SIDE, SIDE)
         loss = torch.stack([(self.body(x) * self.book * k).sin().square().mean() for k in (1, 2, 3, 4)]).sum()
         return loss + self.hooked((self.tail(self.body(x)) + self.shift).sin().mean())
+
+
+NEAR = {
+    "PointerAtTheEnd",
+    "DataOnAThread",
+    "PointerOnAThread",
+    "PointerJoinedBeforeBackward",
+    "UndoneByData",
+    "DataBetweenMadeAndRead",
+    "FunctionBetweenMadeAndSaved",
+    "CheckpointedReentrant",
+    "ResidualUnmarked",
+    "LossOverLogitsByData",
+    "GateOverSavedByOperator",
+    "HiddenByNumpy",
+    "HiddenByPointer",
+    "BookAfterAccumulation",
+    "BookByPointerInForward",
+    "BookSetInBackward",
+    "CentresInBackward",
+    "UpdatedByDataInBackward",
+    "ActorCriticFused",
+    "SavedThenVersion",
+}
+"""Programs that differ from another one by the way in which they write."""
 
 
 def _all(kind: type[Program]) -> Iterator[type[Program]]:

@@ -16,7 +16,7 @@ MOST_LIBRARY_LINES = 39_802
 MOST_BENCH_AND_KERNELS_LINES = 6_436
 """Python of `bench` and `kernels`."""
 
-MOST_TEST_LINES = 61_082
+MOST_TEST_LINES = 61_301
 """Python and C++ of `tests`, the CUDA stand-in included."""
 
 ROOT = Path(__file__).resolve().parents[1]

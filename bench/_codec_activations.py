@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from chameleon_mm.demo.model import GPT, GPTConfig
-from chameleon_mm.demo.program import draw_batches, read_text
+from chameleon_mm.demo.training import draw_rows, read_text
 from chameleon_mm.saved.handles import flat_bytes
 
 
@@ -57,7 +57,7 @@ def sources(device: torch.device, shape: Shape | None = None) -> list[Source]:
     model = GPT(config, device=device)
     rows = [
         (ids.to(device), targets.to(device))
-        for ids, targets in draw_batches(read_text(), steps=shape.steps + 1, batch=shape.batch, context=shape.context, seed=0)
+        for ids, targets in draw_rows(read_text(), steps=shape.steps + 1, batch=shape.batch, context=shape.context)
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for ids, targets in rows[:-1]:

@@ -34,7 +34,7 @@ from chameleon_mm.executor.unhooked_steps import UnhookedSteps
 from chameleon_mm.model_swap import ModelSwap, tensors_of
 from chameleon_mm.phase import Lifecycle, Phase
 from chameleon_mm.pinned import PinnedPool, pool_for
-from chameleon_mm.policy import DefaultRule, Limits
+from chameleon_mm.policy import DEFAULT_BUDGET_SHARE, DefaultRule, Limits
 from chameleon_mm.progress import Progress
 from chameleon_mm.ranks import Ranks
 from chameleon_mm.report import SwapReport
@@ -44,16 +44,12 @@ from chameleon_mm.saved.timed_spans import StepKind
 from chameleon_mm.snapshots import Snapshot
 from chameleon_mm.step_figures import StepFigures
 from chameleon_mm.step_history import StepHistory
-from chameleon_mm.transfer import Thresholds, thresholds_for
+from chameleon_mm.transfer import Thresholds
 from chameleon_mm.transfer.replay_probe import replayable_on
 from chameleon_mm.uncompiled import uncompiled
 from chameleon_mm.units import MIB, parse_size
 
 _log = logging.getLogger(__name__)
-
-DEFAULT_BUDGET_SHARE = 0.9
-"""Share of the device's capacity that is the budget when none is given: the rest is for fragmentation and what lies outside the
-allocator."""
 
 _R = TypeVar("_R")
 
@@ -64,9 +60,9 @@ class SwapSession:
     `hbm_budget` and `host_budget` are bytes or text such as "20GiB"; None decides: nine tenths of the device's capacity, and
     half of the host memory available, divided among the local ranks. `device` is a `Device`, "cuda", "cuda:1", "sim",
     "sim:a100", or None for CUDA where there is one and the simulator otherwise. Saved storages of `min_bytes` or more may move
-    (None: 1 MiB), by the way that `thresholds` says for their size (None: as `chameleon-mm doctor` measured and kept it for
-    this device, else packed together below 128 KiB and each alone from there on), and in the shorter form of `codecs`, lossless
-    ones by name, where they hold what there is (none unless named; ("all",) names them all). `pool` is one to share with
+    (None: 1 MiB), by the way that `thresholds` says for their size (None: packed together below 128 KiB and each alone from
+    there on), and in the shorter form of `codecs`, lossless ones by name, where they hold what there is (none unless named;
+    ("all",) names them all). `pool` is one to share with
     others; None makes one of `host_budget`. `model`, where given, names the parameters and buffers that never move, and whose
     bytes the budget is checked against first. `optimizer`, one of the model's: its state is in host memory between its steps,
     and comes back for them part by part; whoever reads it gets it on the device. `parameters`: "keep", or "swap", by which the
@@ -127,7 +123,7 @@ class SwapSession:
             rule=self._rule,
             limits=Limits(hbm_budget_bytes=self.hbm_budget_bytes),
             protected=ProtectedStorages(tensors_of(model)),
-            thresholds=thresholds or thresholds_for(self.device),
+            thresholds=thresholds or Thresholds(),
             codecs=known_codecs,
             verify=verify,
         )

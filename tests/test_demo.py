@@ -418,7 +418,7 @@ def test_a_device_that_is_too_small_fails_with_a_way_out(
 
 def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ratio.json"
-    args = ["--device=sim", "--layers=8", "--width=256", "--heads=4", "--context=32", "--batch=4", "--steps=3", "--ratio=4"]
+    args = ["--device=sim", "--layers=8", "--width=512", "--heads=4", "--context=32", "--batch=4", "--steps=3", "--ratio=4"]
     assert main(["demo", *args, f"--json={path}"]) == 0
     data = json.loads(path.read_text(encoding="utf-8"))
     budget, unswapped = data["hbm_budget_bytes"], data["unswapped"]["peak_bytes"]
@@ -426,7 +426,7 @@ def test_a_ratio_of_four_trains_within_a_quarter(tmp_path: Path, capsys: pytest.
     # Each step, the first among them, the building of the model and the beginning of the session.
     assert max(*data["swapped"]["step_peak_bytes"], data["swapped"]["peak_bytes"]) <= budget
     # What it takes unswapped is honest: weights, gradients and two moments are there at once, and so more than the budget.
-    model = GPT(GPTConfig(layers=8, width=256, heads=4, context=32))
+    model = GPT(GPTConfig(layers=8, width=512, heads=4, context=32))
     model_bytes = sum(p.nbytes for p in model.parameters())
     assert unswapped > 4 * model_bytes > budget
     said = capsys.readouterr().out

@@ -46,12 +46,15 @@ class save_on_cpu:  # noqa: N801 - the name of what it replaces, which is a clas
     `thresholds`: by which way a size travels (None: packed together below 128 KiB and each alone from there on).
 
     Device memory is kept within nine tenths of the device, as by a session that was given no budget: where that is used up, and
-    in a first pass, of which nothing is known, compute waits for copies, on the device. Besides what torch's own hooks take, which copy at each save and back at each use,
-    it takes (1) the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved
-    until its end; (2) for the tensors that one node of backward uses, the rest of their storages where views of them were
-    saved, and once more the bytes of a view that left its storage behind; (3) storages smaller than `min_bytes`; (4) within
-    the nine tenths, and once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies on
-    their way out and `AHEAD_BYTES` for those that come back before their use.
+    in a first pass, of which nothing is known, compute waits for copies, on the device. Besides what torch's own hooks take,
+    which copy at each save and back at each use, it takes
+
+    1. the storages of the tensors that one operator saves, until the next hook: an operator may write what it saved;
+    2. for the tensors that one node of backward uses, the rest of their storages where views of them were saved, and once more
+       the bytes of a view that left its storage behind;
+    3. storages smaller than `min_bytes`;
+    4. once a pass has shown how far allocation climbs between two hooks, `LEAVING_BYTES` for copies on their way out and
+       `AHEAD_BYTES` for those that come back before their use, within the nine tenths.
 
     May be entered again, nested (the innermost acts) and on several threads, and keeps its pool and what it learned between
     entries. Hooks act on the thread that entered, which is the one to leave (`RuntimeError` on another). What dynamo compiles

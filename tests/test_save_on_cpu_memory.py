@@ -175,7 +175,7 @@ class Synchronous(torch.autograd.graph.saved_tensors_hooks):
 
     @property
     def bound_bytes(self) -> int:
-        """Terms (1) and (2) of the docstring of `save_on_cpu`, sizes rounded up as they are allocated."""
+        """Terms 1 and 2 of the docstring of `save_on_cpu`, sizes rounded up as they are allocated."""
         return max(sum(storages.values()) for storages in self._saved.values()) + max(self._used.values())
 
 

@@ -188,7 +188,7 @@ class Takes:
 
     @property
     def enough_bytes(self) -> int:
-        """peak + terms (1) and (2)."""
+        """peak + terms 1 and 2."""
         return self.peak_bytes + self.bound_bytes
 
 

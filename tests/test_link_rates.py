@@ -148,7 +148,7 @@ def test_after_hours_the_rates_are_as_exact_as_at_first() -> None:
 
 def kept(monkeypatch: pytest.MonkeyPatch, *, h2d: float, d2h: float, duplex: float) -> LinkCost:
     """What becomes of a calibration with these rates."""
-    calibration = dataclasses.replace(calibrate(cm.SimDevice(), rounds=1), h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
+    calibration = dataclasses.replace(calibrate(cm.SimDevice()), h2d_gbps=h2d, d2h_gbps=d2h, duplex_gbps=duplex)
     monkeypatch.setattr(CalibrationCache, "load", lambda *_: calibration)
     return link_cost_for(cm.SimDevice())
 

@@ -32,8 +32,6 @@ class GPTConfig:
     """The most bytes the model looks back on, and the length of a training row."""
     dropout: float = 0.1
     """Share of values dropped after the embedding and after each residual branch, 0 <= dropout < 1."""
-    tied: bool = True
-    """Whether the output projection is the token embedding's own weight."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context"):
@@ -96,8 +94,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)
             self.head = nn.Linear(config.width, VOCABULARY, bias=False)
-        if config.tied:
-            self.head.weight = self.tokens.weight
+        self.head.weight = self.tokens.weight
         self._initialise()
 
     def _initialise(self) -> None:

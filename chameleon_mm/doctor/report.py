@@ -1,45 +1,25 @@
 """The doctor's findings as data, and how they are shown.
 
-    finding = look("host", "memory", probe)      # the probe's text and value, or "unavailable: why": never an exception
-    report = DoctorReport(findings=(...))
-    console.print(render(report)); json.dump(report.to_dict(), file)
-
-A probe says that there is nothing to tell by raising: no row is ever missing.
+finding = run_probe("host", "memory available", probe)      # "unavailable: why" where the probe raises
+report = DoctorReport(findings=(...))
+console.print(render(report)); json.dump(report.to_dict(), file)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-SCHEMA = "chameleon_mm.doctor/1"
-
 Probe = Callable[[], tuple[str, Any]]
-"""Probes one thing: returns a text for people and a value for programs (what JSON can hold)."""
+"""Probes one thing: returns a text for people and a value for programs (what JSON can hold). Raises where there is nothing."""
 
 
 class Unavailable(Exception):  # an answer among the doctor's findings, not an error
-    """Raised by a probe with the reason why there is nothing to tell."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """The machine that probes look at: `root` holds `proc` and `sys`; `run` starts a program and returns what it printed."""
-
-    root: Path
-    run: Callable[[Sequence[str]], str]
-
-    def read(self, path: str) -> str:
-        """The text of a file of the kernel's, stripped. Raises `Unavailable` where it cannot be read."""
-        try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
-        except OSError as error:
-            raise Unavailable(f"/{path}: {error.strerror}") from error
+    """Raised by a probe with the reason why there is nothing to tell, and the command that mends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +39,13 @@ class DoctorReport:
 
     findings: tuple[Finding, ...]
 
-    def find(self, section: str, name: str) -> Finding:
-        """The row of that name. Raises `KeyError` where there is none."""
-        for finding in self.findings:
-            if (finding.section, finding.name) == (section, name):
-                return finding
-        raise KeyError(f"doctor: expected a row {section!r} / {name!r}, got {[(f.section, f.name) for f in self.findings]}")
-
     def to_dict(self) -> dict[str, Any]:
         """`{"schema", "findings": {section: {name: {"available", "text", "value"}}}}`."""
         sections: dict[str, dict[str, Any]] = {}
         for finding in self.findings:
             row = {"available": finding.available, "text": finding.text, "value": finding.value}
             sections.setdefault(finding.section, {})[finding.name] = row
-        return {"schema": SCHEMA, "findings": sections}
+        return {"schema": "chameleon_mm.doctor/2", "findings": sections}
 
 
 def run_probe(section: str, name: str, probe: Probe) -> Finding:

@@ -1,6 +1,7 @@
 """Cache of calibrations from one process to the next: a JSON file for each device and driver.
 
-    CalibrationCache().get(device)      # the cached one, else measured now and stored
+    CalibrationCache().store(calibrate(device))     # `chameleon-mm doctor` does
+    CalibrationCache().load(device)                 # None: nothing was stored for this device, driver and versions
 
 What cannot be read, is another's or was measured with other versions is passed over with a line in the log, never an error.
 """
@@ -16,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from chameleon_mm.device import Device
-from chameleon_mm.transfer.calibrate import Calibration, calibrate, installed_versions
-from chameleon_mm.transfer.route import Thresholds
+from chameleon_mm.transfer.calibrate import Calibration, installed_versions
 
 _log = logging.getLogger(__name__)
 
-SCHEMA = "chameleon_mm.calibration/1"
+SCHEMA = "chameleon_mm.calibration/2"
 
 _NO_FOLDER = (OSError, RuntimeError)  # the disk refuses; the user has no home
 
@@ -34,14 +34,6 @@ class CalibrationCache:
 
     def __init__(self, path: Path | str | None = None) -> None:
         self.path = Path("~", ".cache", "chameleon_mm") if path is None else Path(path)
-
-    def get(self, device: Device) -> Calibration:
-        """The calibration that `load(device)` finds, or a new one, stored. Raises what `calibrate` raises."""
-        calibration = self.load(device)
-        if calibration is None:
-            calibration = calibrate(device)
-            self.store(calibration)
-        return calibration
 
     def load(self, device: Device) -> Calibration | None:
         """Calibration of this device under this driver and with the versions installed now; None where there is none."""
@@ -82,13 +74,6 @@ class CalibrationCache:
         return self.path.expanduser() / f"{kind}-{_slug(device)}-{_slug(driver)}.json"
 
 
-def thresholds_for(device: Device) -> Thresholds:
-    """Thresholds that were measured of `device` on this machine and cached; where there are none, the built-in ones. Measures
-    nothing: a machine is measured once, while it is idle, by `chameleon-mm doctor` or `CalibrationCache.get`."""
-    cached = CalibrationCache().load(device)
-    return Thresholds() if cached is None else cached.thresholds
-
-
 def read_record(file: Path, schema: str) -> dict[str, Any]:
     """Values in `file`. Raises `ValueError` where they are of another schema, and what reading raises."""
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -98,17 +83,12 @@ def read_record(file: Path, schema: str) -> dict[str, Any]:
 
 
 def write_record(file: Path, schema: str, values: Mapping[str, Any]) -> None:
-    """Write `values` to `file`, whose folder is made where there is none."""
+    """Replace `file` whole, so that a reader never sees a half; its folder is made where there is none."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    _replace(file, json.dumps({"schema": schema, **values}, indent=2) + "\n")
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace the text of `file` at once: who reads it meanwhile reads the old one, whole."""
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, suffix=".tmp", delete=False) as written:
         new = Path(written.name)
         try:
-            written.write(text)
+            written.write(json.dumps({"schema": schema, **values}, indent=2) + "\n")
             written.flush()
             new.replace(file)
         except OSError:

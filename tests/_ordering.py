@@ -176,9 +176,9 @@ def reclaim_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every reclaim drop the device memory behind a copy out that nobody has waited for."""
 
     def reclaim(self: SavedStorage) -> None:
-        assert self._out is not None
-        self._context.transfer.issue_out(self._out)
-        self._drop_device()
+        assert self.copy is not None
+        self._context.transfer.issue_out(self.copy.out)
+        self._reclaim()
 
     monkeypatch.setattr(SavedStorage, "reclaim", reclaim)
 

@@ -265,7 +265,7 @@ def test_without_the_rule_of_counters_it_goes_red(sim: cm.SimDevice, monkeypatch
     """Version numbers of different counters compared, as if they said something."""
 
     def by_number(self: SavedBytes, later: SavedBytes, *, same_bytes: bool = False) -> bool:
-        return self.probe.expected == later.probe.expected and not self.probe.moved
+        return self.expected == later.expected and not self.moved
 
     monkeypatch.setattr(SavedBytes, "copy_includes", by_number)
     red = _red(sim)

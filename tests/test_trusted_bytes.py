@@ -24,7 +24,7 @@ from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
 from chameleon_mm.saved.recipe import Recipe, Remade
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
-from chameleon_mm.saved.version import VersionProbe
+from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB
 from tests._mixes import Mix, Proofs, mixed, totals_of
@@ -196,7 +196,7 @@ def _executor(device: Device) -> Executor:
 def test_a_write_after_the_prefetch(written: bool, checked: bool, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory is reached by nobody; its counter may still move, by an alias without memory, and eager refuses the use."""
     if not checked:
-        monkeypatch.setattr(VersionProbe, "check", lambda self, origin=None: None)
+        monkeypatch.setattr(SavedBytes, "check", lambda self: None)
     executor = _executor(device)
     with device.compute():
         y = torch.randn(SIDE, SIDE, device=device.torch_device)

@@ -35,10 +35,10 @@ from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.saved.claims import NOT_FOUND, Claim, Found
+from chameleon_mm.saved.claims import Claim
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
-from chameleon_mm.saved.saved_part import SavedPart
+from chameleon_mm.saved.saved_part import Part, SavedPart
 from chameleon_mm.saved.saved_storage import SavedStorage
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.timed_spans import StepKind
@@ -135,7 +135,7 @@ class Executor:
         if watch is not None and is_hook:
             watch.at_hook(hook + 1)
         if claim is not None and saved_bytes is not None:
-            handle = SwappedView(claim, t, saved_bytes.probe)
+            handle = SwappedView(claim, saved_bytes)
         elif handle is None:
             handle = self._keep(t, reason or facts.kind)
         handle.saved_at = (self._registry.epoch, hook)
@@ -196,7 +196,10 @@ class Executor:
             self._ins.prefetch_planned(prefetches, compute)
         if saved.planned is None or not self.budget.forecast.follows_plan:
             self._ins.prefetch_after(saved, compute)
-        return handle.rebuild(storage)
+        bytes_of = handle.saved
+        if storage is saved.slot.storage and not saved.gathered:
+            return bytes_of.alias.detach()  # its own: whoever keeps it refers to the storage, and is seen to
+        return bytes_of.over(storage)
 
     def _use_unmoved(self, handle: Handle) -> None:
         """Do what else is due at the hook of a use whose tensor never moved."""
@@ -266,6 +269,7 @@ class Executor:
         if self._saved_any or self._used_any or self._outs.have_work:
             self._advance(self._outs.finished(), check_memory=False)
             self.budget.reclaim_pending()
+            self._outs.let_go_of_held()
             self._outs.forget_small()
         self.recomputing.end()
         self.parts.context.pool.take_back()
@@ -334,24 +338,24 @@ class Executor:
         """The claim on `t`'s storage, or on the part of it that `t` covers, found or new. Note [Identity]."""
         compute = self._streams.current()
         if facts.covered_bytes is None and id(t.untyped_storage()) not in self._claims.by_storage:  # as a rule
-            return self._new_claim(t, saved_bytes, compute, NOT_FOUND)
+            return self._new_claim(t, saved_bytes, compute)
         # A recorded step has one tensor for each storage: what is saved of it later is no part of its own.
         found = self._claims.find(t, saved_bytes, facts, self.rule, compute, whole=self.recording.recorder is not None)
         claim = found.claim
         if claim is None:
-            return self._new_claim(t, saved_bytes, compute, found)
-        if found.extends_copy and claim.saved.state is State.ON_DEVICE:
+            return self._new_claim(t, saved_bytes, compute, found.part)
+        if found.begins_again:
+            claim.saved.begin_again(saved_bytes, compute)
+        if (found.extends_copy or found.begins_again) and claim.saved.state is State.ON_DEVICE:
             self._outs.add(claim.saved)
-        claim.saved.add_view()
+        claim.saved.add_view(saved_bytes)
         return claim
 
-    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, found: Found) -> Claim:
+    def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:
             self._end_unnamed_step()
-        make = SavedStorage if found.part is None else partial(SavedPart, part=found.part)
+        make = SavedStorage if part is None else partial(SavedPart, part=part)
         saved = make(t, saved_bytes, compute, self.parts.context, epoch=self._registry.epoch, index=self._registry.next_index)
-        if found.before is not None:
-            saved.supersedes(found.before.saved)
         self._registry.add(saved)
         self._saved_any = True
         self._outs.add(saved)
@@ -368,6 +372,6 @@ class Executor:
         if saved.epoch == self._registry.epoch:
             self._used_any = True
             self._order.used(saved.index)
-        handle.swap_in_number = saved.count_use(handle.swap_in_number)
-        if saved.state is State.RESTORED and saved.uses_left <= 0 and not self.budget.forecast.follows_plan:
+        handle.swap_in_number = saved.uses.count(handle.swap_in_number)
+        if saved.state is State.RESTORED and saved.uses.left <= 0 and not self.budget.forecast.follows_plan:
             saved.drop_used()  # a moment before autograd would; a plan counts on that moment, as the trace has it

@@ -81,7 +81,7 @@ def assemble(
     staging = Staging(registry, limit_bytes=thresholds.staging_bytes)
     outs = SwapOuts(context, registry, budget, staging, rule=rule, thresholds=thresholds)
     weak_outs = weakref.ref(outs)
-    rebuilds = Rebuilds(device, context, budget, Comparisons(checksums, metrics.totals))
+    rebuilds = Rebuilds(device, context, claims, budget, Comparisons(checksums, metrics.totals))
     ins = SwapIns(context, registry, budget, staging, order, rebuilds)
     recomputing = Recomputing(device, streams, metrics, rebuilds, partial(weak_reliance_ended, executor))
     return Parts(context, order, registry, claims, budget, outs, ins, rebuilds, recomputing, Rescue(ins, budget, streams))

@@ -52,7 +52,7 @@ class SwapIns:
         """Return the storage on the device, its bytes in place, ready for `compute`. Raises `torch.OutOfMemoryError`."""
         if not isinstance(saved, SavedPart) or not saved.gathered:
             return self._restore_held(saved, compute)
-        storage = saved.unpacked_elsewhere(compute)
+        storage = saved.in_place(compute)
         if storage is not None:
             self._context.metrics.totals.uses_on_device += 1
             return storage
@@ -75,7 +75,7 @@ class SwapIns:
                 coming = coming.form.group
                 if not self._staging.fits(coming.nbytes):
                     return
-            if coming is None or coming.state is not State.ON_HOST or not coming.form.has_copy or coming.first() is not None:
+            if coming is None or not coming.may_be_prefetched:
                 continue
             if self._budget.forecast.follows_plan and coming.planned is not None:
                 continue  # the plan says when
@@ -89,7 +89,7 @@ class SwapIns:
     def prefetch_planned(self, due: Sequence[SavedStorage], compute: Stream) -> None:
         """Queue the copies back that are due by plan."""
         for saved in due:
-            if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
+            if not saved.may_be_prefetched:
                 continue
             if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.nbytes):
                 return
@@ -105,20 +105,18 @@ class SwapIns:
     def _restore_held(self, saved: SavedStorage, compute: Stream) -> torch.UntypedStorage:
         """Return what is held of it on the device, ready for `compute`."""
         totals = self._context.metrics.totals
-        if saved.state in (State.SWAPPING_IN, State.RESTORED) and (saved.swap_in_failed or not saved.is_allocated_on(compute)):
-            saved.drop_restored()  # its block belongs to another stream's pool, or never got its bytes: ours gets its own
+        if saved.swap_in_failed:
+            saved.drop_restored()  # it never got its bytes
+        elif saved.needs_another_stream(compute) and not saved.drop_restored():  # of another stream's pool: ours gives its own
+            return self._allocate(saved.nbytes, lambda: saved.copied_on(compute), exclude=(saved,))
         group = saved.form.group
-        if group is not None and saved.state is State.ON_HOST and saved.usable_elsewhere(compute) is None:
+        if group is not None and saved.state is State.ON_HOST:
             self._unpack(group, saved, compute)
         if saved.form.recipe is not None and saved.state is State.ON_HOST:
             self._rebuilds.rebuild(saved, compute, self._restore_held)
         if saved.state is State.SWAPPING_OUT:
             saved.cancel_swap_out()
         if saved.state is State.ON_HOST:
-            elsewhere = saved.usable_elsewhere(compute)
-            if elsewhere is not None:
-                totals.uses_on_device += 1
-                return elsewhere
             self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,))
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
@@ -148,4 +146,4 @@ class SwapIns:
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
         if group.state is State.RESTORED and len(members) == len(waiting):
-            group.drop_used()
+            group.drop_restored()

@@ -118,6 +118,8 @@ class SwapOuts:
         lending = self._budget.lending
         if lending is not None:
             lending.settle()
+        if self._context.held:
+            self.let_go_of_held()
         # Reclaims first, so that their memory is there for what follows. A copy out that was not queued is queued now.
         for saved, nbytes, again in due.reclaims:
             if again and saved.state is State.RESTORED:
@@ -144,6 +146,11 @@ class SwapOuts:
             self._budget.reclaim.reclaim_complete()
         if lending is not None:
             lending.lend()
+
+    def let_go_of_held(self) -> None:
+        """Let the memory of what others held go, where they do no more."""
+        for saved in tuple(self._context.held):
+            saved.try_to_go()
 
     def swap_out(self, saved: SavedStorage, *, alone: bool = False) -> None:
         """Swap out by the default rule: gather a small view; queue its copy, or let it wait for others of its kind. `alone`: it

@@ -2,14 +2,15 @@
 //
 //   hook = Hook(device)                                             // for one session: its limits and its counts
 //   held = hook.hold(storage, event, event_handle, stream_handle, stream_id)      // or None: it may not be held
-//   storage = held.withdraw()                                       // or None: the allocator has reclaimed its memory
+//   held.withdraw()                                                 // whether its memory is still there
 //
 // The allocator asks on every miss of its pools: with nothing held that costs one load. It does not say how much it wants. So what
 // is copied goes at once, and what is not goes oldest first, behind a wait of the stream that owns it, up to what is missing
 // by the limits. Note [Reclaim].
 //
 // The allocator asks under its own lock and as a rule without the GIL, so nothing here may take the GIL then: memory goes by taking
-// it out of its storage, which stays as a shell until Python withdraws it. Locks are taken in one order: the allocator's, then the
+// it out of its storage, which stays, with no bytes. Whoever holds a storage here has seen, under the GIL, that nobody else refers
+// to it, and withdraws it before anybody may. Locks are taken in one order: the allocator's, then the
 // queue's; a thread with the GIL gives it up before it waits for the queue's, and has given that back before it waits for the GIL.
 
 #include <pybind11/pybind11.h>
@@ -93,15 +94,6 @@ struct Entry {
   std::shared_ptr<Session> session;
   std::atomic<bool> reclaimed{false};
   bool queued = true;
-
-  // Whether nobody else holds the storage. Its Python object, where there is one, is itself a holder, and is held by all other
-  // holders together. Whoever is to become a new one has to be one already, or to withdraw this entry.
-  bool is_sole_holder() const {
-    c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
-    const PyObject* object = impl->pyobj_slot()->load_pyobj();
-    if (object == nullptr) return storage.use_count() == 1;
-    return storage.use_count() == 2 && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) == 1 && storage.use_count() == 2;
-  }
 };
 
 std::atomic<size_t> num_held{0};  // on all devices
@@ -166,7 +158,7 @@ bool is_copied(const Entry& entry) {
   return false;
 }
 
-// Takes the memory out of the storage, which nobody else holds.
+// Takes the memory out of the storage.
 c10::DataPtr take_memory(Entry& entry) {
   c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
   c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
@@ -195,8 +187,7 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   bool copies_are_complete = true;  // they end in the order in which they are held
   for (auto at = queue.entries.begin(); at != queue.entries.end();) {
     Entry& entry = **at;
-    const bool may_go = entry.stream_id == stream_id && entry.is_sole_holder() &&
-        (!entry.session->needs_gil || PyGILState_Check());
+    const bool may_go = entry.stream_id == stream_id && (!entry.session->needs_gil || PyGILState_Check());
     if (!may_go) {
       ++at;
       continue;
@@ -214,10 +205,6 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
         ++at;
         continue;
       }
-    }
-    if (!entry.is_sole_holder()) {  // asked again: the wait has taken its time
-      ++at;
-      continue;
     }
     bytes += entry.nbytes;
     entry.session->waits += !copies_are_complete;
@@ -285,24 +272,22 @@ class Held {
     return !entry_ || entry_->reclaimed;
   }
 
-  // Returns the storage, or None where its memory was reclaimed. Once.
-  py::object withdraw() {
+  // Returns whether its memory is still there. Once.
+  bool withdraw() {
     if (!entry_) throw std::runtime_error("withdraw: expected a storage that is held, got one that was withdrawn");
-    const c10::Storage storage = take_out();
-    return storage ? py::reinterpret_steal<py::object>(THPStorage_Wrap(storage)) : py::none();
+    return take_out();
   }
 
  private:
-  c10::Storage take_out() {
-    if (!entry_) return {};
+  bool take_out() {
+    if (!entry_) return false;
     Queue& queue = queue_of(device_);
     change_from_python(queue, [&] {
       if (entry_->queued) queue.remove(std::find(queue.entries.begin(), queue.entries.end(), entry_));
     });
-    c10::Storage storage = std::move(entry_->storage);
     const bool reclaimed = entry_->reclaimed;
     entry_.reset();
-    return reclaimed ? c10::Storage{} : storage;
+    return !reclaimed;
   }
 
   std::shared_ptr<Entry> entry_;

@@ -64,23 +64,31 @@ class PackedGroup(SavedStorage):
         self._members = [(weakref.ref(member), place) for member, place in zip(members, places, strict=True)]
         self.members_left = 0
         """Number of members that still need the group."""
-        for member, source in zip(members, sources, strict=True):
-            member.leave_in(PackedForm(self), source)
+        del sources
+        for member in members:
+            member.leave_in(PackedForm(self))
             self.members_left += 1
 
-    def unpack(
-        self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream
-    ) -> list[torch.UntypedStorage]:
-        """Allocate a storage for each of `members`, filled by one kernel on `compute`, the current stream.
+    def unpack(self, members: Sequence[tuple[SavedStorage, int]], packed: torch.UntypedStorage, compute: Stream) -> int:
+        """Give each of `members` memory, filled by one kernel on `compute`, the current stream. Returns how many there are.
 
         Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        buffers = [compute.alloc(member.nbytes) for member, _ in members]
+        storages = [member.slot.storage for member, _ in members if member.slot.storage is not None]
+        given: list[torch.UntypedStorage] = []
+        try:
+            for storage, (member, _) in zip(storages, members, strict=True):
+                compute.resize(storage, member.nbytes)
+                given.append(storage)
+        except torch.OutOfMemoryError:
+            for storage in given:
+                compute.resize(storage, 0)
+            raise
         with annotation("chameleon::unpack"):
-            compute.unpack(buffers, flat_bytes(packed), [place for _, place in members])
-        for (member, _), buffer in zip(members, buffers, strict=True):
-            member.restored_in(buffer.untyped_storage(), compute)
-        return [buffer.untyped_storage() for buffer in buffers]
+            compute.unpack([flat_bytes(storage) for storage in storages], flat_bytes(packed), [place for _, place in members])
+        for member, _ in members:
+            member.restored(compute)
+        return len(members)
 
     def packed_members(self) -> list[tuple[SavedStorage, int]]:
         """Members whose bytes are in the group alone, each with its offset."""

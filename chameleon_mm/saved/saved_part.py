@@ -113,27 +113,38 @@ class SavedPart(SavedStorage):
 
         The storage goes at once, in stream order. Raises `torch.OutOfMemoryError` with nothing changed.
         """
-        assert self.state is State.ON_DEVICE and self.device is not None and not self.gathered
+        storage = self.device
+        assert self.state is State.ON_DEVICE and storage is not None and not self.gathered
         # Note [Swap-out]: the source was written by others, and `current` reads it
         self._context.streams.join_all(self.alloc_stream)
         with annotation("chameleon::gather"):
-            packed = self.part.pack(self.device)
+            packed = self.part.pack(storage)
         self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
-        self.alloc_stream.free(flat_bytes(self.device))
-        self.device, self.alloc_stream, self.gathered = packed, current, True
-        self.latest = weakref.ref(packed)
+        self.slot.keep_instead(packed)
+        self.alloc_stream.free(flat_bytes(storage))
+        self.alloc_stream, self.gathered = current, True
         self.nbytes = packed.nbytes()
-        self._context.metrics.totals.bytes_reclaimed += self._saved_nbytes - self.nbytes
+        self._context.metrics.totals.bytes_reclaimed += self.slot.saved_nbytes - self.nbytes
 
-    def unpacked_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
+    @property
+    def may_be_prefetched(self) -> bool:
+        """Whether it may be as any other, and no use would find its bytes where they were."""
+        return super().may_be_prefetched and not (self.gathered and self._is_whole())
+
+    def _is_whole(self) -> bool:
+        """Whether somebody holds the saved storage, which was never empty."""
+        storage = self.slot.first()
+        return storage is not None and storage.nbytes() == self.slot.saved_nbytes and not self.slot.last_save.emptied
+
+    def in_place(self, compute: Stream) -> torch.UntypedStorage | None:
         """Returns, for a gathered part, a storage with its bytes in place that somebody holds and `compute` may use without a
         wait.
 
-        That is the saved storage itself, or what another use of it unpacked: views of one storage share one.
+        That is the saved storage itself, unless it was empty for a while, or what another use of it unpacked: views of one
+        storage share one.
         """
-        storage = self.first()
-        if storage is not None and storage.nbytes() == self._saved_nbytes and self._saved_on is compute:
-            return storage
+        if self._saved_on is compute and self._is_whole():
+            return self.slot.first()
         return self._unpacked() if self._unpacked is not None and self._unpacked_on is compute else None
 
     def unpack(self, packed: torch.UntypedStorage, compute: Stream) -> torch.UntypedStorage:

@@ -1,55 +1,115 @@
 """The life of one saved storage: on the device, on its way out, on the host, on its way back. `State` has the states.
 
-A saved storage orders the copies of its own buffers, and nothing else: the executor decides which storage moves when. Its
-`form` says how the bytes are kept off the device, its base classes which saves share one copy (`SaveRecord`) and who holds
-what is on the device (`DeviceCopy`).
+    saved.slot        the storage, the saved tensors over it, and which of them one copy has
+    saved.uses        how many uses are to come
+    saved.copy        its copy on the host, once a copy out was queued: block, moves, events
+
+A saved storage orders the copies of its own bytes, and nothing else: the executor decides which storage moves when. Its `form`
+says how the bytes are kept off the device. The storage object stays; its memory alone goes: Note [In place].
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from chameleon_mm.device import Event, Stream
+from chameleon_mm.device.allocator_hook import AllocatorHook, HeldStorage
 from chameleon_mm.errors import TransferFailed
-from chameleon_mm.saved.calling_thread import annotation, call_site, current_operator, sequence_nr, this_thread
-from chameleon_mm.saved.device_copy import DeviceCopy
+from chameleon_mm.policy import StorageAction
+from chameleon_mm.saved.calling_thread import (
+    CallSite,
+    OperatorNumber,
+    annotation,
+    call_site,
+    current_operator,
+    made_before,
+    sequence_nr,
+    this_thread,
+)
 from chameleon_mm.saved.form import WHOLE, Form
 from chameleon_mm.saved.handles import flat_bytes
+from chameleon_mm.saved.host_copy import HostCopy
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import NEXT, State, SwapContext
+from chameleon_mm.saved.uses import Uses
 from chameleon_mm.saved.verify import StorageChecksum
-from chameleon_mm.saved.version import SavedBytes
-from chameleon_mm.transfer import Move
+from chameleon_mm.saved.version import SavedBytes, cover_all
+
+if TYPE_CHECKING:
+    from chameleon_mm.profiler.calls import Relied
+    from chameleon_mm.profiler.storages import TracedStorage
+    from chameleon_mm.saved.recipe import Proof
+    from chameleon_mm.saved.saved_part import Part
 
 _log = logging.getLogger(__name__)
 
 
-class SavedStorage(DeviceCopy):
+class SavedStorage:
     """A storage that autograd saved, with the state machine that copies it out and back.
 
     A `PackedGroup` is one that stands for several small ones, a `SavedPart` one of which only a view was saved.
     """
 
-    __slots__ = ("_arrived_on", "_checksum", "_in", "_read", "dtype")
+    __slots__ = (
+        "__weakref__", "_began_in", "_checksum", "_context", "_lent", "alloc_stream", "came_back", "copies", "copy", "dtype",
+        "epoch", "form", "index", "is_held_for_recipes", "nbytes", "noted_in", "op_is_over", "planned", "proof", "relied",
+        "slot", "state", "traced", "uses",
+    )  # fmt: skip
+
+    part: Part | None = None
+    """Bytes of the storage that were saved; None: all of them."""
+    gathered = False
+    """Whether only the bytes of `part` are held, side by side: on the device as on the host."""
+    may_be_lent = True
 
     def __init__(
         self, t: Tensor, saved: SavedBytes, alloc_stream: Stream, context: SwapContext, *, epoch: int, index: int
     ) -> None:
         storage = t.untyped_storage()
-        super().__init__(storage, saved, alloc_stream, epoch, index)
-        self._device, self._context, self.form = storage, context, WHOLE
-        self._lent = self._out = self._block = None
-        self.latest = self.first
+        self.slot = Slot(storage, saved)
+        self.uses = Uses()
+        self.copy: HostCopy | None = None
+        """The copy on the host. None: not yet, or its form has the bytes without one."""
+        self.state = State.ON_DEVICE
+        self.form: Form = WHOLE
+        """The form in which its bytes are off the device, from the copy out on."""
+        self.epoch = epoch
+        """The step in which it was saved, and the `index` of the save within it."""
+        self.index = index
+        self.alloc_stream = alloc_stream
+        """The stream whose allocator the device memory belongs to."""
+        self.came_back = False
+        """Whether what is on the device was put there by swapping, ordered on `alloc_stream`, and never by the model."""
+        self.nbytes = storage.nbytes()
+        """Bytes that are held and moved: those of the saved storage, until it is gathered."""
         self.dtype = t.dtype if t.numel() * t.element_size() == self.nbytes else None
         """dtype of all its elements, where the first view of it covers it; else None."""
+        self._context = context
         self._checksum = None if context.checksums is None else StorageChecksum(t, epoch, context.checksums)
-        self._in: Move | None = None
-        self._read: Event | None = None
-        """Event after the latest copy back that was handed over: until then the block is being read."""
-        self._arrived_on: Stream | None = None
+        self._lent: HeldStorage | None = None
+        self._began_in: tuple[OperatorNumber, CallSite | None] | None = None
+        """The operator at one of whose hooks the copy out was begun."""
+        self.copies = 1
+        """Number of copies of all of the storage so far."""
+        self.op_is_over = False
+        """Whether the ops that saved it have ended, so that it may be copied."""
+        # What others note.
+        self.traced: TracedStorage | None = None
+        """Its record in the trace, where the step that saved it is recorded."""
+        self.planned: StorageAction | None = None
+        """Its action in the plan; None: no plan knows it."""
+        self.noted_in = -1
+        """The last step in which the profiler saw a save of it."""
+        self.relied: Relied | None = None
+        """What rests on its bytes, in a step that recomputes."""
+        self.proof: Proof | None = None
+        """The recipe that is to be compared with it at its first use."""
+        self.is_held_for_recipes = False
+        """Whether autograd saved none of it: it is there for what is made again from it."""
 
     def _to(self, state: State) -> None:
         """Go from one state to the next. Every change of `state` is made here."""
@@ -57,42 +117,186 @@ class SavedStorage(DeviceCopy):
             raise RuntimeError(f"a saved storage of {self.nbytes} bytes that is {self.state.value} cannot become {state.value}")
         self.state = state
 
+    @property
+    def device(self) -> torch.UntypedStorage | None:
+        """The storage, taken back from the allocator, where it has memory or is about to; else None."""
+        if self._lent is not None:
+            self.take_back()
+        return None if self.state is State.ON_HOST else self.slot.storage
+
+    # --- saves
+
+    def op_began(self) -> None:
+        """Note that an operator that has not ended saves it."""
+        self.op_is_over = False
+
+    def op_ended(self) -> None:
+        """Note that every operator that has saved it is over."""
+        self.op_is_over = True
+
+    def add_view(self, saved: SavedBytes) -> None:
+        """Note one more handle, of these bytes."""
+        if self.gathered:
+            saved.move_to(None)
+        self.slot.views.append(saved)
+        self.uses.add_handle()
+        if self.traced is not None:
+            self.traced.aliases += 1
+
+    def note_traced(self, traced: TracedStorage) -> None:
+        """Note its record in the trace of this step."""
+        self.traced = traced
+        traced.aliases += len(self.slot.views)
+
+    def hold_for_recipes(self) -> None:
+        """Note that autograd saved none of it: there is no handle."""
+        self.is_held_for_recipes = True
+        self.uses.forget_handle()
+
+    def assign(self, action: StorageAction | None) -> None:
+        """Note its action in the plan that the step follows now; None: that has none for it."""
+        self.planned = action
+
+    def note_save(self, epoch: int, hook: int) -> tuple[bool, int | None]:
+        """It is saved at that hook of a step. Returns whether that is the first time in the step for this record, and how many
+        hooks ago its storage was saved last in it, under any record; None: it was not."""
+        first, self.noted_in = self.noted_in != epoch, epoch
+        return first, self.slot.note_save(epoch, hook)
+
+    def is_allocated_on(self, compute: Stream) -> bool:
+        return self.alloc_stream is compute
+
+    def try_include(self, saved: SavedBytes, t: Tensor, compute: Stream) -> bool:
+        """Include these bytes, written on `compute`, in its copy out, if that begins later than now. Returns whether it does.
+
+        A copy that began at another hook of the operator that saves `t` is not too early for what that operator was given.
+        """
+        if not self.is_allocated_on(compute) or self.gathered:
+            return False
+        if self.state is not State.ON_DEVICE and not self._was_given(saved, t):
+            return False
+        self.slot.include(saved)
+        return True
+
+    def _was_given(self, saved: SavedBytes, t: Tensor) -> bool:
+        """Whether the operator that saves `t` was given it, and began the copy out.
+
+        Who made `t` does not tell: operators that write in place save what they were given (`a.hypot_(b)`), and a function of
+        one's own writes between operators that it calls. So a counter that has not moved since before the copy must say so.
+        """
+        if self._began_in is None:
+            return False
+        operator, site = self._began_in
+        if operator != current_operator() or not self.slot.includes(saved, same_bytes=True) or not made_before(t, operator):
+            return False
+        return site == call_site()
+
+    def begin_again(self, saved: SavedBytes, compute: Stream) -> None:
+        """Have its copy begin anew, as what was copied, or is being copied, lacks these bytes, which are saved now on `compute`.
+
+        The storage has them all: it is on the device, as somebody else refers to it.
+        """
+        self.copies += 1
+        if self.state is State.SWAPPING_OUT and not self.cancel_swap_out() and self.state is State.SWAPPING_OUT:
+            assert self.copy is not None
+            self._wait_for_copy_out(self._context.transfer.issue_out(self.copy.out))
+            self._stay()
+        if self.state is State.SWAPPING_IN:
+            self.arrive(compute)
+        if self.state is State.RESTORED:
+            self._stay()
+        assert self.state is State.ON_DEVICE
+        if self.alloc_stream is not compute:
+            compute.wait(self.alloc_stream.record())  # what was saved there -> what is copied behind `compute`
+            self.alloc_stream = compute
+        self.slot.include(saved)
+
+    # --- who holds it
+
+    @property
+    def is_private(self) -> bool:
+        """True if only the session can reach its bytes: nobody else refers to the storage, or they are on the host alone."""
+        return self.device is None or self.slot.is_alone()
+
+    @property
+    def is_lent(self) -> bool:
+        return self._lent is not None
+
+    @property
+    def copy_is_handed_over(self) -> bool:
+        """Whether no part of the copy out waits any more to be handed to the device."""
+        return self.copy is None or self.copy.out.ended
+
+    def lend(self, hook: AllocatorHook) -> bool:
+        """Lend the device memory to the allocator, if its copy out is handed over, all of it is to go, and nobody else refers to
+        it. Returns whether it is to be tried again: somebody does."""
+        copy = self.copy
+        if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent or copy is None:
+            return False
+        if copy.out.done is None or copy.out.failed or copy.block is None:
+            return False
+        if not self.slot.is_alone():
+            return True
+        assert self.slot.storage is not None
+        self._lent = hook.hold(self.slot.storage, copy.out.done, self.alloc_stream)
+        return False
+
+    def settle(self) -> None:
+        """Note it if the allocator has reclaimed the device memory."""
+        if self._lent is not None and self._lent.reclaimed:
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Take the device memory back if the allocator has not reclaimed it, else note that it has."""
+        if self._lent is None:
+            return
+        lent, self._lent = self._lent, None
+        if not lent.withdraw():
+            totals = self._context.metrics.totals
+            totals.bytes_reclaimed += self.nbytes
+            totals.bytes_reclaimed_by_allocator += self.nbytes
+            self._emptied()
+
     # --- out
 
     @property
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
         that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        if self._device is None or self._device.nbytes() != self.nbytes:
+        storage = self.device
+        if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
             return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        for saved in self._saved_bytes:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
-            if saved.probe.alias._version == saved.probe.expected:
-                return True
-        return False
+        return self.slot.unwritten() is not None
 
     @property
     def transfer_bytes(self) -> int:
         """Bytes that cross the link."""
         return self.nbytes - self.form.device_bytes
 
+    def _reads_uncovered(self) -> bool:
+        """Whether a copy reads bytes of the storage that no save covers. Note [Uncovered]. What was gathered, we alone
+        write."""
+        return not self.gathered and not cover_all(self.slot.saves, self.nbytes)
+
     def swap_out(self, form: Form = WHOLE, *, pageable: bool = False) -> None:
         """Queue the copy out, in that form. `pageable`: to ordinary memory, beyond the pool's limit.
 
         Raises `HostMemoryExhausted` or `TransferFailed` with nothing changed.
         """
-        assert self.state is State.ON_DEVICE and self._device is not None
+        storage, saves = self.slot.storage, self.slot.saves
+        assert self.state is State.ON_DEVICE and storage is not None
         context = self._context
         first_bytes, host_bytes = form.device_bytes, self.nbytes - form.device_bytes
         block = (context.pool.allocate_pageable if pageable else context.pool.allocate)(host_bytes)
-        source = flat_bytes(self._device)[first_bytes:] if first_bytes else flat_bytes(self._device)
+        source = flat_bytes(storage)[first_bytes:] if first_bytes else flat_bytes(storage)
         # Note [Swap-out]: the source was written by compute; Note [Host block]: the block's last use may still be running.
         after = [self.alloc_stream.record(), *block.pending_events]
-        first = self._saved_bytes[0]
+        first = saves[0]
         versions: list[tuple[Tensor, int]] = []
-        for saved in self._saved_bytes:
-            versions.append((saved.probe.alias, saved.probe.expected))  # noqa: PERF401 - a comprehension is one more call
+        for saved in saves:
+            versions.append((saved.alias, saved.expected))  # noqa: PERF401 - a comprehension is one more call
         is_all = first.is_dense and first.begin == 0 and first.end >= self.nbytes  # as a rule
         at_once = not is_all and self._reads_uncovered()
         if at_once:
@@ -100,43 +304,56 @@ class SavedStorage(DeviceCopy):
         if self._checksum is not None:
             # The checksum is taken on the current stream, which need not be the allocating one.
             context.streams.join_all(self.alloc_stream)
-            self._checksum.close(flat_bytes(self._device))
+            self._checksum.close(flat_bytes(storage))
         with annotation("chameleon::swap_out"):
             written, timed = (versions, context.streams.record_each), context.metrics.timed
             out = context.transfer.swap_out(block.buffer, source, after, timed=timed, written=written, at_once=at_once)
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self.form, self._block, self._out = form, block, out
+        self.form, self.copy = form, HostCopy(block, out)
         context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it
         self._to(State.SWAPPING_OUT)
 
-    def leave_in(self, form: Form, content: Tensor) -> None:
-        """Drop the device copy, in stream order, without a copy of its own: `form` has the bytes.
+    def leave_in(self, form: Form) -> None:
+        """Let the device memory go, in stream order, without a copy of its own: `form` has the bytes.
 
-        `content` is a flat tensor over the device copy, which is freed here. Whoever read it ran on a stream that the
-        allocating stream has joined since.
+        Whoever read it ran on a stream that the allocating stream has joined since.
         """
-        assert self.state is State.ON_DEVICE and self._device is not None
+        storage = self.slot.storage
+        assert self.state is State.ON_DEVICE and storage is not None
         if self._checksum is not None:
-            self._checksum.close(content)
-        self.alloc_stream.free(content)
+            self._checksum.close(flat_bytes(storage))
+        del storage
         self._began_in = current_operator(), call_site()
-        self._device, self.form = None, form
-        self._to(State.ON_HOST)
-
-    def restored_in(self, storage: torch.UntypedStorage, compute: Stream) -> None:
-        """Note that its form has put its bytes into `storage`, on `compute`, the current stream."""
-        assert self.state is State.ON_HOST and self._block is None
-        if self._checksum is not None:
-            self._checksum.check(flat_bytes(storage))
-        self._device, self.alloc_stream, self.latest = storage, compute, weakref.ref(storage)
-        self.note_swap_in()
-        self._to(State.RESTORED)
+        self.form = form
+        self._let_go()
 
     # --- reclaim
+
+    def _let_go(self) -> None:
+        """Let the device memory go, as its bytes are elsewhere: now where we alone refer to the storage, else at a later hook."""
+        if self.slot.is_alone():
+            self._empty()
+            return
+        self._to(State.RESTORED)
+        self._context.held[self] = None
+
+    def _empty(self) -> None:
+        storage = self.slot.storage
+        assert storage is not None
+        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
+        self.alloc_stream.resize(storage, 0)
+        self._emptied()
+
+    def _emptied(self) -> None:
+        self._context.held.pop(self, None)
+        self.slot.last_save.emptied = True
+        if self.traced is not None:
+            self.traced.emptied(self.traced)
+        self._to(State.ON_HOST)
 
     @property
     def reclaimed(self) -> bool:
@@ -145,169 +362,222 @@ class SavedStorage(DeviceCopy):
 
     def reclaim_if_copied(self) -> bool:
         """Reclaim without a wait if the host sees the copy out complete. Returns whether it did."""
-        assert self._out is not None
-        if self._out.failed:
+        assert self.copy is not None
+        if self.copy.out.failed:
             self._undo_swap_out()
             return False
-        if self._out.done is None or not self._out.done.query():
+        if self.copy.out.done is None or not self.copy.out.done.query():
             return False
         if self._lent is not None:
             self.take_back()
             if self.state is not State.SWAPPING_OUT:
                 return True
         # The host saw the copy complete, so whatever it launches next is ordered after it: no wait is needed.
-        if self.form.device_bytes and not self._copy_stationary_part():
-            return False
-        self._drop_device()
-        return True
+        return self._reclaim()
 
     def reclaim(self, *, in_plan_order: bool = False) -> None:
-        """Order compute after the copy out and drop the device copy. `in_plan_order`: copies cross the link in the order of the
-        plan."""
-        assert self._out is not None
+        """Order compute after the copy out and let the device memory go. `in_plan_order`: copies cross the link in the order of
+        the plan."""
+        assert self.copy is not None
         if self._lent is not None:
             self.take_back()
             if self.state is not State.SWAPPING_OUT:
                 return
         issue = self._context.transfer.issue_out_in_order if in_plan_order else self._context.transfer.issue_out
         try:
-            done = issue(self._out)
+            done = issue(self.copy.out)
         except RuntimeError as error:  # the copy was refused, so the tensor stays: a use finds it on the device
             _log.warning("chameleon_mm: %d bytes stay on the device, their copy out was refused: %s", self.nbytes, str(error))
             self._undo_swap_out()
             return
-        can_drop = not self.form.device_bytes or self._copy_stationary_part()
         with annotation("chameleon::reclaim"):
-            # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out
-            # was handed over all the same, and what compute writes to it next comes after that.
-            self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
-            if can_drop:
-                self._drop_device()
+            self._wait_for_copy_out(done)
+            self._reclaim()
 
-    def _copy_stationary_part(self) -> bool:
-        """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it; else all of the
-        storage stays."""
-        assert self._device is not None
-        if self._block is None:  # nobody wants it any more
+    def _wait_for_copy_out(self, done: Event) -> None:
+        # Note [Reclaim]: the next owner of the device memory comes after the copy. Where the storage stays, its copy out was
+        # handed over all the same, and what compute writes to it next comes after that.
+        self._context.metrics.wait(self.alloc_stream, done, "out", None if self.planned is None else self.planned.tensor)
+
+    def _reclaim(self) -> bool:
+        """Let the device memory go, behind the copy out. Returns whether all went well: else there was no memory for what stays
+        of it, and all of it stays."""
+        copy, storage = self.copy, self.slot.storage
+        assert copy is not None and storage is not None
+        if copy.block is None:  # nobody wants it any more
+            self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]
+            self.alloc_stream.free(flat_bytes(storage))
+            self._context.metrics.totals.bytes_reclaimed += self.nbytes
+            self._clear()
+            self._to(State.RETIRED)
             return True
-        try:
-            self.form.keep(self._device, self.alloc_stream)
-        except torch.OutOfMemoryError:
+        del storage
+        if self.form.device_bytes and self.slot.is_alone() and not self._keep_stationary_part():
             self._undo_swap_out()
+            return False
+        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
+        self._let_go()
+        return True
+
+    def _keep_stationary_part(self) -> bool:
+        """Copy what is to stay on the device into a buffer of its own. Returns whether there was memory for it."""
+        assert self.slot.storage is not None
+        try:
+            self.form.keep(self.slot.storage, self.alloc_stream)
+        except torch.OutOfMemoryError:
             return False
         return True
 
     def cancel_swap_out(self) -> bool:
         """Cancel a copy out of which nothing was handed over: it is about to be used. Returns whether it was cancelled."""
-        assert self._out is not None
+        assert self.copy is not None
         if self._lent is not None:
             self.take_back()
-        if self.state is not State.SWAPPING_OUT or not (self._out.failed or self._context.transfer.cancel_out(self._out)):
+        if self.state is not State.SWAPPING_OUT:
+            return False
+        if not (self.copy.out.failed or self._context.transfer.cancel_out(self.copy.out)):
             return False
         self._undo_swap_out()
         return True
 
     def _undo_swap_out(self) -> None:
         self._context.metrics.totals.bytes_swapped_out -= self.transfer_bytes
-        self._release_block()
-        self.form.drop()
-        self.form, self._out = WHOLE, None
-        self._to(State.ON_DEVICE)
+        self._stay()
 
-    def _drop_device(self) -> None:
-        assert self._device is not None
-        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner is whichever stream allocated it
-        self.alloc_stream.free(flat_bytes(self._device))
-        self._device = None
-        self._context.metrics.totals.bytes_reclaimed += self.nbytes - self.form.device_bytes
-        self._to(State.RETIRED if self._block is None else State.ON_HOST)
+    def stay_on_device(self) -> None:
+        """Note that it is on the device alone: its form lets go of what it needed to put its bytes there."""
+        self._stay()
+
+    def _stay(self) -> None:
+        if self.copy is not None:
+            self.copy.release()
+        self.form.drop()
+        self.form, self.copy = WHOLE, None
+        self._context.held.pop(self, None)
+        self._to(State.ON_DEVICE)
 
     # --- back
 
     def swap_in(self, compute: Stream) -> torch.UntypedStorage:
-        """Allocate on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
+        """Take memory on `compute` and queue the copy back, into the storage returned. Raises `torch.OutOfMemoryError` or
         `TransferFailed` with nothing changed."""
-        assert self.state is State.ON_HOST and self._block is not None and self._out is not None
-        done_out = self._out.done
+        copy, storage = self.copy, self.slot.storage
+        assert self.state is State.ON_HOST and copy is not None and copy.block is not None and storage is not None
+        done_out = copy.out.done
         assert done_out is not None, "device memory was reclaimed before its copy out was issued"
-        whole = compute.alloc(self.nbytes)
+        compute.resize(storage, self.nbytes)
+        whole = flat_bytes(storage)
         destination = whole[self.form.device_bytes :] if self.form.device_bytes else whole
         # Note [Swap-in]: an earlier owner of the device memory may still be running on compute; and the copy out must be
         # complete before the host copy is read.
         after = [compute.record(), done_out]
         with annotation("chameleon::swap_in"):
-            back = self._context.transfer.swap_in(destination, self._block.buffer, after, timed=self._context.metrics.timed)
+            back = self._context.transfer.swap_in(destination, copy.block.buffer, after, timed=self._context.metrics.timed)
         if back.failed:
+            compute.resize(storage, 0)
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped in")
         self.form.put_back(whole, compute)
-        self._in = back
+        copy.back, copy.arrived_on = back, None
         self._context.metrics.moved(back, "in", self.transfer_bytes)
-        self._device = whole.untyped_storage()
-        self.latest = weakref.ref(self._device)
-        self.alloc_stream = compute
-        self._arrived_on = None
-        self.note_swap_in()
+        self.alloc_stream, self.came_back = compute, True
+        self.uses.note_swap_in()
         self._to(State.SWAPPING_IN)
-        return self._device
+        return storage
+
+    def restored(self, compute: Stream) -> None:
+        """Note that its form has put its bytes into the storage, on `compute`, the current stream."""
+        storage = self.slot.storage
+        assert self.state is State.ON_HOST and self.copy is None and storage is not None
+        if self._checksum is not None:
+            self._checksum.check(flat_bytes(storage))
+        self.alloc_stream, self.came_back = compute, True
+        self.uses.note_swap_in()
+        self._to(State.RESTORED)
 
     def arrive(self, compute: Stream, *, prefetched: bool = False) -> torch.UntypedStorage:
         """Order `compute` after the copy back; the storage may then be used there. `prefetched`: the copy began before this
         use."""
-        assert self._device is not None
-        if self._block is None:
-            return self._device  # its form put it there, on the stream that allocated it
-        assert self._in is not None
-        arrived = self._read = self._context.transfer.issue_in(self._in)
-        if self._arrived_on is not compute:
+        copy, storage = self.copy, self.slot.storage
+        assert storage is not None
+        if copy is None or copy.back is None:
+            return storage  # its form put it there, on the stream that allocated it; or it never left
+        arrived = copy.read = self._context.transfer.issue_in(copy.back)
+        if copy.arrived_on is not compute:
             if not arrived.query():
                 tensor = None if self.planned is None else self.planned.tensor
                 with annotation("chameleon::wait"):  # Note [Swap-in]: use after the bytes are there
                     self._context.metrics.wait(compute, arrived, "in", tensor, prefetched=prefetched)
             elif prefetched:
                 self._context.metrics.on_time()
-            self._arrived_on = compute
+            copy.arrived_on = compute
         if self._checksum is not None and self.state is State.SWAPPING_IN:
-            self._checksum.check(flat_bytes(self._device))
+            self._checksum.check(flat_bytes(storage))
         self._to(State.RESTORED)
-        return self._device
+        return storage
 
-    def drop_restored(self) -> None:
-        """Drop a device copy that the host still has: nothing has to be copied. Raises `torch.OutOfMemoryError` with nothing
-        changed where there is no memory for what of it stays."""
-        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self._device is not None
-        self.form.keep(self._device, self.alloc_stream)
-        self._drop_restored()
-
-    def _drop_restored(self) -> None:
-        assert self._device is not None
-        if self.state is State.SWAPPING_IN:
-            self._settle_arrival()
-        self.alloc_stream.free(flat_bytes(self._device))
-        self._device = None
-        self._to(State.ON_HOST)
+    @property
+    def may_be_prefetched(self) -> bool:
+        """Whether a copy of its own is to be brought back, and may be, before its use."""
+        return self.state is State.ON_HOST and self.form.has_copy
 
     @property
     def swap_in_failed(self) -> bool:
         """Whether its copy back was refused after it was queued: it is still on the host."""
-        return self.state is State.SWAPPING_IN and self._in is not None and self._in.failed
+        copy = self.copy
+        return self.state is State.SWAPPING_IN and copy is not None and copy.back is not None and copy.back.failed
 
-    def usable_elsewhere(self, compute: Stream) -> torch.UntypedStorage | None:
-        """The device copy if somebody else still holds it, whole, and `compute` may use it without a wait."""
-        storage = self.latest()
-        if storage is None or storage.nbytes() != self.nbytes or not self.is_allocated_on(compute):
-            return None
-        return storage
+    def needs_another_stream(self, compute: Stream) -> bool:
+        """Whether swapping brought it back for another stream than `compute`, whose pool the memory belongs to."""
+        return self.came_back and self.alloc_stream is not compute and self.state in (State.SWAPPING_IN, State.RESTORED)
+
+    def copied_on(self, compute: Stream) -> torch.UntypedStorage:
+        """A copy of its bytes, which came back on another stream, in memory of `compute`'s own. Raises
+        `torch.OutOfMemoryError`."""
+        storage = self.arrive(compute)
+        compute.wait(self.alloc_stream.record())
+        whole = compute.alloc(self.nbytes)
+        compute.copy(whole, flat_bytes(storage))
+        self._context.streams.join_all(self.alloc_stream)  # Note [Reclaim]: its next owner comes after that read
+        return whole.untyped_storage()
+
+    def drop_restored(self) -> bool:
+        """Let the device memory go, whose bytes are elsewhere too: nothing has to be copied. Returns whether it went: else it
+        does at a later hook, once nobody else refers to it. Raises `torch.OutOfMemoryError` with nothing changed where there is
+        no memory for what of it stays."""
+        assert self.state in (State.SWAPPING_IN, State.RESTORED) and self.slot.storage is not None
+        if self.state is State.SWAPPING_IN:
+            self._settle_arrival()
+        if not self.slot.is_alone():
+            self._context.held[self] = None
+            return False
+        self.form.keep(self.slot.storage, self.alloc_stream)
+        self._empty()
+        return True
+
+    def drop_used(self) -> None:
+        """Let the device memory go at the next hook, as all views were used: autograd's tensors hold it until then. A partial
+        form keeps it: its first bytes are nowhere else."""
+        if not self.form.device_bytes:
+            self._context.held[self] = None
+
+    def try_to_go(self) -> None:
+        """Let go of the device memory that others held at the last hook, if they do no more."""
+        if self.state is not State.RESTORED:
+            self._context.held.pop(self, None)
+        elif self.slot.is_alone() and (not self.form.device_bytes or self._keep_stationary_part()):
+            self._empty()
 
     def _settle_arrival(self) -> None:
-        assert self._in is not None
-        if self._in.failed:
-            self._in = None
+        copy = self.copy
+        assert copy is not None and copy.back is not None
+        if copy.back.failed:
+            copy.back = None
             return
-        if self._context.transfer.cancel_in(self._in):
+        if self._context.transfer.cancel_in(copy.back):
             self._context.metrics.totals.bytes_swapped_in -= self.transfer_bytes
-            self._in = None
+            copy.back = None
             return
-        arrived = self._read = self._context.transfer.issue_in(self._in)
+        arrived = copy.read = self._context.transfer.issue_in(copy.back)
         if not arrived.query():
             # Note [Reclaim]: the copy must be done before the device memory is reused
             self._context.metrics.wait(self.alloc_stream, arrived, "in")
@@ -315,9 +585,9 @@ class SavedStorage(DeviceCopy):
     # --- the end
 
     def retire(self) -> None:
-        """Release the block and drop the device copy, once the last handle is gone.
+        """Release the block and let go of the storage, once the last handle is gone.
 
-        A copy out that still reads the device buffer keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
+        A copy out that still reads the device memory keeps it: `state` stays SWAPPING_OUT and the reclaim queue ends it.
         """
         if self._lent is not None:
             self.take_back()
@@ -325,12 +595,14 @@ class SavedStorage(DeviceCopy):
             return
         try:
             if self.state is State.SWAPPING_OUT and not self.cancel_swap_out():
-                assert self._out is not None
-                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.truncate_out(self._out)
-                self._release_block()
+                assert self.copy is not None
+                self._context.metrics.totals.bytes_swapped_out -= self._context.transfer.truncate_out(self.copy.out)
+                self.copy.release()
                 return
             if self.state is State.SWAPPING_IN:
-                self._drop_restored()
+                self._settle_arrival()
+                assert self.slot.storage is not None
+                self.alloc_stream.free(flat_bytes(self.slot.storage))
         except BaseException:
             # The device did not take an order that what follows rests on: the host waits instead.
             self._context.transfer.synchronize()
@@ -340,16 +612,15 @@ class SavedStorage(DeviceCopy):
 
     def _retired(self) -> None:
         self.proof = None
-        self._release_block()
+        if self.copy is not None:
+            self.copy.release()
         self.form.drop()
-        self._device, self.form = None, WHOLE
+        self.form = WHOLE
+        self._context.held.pop(self, None)
+        self._clear()
         self._to(State.RETIRED)
 
-    def _release_block(self) -> None:
-        if self._block is None:
-            return
-        # Note [Host block]: the next owner's copy out waits for our last copy, on its stream. A copy back comes after the
-        # copy out, so its event covers both.
-        after = self._read if self._read is not None else self._out.done if self._out is not None else None
-        self._block.release(after=after)
-        self._block = None
+    def _clear(self) -> None:
+        if self.traced is not None:
+            self.traced.aliases -= len(self.slot.views)
+        self.slot.clear()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chameleon_mm.device.sim.memory import held_by_caller_alone
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -25,37 +24,28 @@ class SimHeldStorage:
 
     def __init__(self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream) -> None:
         self.hook = hook
-        self.storage: torch.UntypedStorage | None = storage
-        self.done = done
+        self._storage = storage
+        self.reclaimed = False
+        self._withdrawn = False
+        self._done = done
         self.owner = owner
 
-    @property
-    def reclaimed(self) -> bool:
-        return self.storage is None
-
-    def withdraw(self) -> torch.UntypedStorage | None:
+    def withdraw(self) -> bool:
         machine = self.hook.machine
         with machine.lock:
-            storage, self.storage = self.storage, None
-            if storage is not None:
+            if not (self.reclaimed or self._withdrawn):
                 machine.held.entries.remove(self)
-            return storage
+            self._withdrawn = True
+            return not self.reclaimed
 
-    def reclaim_if_unshared(self) -> bool:
-        """Reclaim it behind its copy, unless somebody else holds it. Returns whether it went."""
-        storage = self.storage
-        if storage is None:
+    def reclaim(self) -> bool:
+        """Reclaim its memory behind its copy. Returns whether it went: a finaliser may have withdrawn it."""
+        if self._withdrawn:
             return False
-        with torch._C._DisableTorchDispatch():
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        del storage
-        # `self.storage` is the one reference beside. A finaliser may have withdrawn it meanwhile.
-        if not held_by_caller_alone(flat) or self.reclaimed:
-            return False
-        self.storage = None
-        if not self.done.query():
-            self.owner.wait(self.done)  # orders the memory's next owner, on the same stream, after the copy
-        self.owner.free(flat)
+        self.reclaimed = True
+        if not self._done.query():
+            self.owner.wait(self._done)  # orders the memory's next owner, on the same stream, after the copy
+        self.owner.resize(self._storage, 0)
         self.hook.reclaimed += 1
         return True
 
@@ -72,7 +62,7 @@ class HeldStorages:
         ledger, stream = self._machine.ledger, self._machine.current_stream()
         for held in tuple(self.entries):
             fits = ledger.allocated_bytes + nbytes <= min(ledger.capacity, held.hook.limit_bytes)
-            if not fits and held.owner is stream and held.reclaim_if_unshared():
+            if not fits and held.owner is stream and held.reclaim():
                 self.entries.remove(held)
                 ledger.settle()  # what it freed
 

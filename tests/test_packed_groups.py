@@ -128,7 +128,7 @@ def test_one_carrier_for_all_and_their_memory_goes_at_once(slow: cm.SimDevice) -
         assert slow.allocated_bytes() == before - MIB + 16 * SMALL
         swapping.assert_exact(handles, expected)
         assert swapping.totals["in"] == 16 * SMALL  # all by one copy, at the first use
-        assert places(handles) == [State.ON_HOST] * 16  # and each let go after its own
+        assert places(handles) == [State.ON_HOST] * 15 + [State.RESTORED]  # and each let go at the hook after its own
         del handles, large
         swapping.assert_nothing_left()
 
@@ -339,7 +339,8 @@ def test_without_the_streams_meeting_a_carrier_is_a_race(
         calls = iter(range(1, 100))
 
         def meets_but_once(streams: ComputeStreams, home: Stream) -> None:
-            if next(calls) != left_out:
+            number = next(calls)  # of the joins after it one would do
+            if number < left_out or (left_out == 1 and number > 1):
                 join_all(streams, home)
 
         with monkeypatch.context() as during:
@@ -420,10 +421,10 @@ def test_a_carrier_that_comes_back_is_staged_too(slow: cm.SimDevice) -> None:
         second, also_expected = swapping.save_small(8)
         outgoing = second[0].claim.saved.form.group
         assert outgoing is not None
-        before = outgoing.device
+        was_away = [outgoing.device is None]
         assert torch.equal(swapping.executor.use(first[0]), expected[0])
-        assert (before is None, outgoing.device is None) == (False, True)
-        del before
+        was_away.append(outgoing.device is None)
+        assert was_away == [False, True]
         swapping.assert_exact(first + second, expected + also_expected)
         del first, second, large, outgoing
         swapping.assert_nothing_left()

@@ -105,7 +105,7 @@ def from_the_default_generator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def whatever_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the comparison of the counters with the writes that the watch saw."""
-    monkeypatch.setattr("chameleon_mm.saved.save_record.SaveRecord.was_written", lambda self, times: True)
+    monkeypatch.setattr("chameleon_mm.saved.slot.Slot.was_written", lambda self, times: True)
 
 
 MUTANTS: list[tuple[Mutate, Program]] = [

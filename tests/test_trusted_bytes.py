@@ -250,7 +250,8 @@ def written_by_a_node(at: torch.device, settle: Settle) -> list[Tensor]:
 def test_a_node_that_writes_a_copy_is_seen_by_the_next_use(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result(written_by_a_node, device.torch_device) == REFUSED
     assert swapped(written_by_a_node, device) == REFUSED
-    monkeypatch.setattr(VersionProbe, "joined", lambda self, view: view)
+    use = Executor.use
+    monkeypatch.setattr(Executor, "use", lambda self, handle: use(self, handle).data)  # with a counter of its own
     assert swapped(written_by_a_node, device) != REFUSED
 
 

@@ -37,9 +37,7 @@ Restore = Callable[[SavedStorage, Stream], torch.UntypedStorage]
 class Rebuilds:
     """Replays recipes. Not thread-safe: the executor holds its lock."""
 
-    def __init__(
-        self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons
-    ) -> None:
+    def __init__(self, device: Device, context: SwapContext, claims: Claims, budget: Budget, comparisons: Comparisons) -> None:
         self._device = device
         self._context = context
         self._claims = claims

@@ -145,5 +145,6 @@ class SwapIns:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
+        del packed  # ours is one reference too many
         if group.state is State.RESTORED and len(members) == len(waiting):
             group.drop_restored()

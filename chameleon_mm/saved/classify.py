@@ -83,6 +83,8 @@ def facts_of(t: Tensor, device: Device, protected: ProtectedStorages) -> SaveFac
     if id(storage) in protected.refs and storage in protected:
         return SaveFacts(nbytes=storage.nbytes(), kind="persistent")
     nbytes = storage.nbytes()
+    if nbytes and not storage.resizable():
+        return SaveFacts(nbytes=nbytes, kind="borrowed")  # memory that torch did not allocate for it: it cannot go alone
     covered = t.numel() * t.element_size() if t.is_contiguous() else covered_bytes(t)
     return SaveFacts(nbytes=nbytes, covered_bytes=covered if covered < nbytes else None)
 

@@ -81,6 +81,7 @@ class Slot:
         """Let go of the storage and of the aliases."""
         self.storage = None
         self.views.clear()
+        self.saves.clear()
 
     # --- which saves its copy has
 

@@ -214,6 +214,7 @@ def test_a_new_version_is_a_new_copy_where_one_has_begun(begun: bool, copies: in
             swapper.save(randn(device, 8))  # a hook
         base.add_(1)
         after = swapper.save(base)
+        assert isinstance(after, SwappedView)
         assert after.claim.saved.copies == copies
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             swapper.use(before)

@@ -22,13 +22,14 @@ from chameleon_mm.optimizer_state import swapping as state_swapping
 from chameleon_mm.policy import DefaultRule, Limits
 from chameleon_mm.saved import KeptTensor, ProtectedStorages, SwappedView
 from chameleon_mm.saved.recipe import Recipe, Remade
-from chameleon_mm.saved.saved_storage import SavedStorage
+from chameleon_mm.saved.slot import Slot
 from chameleon_mm.saved.state import State
 from chameleon_mm.saved.version import SavedBytes
 from chameleon_mm.transfer import Thresholds
 from chameleon_mm.units import KIB
 from tests._mixes import Mix, Proofs, mixed, totals_of
 from tests._parameter_programs import Plain, Swapped, linears, mlp
+from tests.observed import SimLifetimeError
 from tests.test_optimizer_state import OPTIMIZERS, Counting, Training, equal, hosted, session_of
 from tests.test_recompute_exact import ALL, grads, leaf, outcome
 
@@ -171,10 +172,11 @@ def test_what_the_model_holds_is_used_itself_with_what_was_written(way: str, in_
     assert alike(swapped(program, device), expected)
 
 
-def test_the_host_copy_in_its_place_goes_red(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_goes_under_the_model_goes_red(sim: cm.SimDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     program = after_the_copy(UNSEEN[".data"])
-    monkeypatch.setattr(SavedStorage, "usable_elsewhere", lambda self, compute: None)
-    assert not alike(swapped(program, device), result(program, device.torch_device))
+    monkeypatch.setattr(Slot, "is_alone", lambda self: True)
+    with pytest.raises(SimLifetimeError, match="while its storage has no memory"):
+        swapped(program, sim)
 
 
 # --- prefetched storages, and copies that another use has had

@@ -39,8 +39,8 @@ class AllocatorHook(Protocol):
     def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> HeldStorage | None:
         """Hold `storage`, of `owner`'s memory, whose copy is complete at `done`; None: it is not one that may be held.
 
-        Its memory goes in one of two ways: the copy is complete, or `owner` waits for it because memory is short. The caller has
-        seen that nobody else refers to the storage, and lets nobody do so before `withdraw`.
+        Its memory goes in one of two ways: the copy is complete, or `owner` waits for it because memory is short. The caller
+        has seen that nobody else refers to the storage, and lets nobody do so before `withdraw`.
         """
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:

@@ -35,7 +35,7 @@ from chameleon_mm.profiler.call_watch import CallWatch
 from chameleon_mm.profiler.calls import Value
 from chameleon_mm.profiler.dispatch_state import num_modes, tracer_is_on
 from chameleon_mm.profiler.recorder import Recorder
-from chameleon_mm.saved.claims import Claim
+from chameleon_mm.saved.claims import Claim, Found
 from chameleon_mm.saved.classify import ProtectedStorages, facts_of, save_parts
 from chameleon_mm.saved.handles import NO_HOOK, Handle, KeptTensor, SwappedView, WrapperHandle, used_in_capture, used_in_child
 from chameleon_mm.saved.saved_part import Part, SavedPart
@@ -128,7 +128,7 @@ class Executor:
             hook = self.director.on_save(t, None if at_hook is None else at_hook.saved, finished)
         watch = self.recording.watch
         if watch is not None:
-            self.recomputing.hold_born(self._new_claim, self.director.note_held)
+            self.recomputing.hold_born(self._claim_to_hold, self.director.note_held)
         prefetches = self._advance(finished, check_memory=claim is not None, at_hook=is_hook)
         if prefetches:
             self._ins.prefetch_planned(prefetches, self._streams.current())
@@ -344,12 +344,30 @@ class Executor:
         claim = found.claim
         if claim is None:
             return self._new_claim(t, saved_bytes, compute, found.part)
-        if found.begins_again:
-            claim.saved.begin_again(saved_bytes, compute)
-        if (found.extends_copy or found.begins_again) and claim.saved.state is State.ON_DEVICE:
-            self._outs.add(claim.saved)
+        self._include(found, saved_bytes, compute)
         claim.saved.add_view(saved_bytes)
         return claim
+
+    def _include(self, found: Found, saved_bytes: SavedBytes, compute: Stream) -> None:
+        """Have the copy of a claim that was found include these bytes."""
+        assert found.claim is not None
+        saved = found.claim.saved
+        if found.begins_again:
+            saved.begin_again(saved_bytes, compute)
+        if (found.extends_copy or found.begins_again) and saved.state is State.ON_DEVICE:
+            self._outs.add(saved)
+
+    def _claim_to_hold(self, t: Tensor) -> tuple[Claim, bool]:
+        """The claim on all of the storage of `t`, which recipes need, and whether it was made for that."""
+        saved_bytes, compute = SavedBytes(t), self._streams.current()
+        found = self._claims.find_whole(t, saved_bytes, compute)
+        if found.claim is None:
+            claim = self._new_claim(t, saved_bytes, compute)
+            claim.saved.hold_for_recipes()
+            return claim, True
+        self._include(found, saved_bytes, compute)
+        found.claim.saved.add_alias(saved_bytes)
+        return found.claim, False
 
     def _new_claim(self, t: Tensor, saved_bytes: SavedBytes, compute: Stream, part: Part | None = None) -> Claim:
         if self._registry.next_index >= LONGEST_UNNAMED_STEP and not self._in_step:

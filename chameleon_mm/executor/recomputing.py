@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
-from chameleon_mm.device import Device, Stream
+from chameleon_mm.device import Device
 from chameleon_mm.executor.parameter_sizes import ParameterSizes
 from chameleon_mm.executor.rebuilds import Rebuilds, Restore
 from chameleon_mm.executor.recompute_plan import Followed, RecomputePlan
@@ -49,7 +49,8 @@ OTHERS_HOLD = Refusal("an input that the model holds", lasts=False)
 OTHERS_WRITE = Refusal("an input that others may write to")
 
 
-NewClaim = Callable[[Tensor, SavedBytes, Stream], Claim]
+ClaimToHold = Callable[[Tensor], tuple[Claim, bool]]
+"""Returns the claim on the storage of a tensor, and whether it is a new one, which autograd saved nothing of."""
 
 
 class Recomputing:
@@ -158,7 +159,7 @@ class Recomputing:
         if reliance is not None:
             reliance.watch(handle)
 
-    def hold_born(self, new_claim: NewClaim, note_held: Callable[[SavedStorage, int], None]) -> None:
+    def hold_born(self, claim_to_hold: ClaimToHold, note_held: Callable[[SavedStorage, int], None]) -> None:
         """Hold the storages to be held that were made since the last hook. `note_held(saved, number)` is told of each."""
         self._follow()
         if self.watch is None or not self.watch.born:
@@ -172,10 +173,10 @@ class Recomputing:
                 continue
             claim = None if value.claim is None else value.claim()
             if not isinstance(claim, Claim):
-                claim = new_claim(t, SavedBytes(t), self._streams.current())
-                claim.saved.hold_for_recipes()
-                self._metrics.totals.bytes_held += claim.saved.nbytes
-                note_held(claim.saved, number)
+                claim, is_new = claim_to_hold(t)
+                if is_new:
+                    self._metrics.totals.bytes_held += claim.saved.nbytes
+                    note_held(claim.saved, number)
             value.claim = weakref.ref(claim)
             self._held[id(value)] = value, claim
 

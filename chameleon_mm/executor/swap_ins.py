@@ -133,8 +133,13 @@ class SwapIns:
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
+        """Unpack `wanted` and others of the group; its own memory goes if none is left in it."""
+        if self._unpack_some(group, wanted, compute) and group.state is State.RESTORED:
+            group.drop_restored()
+
+    def _unpack_some(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> bool:
         """Unpack `wanted` and what else waits in the group, as far as there is room, by one kernel: what was saved together is
-        used together."""
+        used together. Returns whether that was all of them."""
         if group.state is State.ON_HOST:
             self._staging.make_room(group.nbytes)  # where copies are refused it comes back all the same: a use needs it
         packed = self._restore_held(group, compute)
@@ -145,6 +150,4 @@ class SwapIns:
                 members.append((member, place))
                 nbytes += 0 if member is wanted else member.nbytes
         self._allocate(nbytes, lambda: group.unpack(members, packed, compute), exclude=(group,))
-        del packed  # ours is one reference too many
-        if group.state is State.RESTORED and len(members) == len(waiting):
-            group.drop_restored()
+        return len(members) == len(waiting)

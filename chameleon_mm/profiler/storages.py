@@ -79,8 +79,8 @@ class TracedStorage:
     """One storage of the trace, whatever memory holds it. Keeps nothing alive."""
 
     __slots__ = (
-        "aliases", "born", "claims", "counted", "dead", "device_copies", "emptied", "first_write", "kind", "last_write", "nbytes",
-        "number", "owner", "released", "saved", "sendable", "use_hook", "used",
+        "aliases", "born", "claims", "counted", "dead", "device_copies", "emptied", "first_write", "kind", "last_write",
+        "nbytes", "number", "owner", "released", "saved", "sendable", "use_hook", "used",
     )  # fmt: skip
 
     def __init__(self, number: int, nbytes: int, born: int, kind: TensorKind | None, *, counted: bool, owner: object) -> None:
@@ -321,7 +321,8 @@ class StorageTable:
     def forget(self) -> None:
         """Stop watching storages."""
         for watched in (
-            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired, self._emptied,
+            self._refs, self._held, self._held_after_use, self._expected, self._gone, self._deaths, self._retired,
+            self._emptied,
         ):  # fmt: skip
             watched.clear()
 

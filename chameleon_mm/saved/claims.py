@@ -92,12 +92,13 @@ class Claims:
         have these bytes: views of that part share it. `whole`: not in the second case; all of it is copied again.
         """
         storage = t.untyped_storage()
-        on_all = self._on(storage, None)
-        if on_all is not None and (shared := _shared(on_all, t, saved, compute)) is not None:
-            return shared
+        whole_found = self.find_whole(t, saved, compute)
+        on_all = whole_found.claim
+        if on_all is not None and not whole_found.begins_again:
+            return whole_found
         copied_too_early = on_all is not None and not whole and facts.covered_bytes is not None
         if not copied_too_early and not rule.gathers(facts, views=0, view_bytes=0):
-            return Found(on_all, None, begins_again=on_all is not None)
+            return whole_found
         part = Part.of(t)
         on_part = None if part is None else self._on(storage, part)
         if on_part is not None and (shared := _shared(on_part, t, saved, compute)) is not None:
@@ -108,8 +109,14 @@ class Claims:
         ):
             part = None
         if part is None:
-            return Found(on_all, None, begins_again=on_all is not None)
+            return whole_found
         return Found(None, part)
+
+    def find_whole(self, t: Tensor, saved: SavedBytes, compute: Stream) -> Found:
+        """The claim on all of the storage of `t` that is to have its bytes as `saved`; there is one at most."""
+        on_all = self._on(t.untyped_storage(), None)
+        shared = None if on_all is None else _shared(on_all, t, saved, compute)
+        return shared or Found(on_all, None, begins_again=on_all is not None)
 
     def _on(self, storage: torch.UntypedStorage, part: Part | None) -> Claim | None:
         """The live claim on all of `storage`, or on `part` of it, that was made last."""

@@ -3,9 +3,8 @@
 held_alone(storage)                # no tensor lies in it, and the caller alone has its object in Python
 held_alone(storage, tensors=3)     # no others than three of our own lie in it
 
-torch counts the references to a storage: one for each tensor over it, and one for its object in Python, if it ever had one. That
-object is in turn referred to by whoever has it in Python. Nobody else can get a new reference: who is to have one has to have one
-already, or asks a hook of ours for a tensor.
+torch counts the references to a storage: one for each tensor over it, and one for its object in Python, if it ever had one.
+Python counts the references to that object. Whoever is to get a new one has one already, or asks a hook of ours for a tensor.
 
     x = f(y); saved = x.detach()     # count 2 + 1: x, our alias, the object in Python
     del x                            # count 1 + 1 = tensors + 1: ours alone, so its memory may go
@@ -22,8 +21,8 @@ _use_count = torch._C._storage_Use_Count
 
 
 def held_alone(storage: torch.UntypedStorage, tensors: int = 0) -> bool:
-    """True if no more than `tensors` tensors lie in `storage`, and its only references in Python are an attribute and a variable
-    of the caller."""
+    """True if no more than `tensors` tensors lie in `storage`, and its only references in Python are an attribute and a
+    variable of the caller."""
     return _use_count(storage._cdata) == tensors + 1 and sys.getrefcount(storage) <= _LEAST_REFERENCES[tensors > 0]
 
 

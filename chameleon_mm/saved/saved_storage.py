@@ -136,10 +136,14 @@ class SavedStorage:
 
     def add_view(self, saved: SavedBytes) -> None:
         """Note one more handle, of these bytes."""
+        self.add_alias(saved)
+        self.uses.add_handle()
+
+    def add_alias(self, saved: SavedBytes) -> None:
+        """Note one more alias of ours over the storage."""
         if self.gathered:
             saved.move_to(None)
         self.slot.views.append(saved)
-        self.uses.add_handle()
         if self.traced is not None:
             self.traced.aliases += 1
 
@@ -192,7 +196,7 @@ class SavedStorage:
         return site == call_site()
 
     def begin_again(self, saved: SavedBytes, compute: Stream) -> None:
-        """Have its copy begin anew, as what was copied, or is being copied, lacks these bytes, which are saved now on `compute`.
+        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, which are saved now on `compute`.
 
         The storage has them all: it is on the device, as somebody else refers to it.
         """
@@ -228,8 +232,8 @@ class SavedStorage:
         return self.copy is None or self.copy.out.ended
 
     def lend(self, hook: AllocatorHook) -> bool:
-        """Lend the device memory to the allocator, if its copy out is handed over, all of it is to go, and nobody else refers to
-        it. Returns whether it is to be tried again: somebody does."""
+        """Lend the device memory to the allocator, if its copy out is handed over, all of it is to go, and nobody else refers
+        to it. Returns whether it is to be tried again: somebody does."""
         copy = self.copy
         if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent or copy is None:
             return False
@@ -334,7 +338,7 @@ class SavedStorage:
     # --- reclaim
 
     def _let_go(self) -> None:
-        """Let the device memory go, as its bytes are elsewhere: now where we alone refer to the storage, else at a later hook."""
+        """Let the device memory go, as its bytes are elsewhere: now if we alone refer to the storage, else at a later hook."""
         if self.slot.is_alone():
             self._empty()
             return

@@ -10,9 +10,9 @@ Note [In place]: a saved storage keeps its storage object and its version counte
 goes only where the use count says that nobody else refers to the storage: what the model, an optimizer or a user holds is never
 emptied, and nobody can write to what is away.
 
-    y = model(x); y saved, and copied to the host          # the model holds y: its memory stays, and is tried again at each hook
-    del y                                                  # the next hook empties the storage
-    backward uses it                                       # the same storage has memory again; its alias sees the bytes
+    y = model(x); y saved, and copied to the host     # the model holds y: its memory stays, and each hook tries again
+    del y                                             # the next hook empties the storage
+    backward uses it                                  # the same storage has memory again; its alias sees the bytes
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Slot:
         last.storage, last.epoch, last.hook, last.num_claims, last.emptied = self.first, -1, 0, 0, False
 
     def is_alone(self) -> bool:
-        """Whether nobody but us refers to the storage: no tensor but the aliases, and nobody in Python."""
+        """Whether nobody but us refers to the storage, no tensor but the aliases and nobody in Python, and it may be resized:
+        not where NumPy or another process was given its address."""
         storage = self.storage
-        return storage is not None and held_alone(storage, 0 if self.is_packed else len(self.views))
+        return storage is not None and held_alone(storage, 0 if self.is_packed else len(self.views)) and storage.resizable()
 
     def move_to(self, storage: torch.UntypedStorage) -> None:
         """Have all saved tensors lie in `storage`, which has their bytes, from now on. The memory of the one before goes."""
@@ -90,8 +91,8 @@ class Slot:
         return self.first() is storage and self.saved_nbytes == storage.nbytes()
 
     def includes(self, saved: SavedBytes, *, same_bytes: bool = False) -> bool:
-        """Whether its copy, begun or not, is known to have these bytes of its storage, which are saved now. `same_bytes`: it has
-        no others."""
+        """Whether its copy, begun or not, is known to have these bytes of its storage, which are saved now. `same_bytes`: it
+        has no others."""
         return any(earlier.copy_includes(saved, same_bytes=same_bytes) for earlier in self.saves)
 
     def include(self, saved: SavedBytes) -> None:

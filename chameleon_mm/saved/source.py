@@ -86,8 +86,8 @@ class Source:
         probe: SavedBytes | None = None,
         stream: Stream | None = None,
     ) -> None:
-        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: has its version counter. `stream`:
-        the one on which a storage that it holds itself was written."""
+        """`relied`: what rests on its bytes; None: it is a copy of the recipe's own. `probe`: has its version counter.
+        `stream`: the one on which a storage that it holds itself was written."""
         self.claim = claim
         self.storage = storage
         self.relied = relied

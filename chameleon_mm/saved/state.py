@@ -34,8 +34,8 @@ class State(enum.Enum):
     SWAPPING_IN = "arriving"
     """On the host, with a copy back queued or running. Ends at the first use, which orders compute after that copy."""
     RESTORED = "restored"
-    """On both. Begins at the first use after a swap-in, or when the copy out is over and others still refer to the storage; ends
-    when its HBM is dropped: once nobody else has it, under pressure, or by a plan that brings it back for a later use."""
+    """On both. Begins at the first use after a swap-in, or when the copy out is over and others still refer to the storage.
+    Ends when its HBM is dropped: once nobody else has it, under pressure, or by a plan that brings it back for a later use."""
     RETIRED = "retired"
     """Nowhere: the last handle is gone, and nothing is held any more."""
 
@@ -49,8 +49,8 @@ NEXT = {
     State.RETIRED: (),
 }
 """States that may follow each. From ON_DEVICE to ON_HOST at once goes what was packed into a group, in stream order, and what
-is dropped to be made again; from RESTORED to ON_DEVICE what was made again, as what it is made from is about to change, and what
-is saved again with bytes that its copy lacks."""
+is dropped to be made again; from RESTORED to ON_DEVICE what was made again, as what it is made from is about to change, and
+what is saved again with bytes that its copy lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,4 +64,4 @@ class SwapContext:
     checksums: Checksums | None = None
     """Checksums of what goes out, compared with what comes back; None: not checked."""
     held: dict[SavedStorage, None] = field(default_factory=dict)
-    """Storages whose bytes are elsewhere too, and whose memory goes once nobody but the session refers to them. Each hook tries."""
+    """Storages whose bytes are elsewhere too, and whose memory goes once nobody else refers to them. Each hook tries."""

@@ -10,8 +10,8 @@ class Uses:
 
     def __init__(self) -> None:
         self.handles = self.left = 1
-        """Handles made for it, the first for the save that it is made at; `left` of them were not used since the latest swap-in,
-        which is number `swap_in_number`."""
+        """Handles made for it, the first for the save that it is made at; `left` of them were not used since the latest
+        swap-in, which is number `swap_in_number`."""
         self.swap_in_number = 0
 
     def add_handle(self) -> None:

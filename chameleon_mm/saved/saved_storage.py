@@ -196,7 +196,7 @@ class SavedStorage:
         return site == call_site()
 
     def begin_again(self, saved: SavedBytes, compute: Stream) -> None:
-        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, which are saved now on `compute`.
+        """Have its copy begin anew, as the one that there is, or that runs, lacks these bytes, saved now on `compute`.
 
         The storage has them all: it is on the device, as somebody else refers to it.
         """

@@ -49,8 +49,8 @@ class Lendable(Reclaimable, Protocol):
     @property
     def is_lent(self) -> bool: ...
 
-    def lend(self, hook: AllocatorHook) -> bool:
-        """Lend the buffer, if it is one that may be lent. Returns whether it is to be tried again."""
+    def lend(self, hook: AllocatorHook) -> None:
+        """Lend the buffer, if it is one that may be lent."""
 
     def settle(self) -> None:
         """Note it if the allocator has reclaimed the buffer."""
@@ -102,16 +102,12 @@ class Lending:
             return
         while self._lent and not self._lent[0].is_lent:
             self._lent.popleft()
-        again: list[Lendable] = []
         while self._waiting and self._waiting[0].copy_is_handed_over:
             entry = self._waiting.popleft()
-            if entry.reclaimed:
-                continue
-            if entry.lend(self._hook):
-                again.append(entry)
-            if entry.is_lent:
-                self._lent.append(entry)
-        self._waiting.extendleft(reversed(again))
+            if not entry.reclaimed:
+                entry.lend(self._hook)
+                if entry.is_lent:
+                    self._lent.append(entry)
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None, *, allocated_bytes: int) -> None:
         """Set limits as `AllocatorHook.set_limits` does. `allocated_bytes`: what is allocated now."""

@@ -248,20 +248,23 @@ def test_a_storage_of_which_a_part_stays_is_not_lent(machine: OnSim | OnCuda) ->
         assert torch.equal(swapper.use(handle), kept)
 
 
-def test_what_somebody_holds_is_lent_once_they_do_no_more(machine: OnSim | OnCuda) -> None:
-    """The allocator would take what they read; and a save meanwhile finds the storage with its bytes."""
+def test_a_save_of_a_lent_storage_takes_it_back(machine: OnSim | OnCuda) -> None:
+    """The session has one tensor over it more, of which the allocator was not told."""
     with machine.device.compute():
         swapper = executor(machine, cm.PinnedPool("1MiB", device=machine.device), leaving_bytes=None)
         kept = randn(machine, 128, 128).clone()
         first = saved(machine, swapper, kept)
+        swapper.save(randn(machine, 8, requires_grad=True))
         record = first.claim.saved
-        swapper.save(randn(machine, 8, requires_grad=True))
         was_lent = [record.is_lent]
-        del kept
-        swapper.save(randn(machine, 8, requires_grad=True))
+        kept.add_(1)
+        expected = kept.clone()
+        second = saved(machine, swapper, kept)
         was_lent.append(record.is_lent)
-        assert was_lent == [False, True]
-        assert swapper.use(first).shape == (128, 128)
+        assert was_lent == [True, False]
+        assert second.claim.saved is record
+        del kept, first
+        assert torch.equal(swapper.use(second), expected)
 
 
 def test_nothing_is_lent_while_a_step_is_recorded(machine: OnSim | OnCuda) -> None:

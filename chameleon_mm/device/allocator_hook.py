@@ -1,7 +1,7 @@
 """Protocols of a hook in the device's allocator, which reclaims memory in the middle of an allocation that finds none.
 
     hook = device.allocator_hook()                   # None where there is none
-    held = hook.hold(storage, done, owner)           # nobody else refers to the storage; from here on nobody may
+    held = hook.hold(storage, done, owner, tensors)  # so many tensors over the storage are the caller's own
     held.withdraw()                                  # whether its memory is still there
 
 Between two hooks of autograd the model allocates as it likes. A storage that is being copied to the host is lent to the
@@ -36,11 +36,12 @@ class AllocatorHook(Protocol):
     def reclaimed(self) -> int:
         """Number of storages that the allocator has reclaimed, so far."""
 
-    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> HeldStorage | None:
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> HeldStorage | None:
         """Hold `storage`, of `owner`'s memory, whose copy is complete at `done`; None: it is not one that may be held.
 
-        Its memory goes in one of two ways: the copy is complete, or `owner` waits for it because memory is short. The caller
-        has seen that nobody else refers to the storage, and lets nobody do so before `withdraw`.
+        Its memory goes when nobody else refers to the storage than `tensors` tensors and one attribute of the caller, in one of
+        two ways: the copy is complete, or `owner` waits for it because memory is short. Until `withdraw` the caller gives it to
+        nobody.
         """
 
     def set_limits(self, limit_bytes: int, growth_bytes: int | None) -> None:

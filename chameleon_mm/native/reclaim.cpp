@@ -9,8 +9,7 @@
 // by the limits. Note [Reclaim].
 //
 // The allocator asks under its own lock and as a rule without the GIL, so nothing here may take the GIL then: memory goes by taking
-// it out of its storage, which stays, with no bytes. Whoever holds a storage here has seen, under the GIL, that nobody else refers
-// to it, and withdraws it before anybody may. Locks are taken in one order: the allocator's, then the
+// it out of its storage, which stays, with no bytes. Locks are taken in one order: the allocator's, then the
 // queue's; a thread with the GIL gives it up before it waits for the queue's, and has given that back before it waits for the GIL.
 
 #include <pybind11/pybind11.h>
@@ -83,8 +82,8 @@ struct Session {
 };
 
 struct Entry {
-  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, size_t nbytes, std::shared_ptr<Session> session)
-      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(nbytes), session(std::move(session)) {}
+  Entry(c10::Storage storage, void* event, void* stream, c10::StreamId stream_id, std::shared_ptr<Session> session, size_t tensors, Py_ssize_t references)
+      : storage(std::move(storage)), event(event), stream(stream), stream_id(stream_id), nbytes(this->storage.nbytes()), session(std::move(session)), tensors(tensors), references(references) {}
 
   c10::Storage storage;
   void* event;
@@ -92,8 +91,19 @@ struct Entry {
   c10::StreamId stream_id;
   size_t nbytes;
   std::shared_ptr<Session> session;
+  size_t tensors;         // over the storage, which are the lender's own
+  Py_ssize_t references;  // to its Python object, while the lender alone has it
   std::atomic<bool> reclaimed{false};
   bool queued = true;
+
+  // Whether nobody but the lender refers to the storage. Its Python object is itself a holder, and is held by all other holders
+  // together. Whoever is to become a new one has to be one already, or to withdraw this entry.
+  bool is_sole_holder() const {
+    const PyObject* object = storage.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();
+    const auto uses = tensors + 2;
+    return object != nullptr && storage.use_count() == uses && __atomic_load_n(&object->ob_refcnt, __ATOMIC_ACQUIRE) <= references &&
+        storage.use_count() == uses;
+  }
 };
 
 std::atomic<size_t> num_held{0};  // on all devices
@@ -158,7 +168,7 @@ bool is_copied(const Entry& entry) {
   return false;
 }
 
-// Takes the memory out of the storage.
+// Takes the memory out of the storage, which nobody but the lender refers to.
 c10::DataPtr take_memory(Entry& entry) {
   c10::StorageImpl* impl = entry.storage.unsafeGetStorageImpl();
   c10::DataPtr memory = impl->set_data_ptr(c10::DataPtr(nullptr, impl->device()));
@@ -187,7 +197,8 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
   bool copies_are_complete = true;  // they end in the order in which they are held
   for (auto at = queue.entries.begin(); at != queue.entries.end();) {
     Entry& entry = **at;
-    const bool may_go = entry.stream_id == stream_id && (!entry.session->needs_gil || PyGILState_Check());
+    const bool may_go = entry.stream_id == stream_id && entry.is_sole_holder() &&
+        (!entry.session->needs_gil || PyGILState_Check());
     if (!may_go) {
       ++at;
       continue;
@@ -205,6 +216,10 @@ size_t reclaim(Queue& queue, c10::StreamId stream_id, const Ask& ask) {
         ++at;
         continue;
       }
+    }
+    if (!entry.is_sole_holder()) {  // asked again: the wait has taken its time
+      ++at;
+      continue;
     }
     bytes += entry.nbytes;
     entry.session->waits += !copies_are_complete;
@@ -301,7 +316,9 @@ class Hook {
     if (device < -1 || device + 1 >= MAX_DEVICES) throw py::value_error("Hook: expected a device's index, got " + std::to_string(device));
   }
 
-  py::object hold(const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id) {
+  py::object hold(
+      const py::object& storage, py::object event, uintptr_t event_handle, uintptr_t stream, c10::StreamId stream_id, size_t tensors,
+      Py_ssize_t references) {
     if (!driver.is_complete()) throw std::runtime_error("hold: expected torch's CUDA build, got another one");
     if (!THPStorage_Check(storage.ptr())) throw py::type_error("hold: expected a torch.UntypedStorage");
     const c10::Storage& held = THPStorage_Unpack(storage.ptr());
@@ -309,7 +326,7 @@ class Hook {
     // Memory that another allocator made may need Python when it goes.
     if (device.index() != device_ || held.data_ptr().get_deleter() != c10::GetAllocator(device.type())->raw_deleter()) return py::none();
     auto entry = std::make_shared<Entry>(
-        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, held.nbytes(), session_);
+        held, reinterpret_cast<void*>(event_handle), reinterpret_cast<void*>(stream), stream_id, session_, tensors, references);
     Queue& queue = queue_of(device_);
     change_from_python(queue, [&] { queue.add(entry); });
     return py::cast(std::make_unique<Held>(std::move(entry), device_, std::move(event)));

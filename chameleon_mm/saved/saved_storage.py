@@ -141,6 +141,8 @@ class SavedStorage:
 
     def add_alias(self, saved: SavedBytes) -> None:
         """Note one more alias of ours over the storage."""
+        if self._lent is not None:
+            self.take_back()  # the allocator knows of one less
         if self.gathered:
             saved.move_to(None)
         self.slot.views.append(saved)
@@ -231,19 +233,17 @@ class SavedStorage:
         """Whether no part of the copy out waits any more to be handed to the device."""
         return self.copy is None or self.copy.out.ended
 
-    def lend(self, hook: AllocatorHook) -> bool:
-        """Lend the device memory to the allocator, if its copy out is handed over, all of it is to go, and nobody else refers
-        to it. Returns whether it is to be tried again: somebody does."""
+    def lend(self, hook: AllocatorHook) -> None:
+        """Lend the device memory to the allocator, if its copy out is handed over and all of it is to go. The allocator takes
+        it where nobody else refers to the storage by then."""
         copy = self.copy
         if self.state is not State.SWAPPING_OUT or self.form is not WHOLE or not self.may_be_lent or copy is None:
-            return False
-        if copy.out.done is None or copy.out.failed or copy.block is None:
-            return False
-        if not self.slot.is_alone():
-            return True
-        assert self.slot.storage is not None
-        self._lent = hook.hold(self.slot.storage, copy.out.done, self.alloc_stream)
-        return False
+            return
+        if copy.out.done is None or copy.out.failed or copy.block is None or self.gathered:
+            return
+        storage = self.slot.storage
+        if storage is not None and storage.resizable():
+            self._lent = hook.hold(storage, copy.out.done, self.alloc_stream, len(self.slot.views))
 
     def settle(self) -> None:
         """Note it if the allocator has reclaimed the device memory."""
@@ -354,7 +354,8 @@ class SavedStorage:
 
     def _emptied(self) -> None:
         self._context.held.pop(self, None)
-        self.slot.last_save.emptied = True
+        if not self.gathered:
+            self.slot.last_save.emptied = True
         if self.traced is not None:
             self.traced.emptied(self.traced)
         self._to(State.ON_HOST)

@@ -21,7 +21,7 @@ import weakref
 
 import torch
 
-from chameleon_mm.saved.holders import held_alone
+from chameleon_mm.device.holders import held_alone
 from chameleon_mm.saved.version import SavedBytes
 
 

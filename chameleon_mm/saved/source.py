@@ -52,9 +52,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from chameleon_mm.device import Stream
+from chameleon_mm.device.holders import held_alone
 from chameleon_mm.profiler.calls import Relied
 from chameleon_mm.profiler.light import HEAP_TYPE
-from chameleon_mm.saved.holders import held_alone
 from chameleon_mm.saved.version import SavedBytes
 
 if TYPE_CHECKING:

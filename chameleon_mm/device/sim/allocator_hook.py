@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from chameleon_mm.device.holders import held_alone
 from chameleon_mm.device.sim.stream import SimEvent, SimStream
 
 if TYPE_CHECKING:
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 class SimHeldStorage:
     """A storage that the simulated allocator may reclaim."""
 
-    def __init__(self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream) -> None:
+    def __init__(
+        self, hook: SimAllocatorHook, storage: torch.UntypedStorage, done: SimEvent, owner: SimStream, tensors: int
+    ) -> None:
         self.hook = hook
         self._storage = storage
         self.reclaimed = False
         self._withdrawn = False
         self._done = done
+        self._tensors = tensors
         self.owner = owner
 
     def withdraw(self) -> bool:
@@ -39,13 +43,14 @@ class SimHeldStorage:
             return not self.reclaimed
 
     def reclaim(self) -> bool:
-        """Reclaim its memory behind its copy. Returns whether it went: a finaliser may have withdrawn it."""
-        if self._withdrawn:
-            return False
+        """Reclaim its memory behind its copy, unless somebody else refers to the storage. Returns whether it went."""
+        storage = self._storage
+        if not (held_alone(storage, self._tensors, attributes=2) and storage.resizable()) or self._withdrawn:
+            return False  # a finaliser may have withdrawn it
         self.reclaimed = True
         if not self._done.query():
             self.owner.wait(self._done)  # orders the memory's next owner, on the same stream, after the copy
-        self.owner.resize(self._storage, 0)
+        self.owner.resize(storage, 0)
         self.hook.reclaimed += 1
         return True
 
@@ -75,11 +80,11 @@ class SimAllocatorHook:
         self.reclaimed = 0
         self.limit_bytes = machine.ledger.capacity
 
-    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream) -> SimHeldStorage:
+    def hold(self, storage: torch.UntypedStorage, done: Event, owner: Stream, tensors: int) -> SimHeldStorage:
         """Hold as `AllocatorHook.hold` does."""
         if not isinstance(done, SimEvent) or not isinstance(owner, SimStream):
             raise TypeError(f"hold: expected a simulated event and stream, got {type(done).__name__}, {type(owner).__name__}")
-        held = SimHeldStorage(self, storage, done, owner)
+        held = SimHeldStorage(self, storage, done, owner, tensors)
         with self.machine.lock:
             self.machine.held.entries.append(held)
         return held

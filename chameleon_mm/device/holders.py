@@ -20,10 +20,11 @@ import torch
 _use_count = torch._C._storage_Use_Count
 
 
-def held_alone(storage: torch.UntypedStorage, tensors: int = 0) -> bool:
-    """True if no more than `tensors` tensors lie in `storage`, and its only references in Python are an attribute and a
-    variable of the caller."""
-    return _use_count(storage._cdata) == tensors + 1 and sys.getrefcount(storage) <= _LEAST_REFERENCES[tensors > 0]
+def held_alone(storage: torch.UntypedStorage, tensors: int = 0, *, attributes: int = 1) -> bool:
+    """True if no more than `tensors` tensors lie in `storage`, and its only references in Python are so many `attributes` and
+    a variable of the caller."""
+    references = _LEAST_REFERENCES[tensors > 0] + attributes - 1
+    return _use_count(storage._cdata) == tensors + 1 and sys.getrefcount(storage) <= references
 
 
 def _least_references(tensors: int) -> int:
@@ -31,8 +32,9 @@ def _least_references(tensors: int) -> int:
     memory = torch.empty(1) if tensors else None
     holder = SimpleNamespace(storage=torch.UntypedStorage(1) if memory is None else memory.untyped_storage())
 
-    def found(storage: torch.UntypedStorage, tensors: int = 0) -> int:
-        return sys.getrefcount(storage)
+    def found(storage: torch.UntypedStorage, tensors: int = 0, *, attributes: int = 1) -> int:
+        references = attributes
+        return sys.getrefcount(storage) if references else 0
 
     def asked() -> int:
         storage = holder.storage
@@ -41,6 +43,14 @@ def _least_references(tensors: int) -> int:
     return asked()
 
 
+def _references_at_rest() -> int:
+    memory = torch.empty(1)
+    holder = SimpleNamespace(storage=memory.untyped_storage())
+    return sys.getrefcount(holder.storage) - 1
+
+
 with torch._C._DisableTorchDispatch():
     _LEAST_REFERENCES = (_least_references(0), _least_references(1))
-"""Without a tensor in it, and with one."""
+    """Without a tensor in it, and with one."""
+    REFERENCES_AT_REST = _references_at_rest()
+    """References to the object in Python of a storage that tensors lie in, while one attribute has it and nobody looks."""

@@ -133,7 +133,7 @@ class Claims:
         else:
             self._last_saves[slot.key] = slot.last_save
         slot.last_save.num_claims += 1
-        self.by_storage[_key(slot.key, part)] = weakref.ref(claim)
+        self.by_storage[slot.key if part is None else (slot.key, part)] = weakref.ref(claim)
         if part is not None:
             self._parts.setdefault(slot.key, []).append(part)
 

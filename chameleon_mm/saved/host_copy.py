@@ -10,18 +10,16 @@ from chameleon_mm.transfer import Move
 class HostCopy:
     """A block of host memory with a saved storage's bytes, or all but those that stay on the device."""
 
-    __slots__ = ("arrived_on", "back", "block", "out", "read")
-
-    def __init__(self, block: PinnedBlock, out: Move) -> None:
-        self.block: PinnedBlock | None = block
-        """None: the last handle is gone before the copy out is over."""
-        self.out = out
-        self.back: Move | None = None
-        """The latest copy back."""
-        self.read: Event | None = None
-        """Event after the latest copy back that was handed over: until then the block is being read."""
-        self.arrived_on: Stream | None = None
-        """Stream that was ordered after the latest copy back."""
+    # No `__init__`: one is made for every storage that moves.
+    block: PinnedBlock | None
+    """None: the last handle is gone before the copy out is over."""
+    out: Move
+    back: Move | None = None
+    """The latest copy back."""
+    read: Event | None = None
+    """Event after the latest copy back that was handed over: until then the block is being read."""
+    arrived_on: Stream | None = None
+    """Stream that was ordered after the latest copy back."""
 
     def release(self) -> None:
         """Give the block back. Note [Host block]: its next owner's copy out waits for our last copy, on its stream. A copy back

@@ -167,7 +167,10 @@ class SavedStorage:
         """It is saved at that hook of a step. Returns whether that is the first time in the step for this record, and how many
         hooks ago its storage was saved last in it, under any record; None: it was not."""
         first, self.noted_in = self.noted_in != epoch, epoch
-        return first, self.slot.note_save(epoch, hook)
+        last = self.slot.last_save
+        hooks_ago = hook - last.hook if last.epoch == epoch else None
+        last.epoch, last.hook = epoch, hook
+        return first, hooks_ago
 
     def is_allocated_on(self, compute: Stream) -> bool:
         return self.alloc_stream is compute
@@ -267,12 +270,15 @@ class SavedStorage:
     def is_copyable(self) -> bool:
         """Whether the storage still has its size and at least one of the saves has not been written to since. The use of one
         that was written to raises anyway. What only recipes need is not copied while the model holds it."""
-        storage = self.device
+        storage = self.slot.storage if self._lent is None else self.device
         if storage is None or storage.nbytes() != self.nbytes:
             return False
         if self.is_held_for_recipes and not self.is_private:
             return False  # a copy has the bytes that recipes rely on once the model cannot write to them: Note [Relied on]
-        return self.slot.unwritten() is not None
+        for saved in self.slot.saves:  # noqa: SIM110 - a generator is one more call at every hook, and so would `moved` be
+            if saved.alias._version == saved.expected:
+                return True
+        return False
 
     @property
     def transfer_bytes(self) -> int:
@@ -315,7 +321,8 @@ class SavedStorage:
         if out.failed:
             block.release()
             raise TransferFailed(f"a saved tensor of {self.nbytes} bytes could not be swapped out; it stays on the device")
-        self.form, self.copy = form, HostCopy(block, out)
+        self.form, self.copy = form, HostCopy()
+        self.copy.block, self.copy.out = block, out
         context.metrics.moved(out, "out", host_bytes)
         context.metrics.totals.pageable_swap_outs += pageable
         self._began_in = (this_thread.number, sequence_nr()), call_site()  # as `current_operator` has it

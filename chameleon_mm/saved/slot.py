@@ -110,11 +110,3 @@ class Slot:
             if saved.alias._version == saved.expected:
                 return saved
         return None
-
-    def note_save(self, epoch: int, hook: int) -> int | None:
-        """The storage is saved at that hook of a step. Returns how many hooks ago it was saved last in it, under any record;
-        None: it was not."""
-        last = self.last_save
-        hooks_ago = hook - last.hook if last.epoch == epoch else None
-        last.epoch, last.hook = epoch, hook
-        return hooks_ago

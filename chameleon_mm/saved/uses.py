@@ -6,13 +6,12 @@ from __future__ import annotations
 class Uses:
     """Counts uses. A handle that is used again before the storage has left once more counts no second time."""
 
-    __slots__ = ("handles", "left", "swap_in_number")
-
-    def __init__(self) -> None:
-        self.handles = self.left = 1
-        """Handles made for it, the first for the save that it is made at; `left` of them were not used since the latest
-        swap-in, which is number `swap_in_number`."""
-        self.swap_in_number = 0
+    # No `__init__`: one is made at every save.
+    handles = 1
+    """Handles made for the storage, the first for the save that it is made at."""
+    left = 1
+    """Handles among them that were not used since the latest swap-in, which is number `swap_in_number`."""
+    swap_in_number = 0
 
     def add_handle(self) -> None:
         """Note one more handle."""

@@ -1,7 +1,7 @@
 """Runs autograd's two hooks: swaps out after the saving op is over, reclaims under pressure, prefetches, restores at a use.
 
     save(t):   advance(); keep it | claim its storage -> SwappedView      # its copy out is queued at a later hook
-    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones; rebuild the view
+    use(h):    advance(); check the version; take, wait for or swap in the storage; prefetch the next ones
     advance(): queue copies of saves whose op is over; hand over pieces; reclaim what is copied; keep within the budget
 
 Correctness never depends on an order, a rule or a budget: a use restores its storage from wherever it is.

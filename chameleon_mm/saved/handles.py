@@ -1,11 +1,11 @@
-"""The handles that autograd holds instead of saved tensors, and how a tensor is rebuilt from one.
+"""The handles that autograd holds instead of saved tensors.
 
-    handle = KeptTensor(t) | SwappedView(claim, t, probe) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
+    handle = KeptTensor(t) | SwappedView(claim, saved) | WrapperHandle(t, its parts' handles)    # on_save: Note [Life]
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
-    SwappedView.rebuild(storage)                    # same strides, offset, dtype, conj and neg bits, version counter
+    handle.saved.alias.detach()                     # the saved tensor, once its storage has its memory
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias whose
-data was replaced by nothing keeps sharing the version counter of `t` and of all its views, and holds none of its memory.
+Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias
+shares the version counter of `t` and of all its views.
 """
 
 from __future__ import annotations

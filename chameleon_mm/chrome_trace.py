@@ -110,7 +110,9 @@ def _events(data: TraceData, shift_us: float) -> Iterator[dict[str, Any]]:
             "ts": step.start_us + shift_us, "args": {"step": step.number},
         }  # fmt: skip
         what = {"step": step.number, "kind": step.kind}
-        yield _slice(STEPS, f"step {step.number} ({step.kind})", "step", step.start_us, step.end_us, shift_us, what)
+        yield _slice(
+            STEPS, f"step {step.number} ({step.kind.replace('_', ' ')})", "step", step.start_us, step.end_us, shift_us, what
+        )
     for wait in data.timed.waits:
         yield _slice(COMPUTE, _WAITS[wait.kind], "wait", wait.start_us, wait.end_us, shift_us, {"for": wait.kind})
     for span in data.copies:

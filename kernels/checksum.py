@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chameleon_mm.kernels.arguments import check_aligned, check_current, check_flat, check_grid
+from chameleon_mm.kernels.launch_checks import check_aligned, check_current, check_flat, check_grid
 
 WORD = 8
 """Bytes of a word."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from chameleon_mm.kernels.arguments import UNIT_BYTES
+from chameleon_mm.kernels.launch_checks import UNIT_BYTES
 
 MAX_DIMS = 8
 

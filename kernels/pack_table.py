@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from chameleon_mm.kernels.arguments import UNIT_BYTES, check_aligned, check_flat
+from chameleon_mm.kernels.launch_checks import UNIT_BYTES, check_aligned, check_flat
 from chameleon_mm.kernels.memory_layout import MemoryLayout, are_apart, check_apart
 
 BLOCK_BYTES = 16384

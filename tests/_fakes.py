@@ -23,8 +23,8 @@ from torch import Tensor
 from chameleon_mm.bench.gpu_suite import Part
 from chameleon_mm.device.protocols import Event, Stream
 from chameleon_mm.device.sim import SimDevice
-from chameleon_mm.device.sim.allocator_hook import SimAllocatorHook
 from chameleon_mm.device.sim.machine import Machine
+from chameleon_mm.device.sim.sim_allocator_hook import SimAllocatorHook
 from chameleon_mm.saved.calling_thread import ComputeStreams
 
 # --- events and streams

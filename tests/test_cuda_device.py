@@ -25,8 +25,8 @@ from chameleon_mm.device.cuda import (
     cuda_is_available,
     visible_gpus,
 )
+from chameleon_mm.device.cuda.cuda_stream import batch_copies
 from chameleon_mm.device.cuda.pinning_calls import pinning_calls
-from chameleon_mm.device.cuda.stream import batch_copies
 from chameleon_mm.device.packing import Packer, PackKernels, packed_offsets
 from chameleon_mm.device.pinning import PageLocker, PinningCalls
 from chameleon_mm.device.protocols import Device, Stream

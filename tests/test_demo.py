@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chameleon_mm.cli import main
 from chameleon_mm.demo import training
-from chameleon_mm.demo.command import SIZES, show, table_rows, verdicts
+from chameleon_mm.demo.demo_command import SIZES, show, table_rows, verdicts
 from chameleon_mm.demo.model import GPT, GPTConfig
 from chameleon_mm.demo.training import Rows, RunResult, draw_rows, first_difference, read_text, train, train_plain
 from chameleon_mm.device.sim import SimDevice

@@ -17,8 +17,8 @@ from chameleon_mm import doctor
 from chameleon_mm.device import SimDevice, cuda_is_available
 from chameleon_mm.device.cuda import VisibleGpu
 from chameleon_mm.doctor import DoctorReport, collect, probes
+from chameleon_mm.doctor.findings import Finding, Unavailable, render, run_probe
 from chameleon_mm.doctor.probes import gpu_rows, host_rows, link_rates, pin_trial, software_rows
-from chameleon_mm.doctor.report import Finding, Unavailable, render, run_probe
 from chameleon_mm.errors import HostMemoryExhausted
 from chameleon_mm.transfer import CalibrationCache, calibrate
 from chameleon_mm.units import GIB, MIB

@@ -31,8 +31,8 @@ import json, pathlib, re, subprocess, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from chameleon_mm.kernels import checksum, pack, pack_table
-from chameleon_mm.kernels.arguments import UNIT_BYTES
+from chameleon_mm.kernels import checksum, pack_kernels as pack, pack_table
+from chameleon_mm.kernels.launch_checks import UNIT_BYTES
 
 packed = {"table": "*i64", "staging": "*u8", "work": "i64", "row_words": "i64", "items": "i64", "nbytes": "i64"}
 kernels = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chameleon_mm.kernels import memory_layout, pack_table
 from chameleon_mm.kernels.memory_layout import MemoryLayout
-from chameleon_mm.kernels.pack import (
+from chameleon_mm.kernels.pack_kernels import (
     PackTable,
     launch_pack,
     launch_unpack,

@@ -82,7 +82,7 @@ def test_a_build_that_does_not_load_is_absent(empty: Path, tmp_path: Path) -> No
     assert native.status("memory").words.startswith("does not load: ")
 
 
-def test_a_build_that_does_not_load_is_made_again(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_does_not_load_is_built_anew(empty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     copies = script(tmp_path / "compiler", 'while [ "$1" != -o ]; do shift; done; echo garbage > "$2"')
     native.build("memory", compiler=copies)
     assert cli.main(["native", "--compiler", "no-such"]) == 1

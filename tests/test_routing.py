@@ -121,7 +121,7 @@ def test_a_session_whose_plans_keep_missing_follows_the_rule(monkeypatch: pytest
     budget = share_of_unswapped(Skipping, (2, 128), 0.8)
     monkeypatch.setattr(RuleFallback, "_decide", _always_by_rule)
     run = check(Skipping, shapes, budget)
-    assert report_of(run).steps_by_phase["by rule"] >= TRIED + 8
+    assert report_of(run).steps_by_phase["by_rule"] >= TRIED + 8
 
 
 def _always_by_rule(fallback: RuleFallback) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from chameleon_mm.device import SPECS
 from chameleon_mm.device.packing import PACK_ALIGN_BYTES, packed_offsets
 from chameleon_mm.device.sim import CostModel, SimDevice, SimStream
-from chameleon_mm.device.sim.cost import COPY_LATENCY_US
+from chameleon_mm.device.sim.cost_model import COPY_LATENCY_US
 from chameleon_mm.kernels.pack_table import packed_layout
 from tests.observed import POISON_BYTE, SimLifetimeError, SimRaceError
 

@@ -310,7 +310,7 @@ def test_a_sparse_gradient_is_added_up() -> None:
 
 def test_the_language_is_tritons_own_again_after_a_kernel_was_interpreted() -> None:
     tl = importlib.import_module("triton.language")
-    pack = importlib.import_module("chameleon_mm.kernels.pack").pack
+    pack = importlib.import_module("chameleon_mm.kernels.pack_kernels").pack
 
     def own() -> tuple[object, ...]:
         of_tensors = vars(tl.tensor)

@@ -31,9 +31,9 @@ PAUSE, LONGEST_PAUSE = 32, 512
 
 
 class _State(enum.Enum):
-    FOLLOWING = enum.auto()
-    TRYING = enum.auto()
-    BY_RULE = enum.auto()
+    FOLLOWING = "following"
+    TRYING = "trying"
+    BY_RULE = "by_rule"
 
 
 class RuleFallback:

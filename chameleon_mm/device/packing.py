@@ -271,6 +271,6 @@ class Packer:
 
 
 def _triton_kernels() -> PackKernels:
-    from chameleon_mm.kernels.pack import PackTable, launch_pack, launch_unpack
+    from chameleon_mm.kernels.pack_kernels import PackTable, launch_pack, launch_unpack
 
     return PackKernels(table=PackTable, pack=launch_pack, unpack=launch_unpack)

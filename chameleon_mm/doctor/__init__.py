@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from chameleon_mm.doctor.findings import DoctorReport, render
 from chameleon_mm.doctor.probes import device_rows, gpu_rows, host_rows, software_rows
-from chameleon_mm.doctor.report import DoctorReport, render
 from chameleon_mm.outputs import tell_written
 from chameleon_mm.transfer import CalibrationCache
 

@@ -19,7 +19,7 @@ import torch
 from chameleon_mm import __version__, native
 from chameleon_mm.device import Device, present_device
 from chameleon_mm.device.cuda import VisibleGpu, visible_gpus
-from chameleon_mm.doctor.report import Finding, Unavailable, run_probe
+from chameleon_mm.doctor.findings import Finding, Unavailable, run_probe
 from chameleon_mm.pinned.host_memory import auto_limit_bytes, available_host_bytes
 from chameleon_mm.transfer import CalibrationCache, calibrate
 from chameleon_mm.units import MIB, format_size, format_us

@@ -30,7 +30,7 @@ class MemoryClass:
     """Device memory that they would take at the unswapped peak; of what is held, the memory that holding it takes."""
     count: int
     recompute_us: float
-    """Time in which they are made again, with all that this takes; 0 for the others."""
+    """Time in which they are recomputed, with all that this takes; 0 for the others."""
     most: tuple[tuple[str, int], ...]
     """Names of the operators that made them and bytes, most bytes first, three at most."""
 

@@ -43,11 +43,13 @@ _SMALLER = (0.02, 0.05, 0.1)
 class Bound(enum.Enum):
     """Limit that keeps a size from being larger."""
 
-    DEVICE = "device memory"
-    HOST = "pinned host memory"
-    MODEL = "the model itself"
-    """It is built for no more, as a table of positions is."""
-    NOTHING = "nothing that was looked at"
+    DEVICE = "device"
+    """Device memory."""
+    HOST = "host"
+    """Pinned host memory."""
+    MODEL = "model"
+    """The model itself: it is built for no more, as a table of positions is."""
+    NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

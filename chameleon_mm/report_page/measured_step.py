@@ -1,4 +1,4 @@
-"""The latest timed step as it ran: its copies, and where compute waited for them or made something again.
+"""The latest timed step as it ran: its copies, and where compute waited for them or recomputed something.
 
 measured = latest_step(copies, timed)         # None: no step was timed, or copies of it are kept no more
 """
@@ -23,7 +23,7 @@ class MeasuredStep:
     step_us: float
     end_us: float
     compute: tuple[Bar, ...]
-    """Bars of the times in which compute waited, or made something again."""
+    """Bars of the times in which compute waited, or recomputed something."""
     out: tuple[Bar, ...]
     back: tuple[Bar, ...]
 

@@ -100,7 +100,7 @@ if (data.measured) {
   const found = data.measured;
   chart("measured", found.end_us, (us) => {
     const parts = [time(us)], waits = within(found.compute, us);
-    parts.push(waits < 0 ? "compute does not wait" : found.compute.kind[waits] === "recompute" ? "compute makes a tensor again"
+    parts.push(waits < 0 ? "compute does not wait" : found.compute.kind[waits] === "recompute" ? "compute recomputes a tensor"
       : "compute waits " + time(found.compute.to[waits] - found.compute.from[waits]));
     for (const [way, bars] of [["to the host", found.out], ["back", found.back]]) {
       const i = within(bars, us);
@@ -114,7 +114,7 @@ if (data.steps) {
   let at = rows.length - 1;
   const tell = () => {
     const row = rows[at];
-    told.textContent = [`step ${row.index}: ${row.kind}`, `peak ${size(row.peak_hbm_bytes)} of ${size(row.hbm_budget_bytes)}`,
+    told.textContent = [`step ${row.index}: ${row.kind.replace("_", " ")}`, `peak ${size(row.peak_hbm_bytes)} of ${size(row.hbm_budget_bytes)}`,
       row.step_us === null ? "not timed" : "took " + time(row.step_us),
       row.stall_us === null ? "stall not measured" : "stalled " + time(row.stall_us)].join(" \u00b7 ");
   };

@@ -38,7 +38,7 @@ def steps_section(all_steps: Sequence[StepFigures]) -> str:
     most_stall = 1.05 * max((step.stall_us or 0.0 for step in steps), default=0.0)
     budgets = [float(step.hbm_budget_bytes) for step in steps]
     seen = [kind for kind in StepKind if any(step.kind is kind for step in steps)]
-    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind.value}</li>' for kind in seen)
+    legend = "".join(f'<li><i class="{_STEP_CLASS[kind]}"></i>{kind}</li>' for kind in seen)
     before = len(all_steps) - len(steps)
     older = f" The {before} before them are left out." if before else ""
     return (
@@ -63,7 +63,7 @@ def _step_table(steps: Sequence[StepFigures]) -> str:
     for step in reversed(steps[-STATIC_ROWS:]):
         hidden = step.hidden_fraction
         texts = (
-            step.kind.value, format_size(step.peak_hbm_bytes), format_size(step.hbm_budget_bytes), format_size(step.host_bytes),
+            str(step.kind), format_size(step.peak_hbm_bytes), format_size(step.hbm_budget_bytes), format_size(step.host_bytes),
             format_size(step.bytes_out), format_size(step.bytes_in), _or_dash(step.step_us), _or_dash(step.stall_us),
             "&ndash;" if hidden is None else f"{100 * hidden:.1f} %",
         )  # fmt: skip

@@ -4,7 +4,7 @@
     handle.check_version()                          # on_use: eager's "modified by an inplace operation"
     handle.saved.alias.detach()                     # the saved tensor, once its storage has its memory
 
-Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it again. A detached alias
+Note [Version]: installing hooks switches eager's in-place check off, so every handle makes it itself. A detached alias
 shares the version counter of `t` and of all its views.
 """
 

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from chameleon_mm.kernels.arguments import check_current, check_grid
+from chameleon_mm.kernels.launch_checks import check_current, check_grid
 from chameleon_mm.kernels.memory_layout import memory_order
 from chameleon_mm.kernels.pack_table import PackedLayout, PackTable, packed_layout
 

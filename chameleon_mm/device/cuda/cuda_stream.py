@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chameleon_mm.device.checksum import check_sum
+from chameleon_mm.device.checksummer import check_sum
 from chameleon_mm.device.packing import PackPlans, check_ends
 from chameleon_mm.device.protocols import Event
 
 if TYPE_CHECKING:
-    from chameleon_mm.device.cuda.device import CudaDevice
+    from chameleon_mm.device.cuda.cuda_device import CudaDevice
 
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from chameleon_mm.device.holders import held_alone
-from chameleon_mm.device.sim.stream import SimEvent, SimStream
+from chameleon_mm.device.sim.sim_stream import SimEvent, SimStream
 
 if TYPE_CHECKING:
     from chameleon_mm.device.protocols import Event, Stream

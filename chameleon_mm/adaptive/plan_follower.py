@@ -238,7 +238,9 @@ class PlanFollower(Director):
             cached_hook = self._matched(hook, save)
             self._cached_hooks.append(cached_hook)
         elif self._schedule is not None and self._planned is not None and self._budget.forecast.follows_plan:
-            self._plan_forecast.growth_bytes = self._schedule.growth[hook] + self._planned.margin_bytes
+            forecast, schedule = self._plan_forecast, self._schedule
+            forecast.hook, forecast.backs = hook, schedule.backs
+            forecast.growth_bytes = schedule.growth[hook] + self._planned.margin_bytes
         else:
             self._trace_forecast.hook = hook
         if cached_hook > self._reached:

@@ -91,8 +91,9 @@ class SwapIns:
         for saved in due:
             if saved.state is not State.ON_HOST or not saved.form.has_copy or saved.first() is not None:
                 continue
-            if not self._budget.forecast.follows_plan and not self._budget.room_for(saved.nbytes):
-                return
+            follows_plan = self._budget.forecast.follows_plan
+            if not (self._budget.has_room_ahead if follows_plan else self._budget.room_for(saved.nbytes)):
+                return  # its use brings it back
             with suppress(torch.OutOfMemoryError, TransferFailed):  # nobody needs it yet
                 self.prefetch(saved, compute)
 
@@ -121,7 +122,9 @@ class SwapIns:
             if elsewhere is not None:
                 totals.uses_on_device += 1
                 return elsewhere
-            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,))
+            # What the plan has on the device by now comes back beside all that it allocates until the next check.
+            is_planned = saved.planned is not None and self._budget.forecast.has(saved.planned.tensor)
+            self._allocate(saved.nbytes, lambda: saved.swap_in(compute), exclude=(saved,), is_planned=is_planned)
             self._budget.note_on_device(saved)  # until its other views were used
             totals.swap_ins_on_demand += 1
             return saved.arrive(compute)
@@ -132,9 +135,12 @@ class SwapIns:
         assert storage is not None
         return storage
 
-    def _allocate(self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage]) -> _Made:
-        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that."""
-        self._budget.make_room(nbytes, exclude=exclude)
+    def _allocate(
+        self, nbytes: int, allocate: Callable[[], _Made], *, exclude: Collection[SavedStorage], is_planned: bool = False
+    ) -> _Made:
+        """Allocate for a use by `allocate`, making room first; `exclude` is not reclaimed for that. `is_planned`: as in
+        `Budget.make_room`."""
+        self._budget.make_room(nbytes, exclude=exclude, is_planned=is_planned)
         return self._budget.allocate(nbytes, allocate, exclude=exclude)
 
     def _unpack(self, group: PackedGroup, wanted: SavedStorage, compute: Stream) -> None:
